@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 
 from gsa_train.model import query_sample
-from helpers.expert_layouts import BOUNDARIES, CASES, RESHARDED, WORLD, measured_margin, train
-from helpers.layout_comparison import CLEAR_MARGIN, TIES, assert_same
+from helpers.expert_layouts import BOUNDARIES, CASES, RESHARDED, WORLD, train
+from helpers.layout_comparison import TIES, assert_same
 from helpers.many_layouts import SAMPLE
 from helpers.runs import run_script
 from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
 _one_rank: dict[str, list[dict[str, Any]]] = {}
+
+
+CLEAR_MARGIN = 3e-5
+"""Between scores: thirty times what fp32 rounds in these few steps."""
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +30,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def one_rank(name: str) -> list[dict[str, Any]]:
-    """No two experts are so near in a token's scores that rounding would choose."""
     case = CASES[name]
     key = f"{case.sections} {case.layers}"
     if key not in _one_rank:
-        with pytest.MonkeyPatch.context() as patch, measured_margin() as margins:
+        with pytest.MonkeyPatch.context() as patch:
             for constant, value in SAMPLE.items():
                 patch.setattr(query_sample, constant, value)
             _one_rank[key] = train(case, single_rank(), one_rank=True)
-        assert min(margins) > CLEAR_MARGIN / 10, min(margins)
     return _one_rank[key]
+
+
+def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
+    """In no layer of any run: otherwise the comparisons would depend on the processor."""
+    assert results["margin"] > CLEAR_MARGIN
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -39,14 +39,16 @@ from helpers.many_layouts import (
 )
 
 WORLD = 4
+CLEAR: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"init_std": 0.3}, "data": {"seed": 6}}
+"""Weights and text with which no two experts are so near in a token's scores that rounding would choose."""
 SIZES = {"experts": 8, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 8}
 BALANCED: dict[str, dict[str, Any]] = {
-    **ALL_KEYS,
+    **CLEAR,
     "moe": {**SIZES, "top_k": 2, "balance_coeff": 0.1, "z_loss_coeff": 0.1},
 }
 """Coefficients so large that a wrong loss shows in the gradient norm."""
 BIASED: dict[str, dict[str, Any]] = {
-    **ALL_KEYS,
+    **CLEAR,
     "moe": {
         **SIZES,
         "top_k": 3,
@@ -150,28 +152,31 @@ def measured_margin() -> Iterator[list[float]]:
         yield found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
-    for name, value in SAMPLE.items():
-        setattr(query_sample, name, value)
-    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
-    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
-    trained, resumed, crossed = {}, {}, {}
+def train_all() -> dict[str, list[dict[str, Any]]]:
+    trained = {}
     for name, case in CASES.items():
         parallel = init_parallel(case.config(**case.train).parallel, seed=1)
         trained[name] = train(case, parallel)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
+    return trained
+
+
+def resume_all(folder: Path) -> dict[str, list[tuple[str, list[dict[str, Any]]]]]:
+    resumed: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
     for name, case in RESHARDED.items():
         for number, layout in enumerate((case.writer, *case.readers)):
-            sections = {**case.sections, "model": {"num_layers": case.layers}}
+            sections = {**case.sections, "model": {**case.sections["model"], "num_layers": case.layers}}
             config = Case(layout, sections).config(**pairs(layout))
             parallel = init_parallel(config.parallel, seed=1)
             records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
-            resumed.setdefault(name, []).append([str(layout), records])
-            print(f"rank {parallel.rank}: {name} {layout}", flush=True)
+            resumed.setdefault(name, []).append((str(layout), records))
             leave_layout()
+    return resumed
+
+
+def cross_all(folder: Path) -> dict[str, list[tuple[list[dict[str, Any]], bool]]]:
+    crossed: dict[str, list[tuple[list[dict[str, Any]], bool]]] = {}
     for name, layout in BOUNDARIES.items():
         config = Case(layout, BALANCED).config(precision="bf16", **pairs(layout))
         for resumes in (False, True):
@@ -179,8 +184,22 @@ def main(folder: Path) -> None:
             found = cross_boundary(config, parallel, folder / f"boundary of {name}", resumes)
             crossed.setdefault(name, []).append(found)
             leave_layout()
+    return crossed
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    for name, value in SAMPLE.items():
+        setattr(query_sample, name, value)
+    small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
+    patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+    with measured_margin() as margins:
+        results: dict[str, Any] = {"trained": train_all(), "resumed": resume_all(folder)}
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, min(margins))
+    results |= {"margin": min(every), "crossed": cross_all(folder)}
     if dist.get_rank() == 0:
-        results = {"trained": trained, "resumed": resumed, "crossed": crossed}
         (folder / "results.json").write_text(json.dumps(results))
     shutdown_parallel()
 

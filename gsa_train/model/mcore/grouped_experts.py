@@ -58,19 +58,26 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """On disk [experts, ...], each expert by its number in the layer, as SequentialMLP has them."""
+        """On disk [experts, ...], each expert by its number in the layer, under SequentialMLP's names there."""
         assert not sharded_offsets
         assert not (metadata or {}).get("singleton_local_shards")
         replica = (0, 0, self.groups.expt_dp.rank())
-        first, second = f"{prefix}linear_fc1.weight", f"{prefix}linear_fc2.weight"
         rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
         ranks = (0, self.groups.ep.rank(), self.groups.ep.size())
         return {
-            first: ShardedTensorFactory(
-                first, self.linear_fc1.weight, self._build_halves, self._join_halves, replica
+            f"{prefix}linear_fc1.weight": ShardedTensorFactory(
+                f"{prefix}experts.linear_fc1.weight",
+                self.linear_fc1.weight,
+                self._build_halves,
+                self._join_halves,
+                replica,
             ),
-            second: ShardedTensor.from_rank_offsets(
-                second, self.linear_fc2.weight, ranks, (2, rank, size), replica_id=replica
+            f"{prefix}linear_fc2.weight": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.linear_fc2.weight",
+                self.linear_fc2.weight,
+                ranks,
+                (2, rank, size),
+                replica_id=replica,
             ),
         }
 

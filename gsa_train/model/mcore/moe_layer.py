@@ -27,6 +27,26 @@ from gsa_train.parallel import Parallel
 from gsa_train.profiling.trace_spans import trace_span
 
 
+class OneByOne(SequentialMLP):
+    """megatron-core's experts without the empty `_extra_state` of their layers, which is for Transformer Engine: a
+    checkpoint holds what one of `GroupedExperts` holds."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_load_state_dict_post_hook(_forget_extra_state)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        entries = super().sharded_state_dict(*args, **kwargs)
+        return {name: entry for name, entry in entries.items() if not name.endswith("_extra_state")}
+
+
+def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
+    """Of `load_state_dict`: none of an expert is missing."""
+    found.missing_keys[:] = [
+        key for key in found.missing_keys if not (".local_experts." in key and key.endswith("._extra_state"))
+    ]
+
+
 class MixtureOfExperts(MegatronModule):
     """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t).
 
@@ -61,14 +81,16 @@ class MixtureOfExperts(MegatronModule):
         self.experts = (
             GroupedExperts(local, config, groups)
             if moe.experts_impl == "grouped"
-            else SequentialMLP(local, config, feed_forward, groups)
+            else OneByOne(local, config, feed_forward, groups)
         )
         for parameter in self.experts.parameters():
             mark_as_expert(parameter)
         self.shared_experts = None
         if moe.shared_expert_ffn_hidden_size > 0:
             of_shared = copy(config)
-            of_shared.ffn_hidden_size = moe.shared_expert_ffn_hidden_size  # MLP's second product asks the config
+            of_shared.ffn_hidden_size = (
+                moe.shared_expert_ffn_hidden_size
+            )  # MLP's second product asks the config
             width = of_shared.ffn_hidden_size
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
