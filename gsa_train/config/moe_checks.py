@@ -22,6 +22,8 @@ def check_moe(config: Config, world_size: int) -> list[str]:
     """A line for each mistake."""
     if config.moe.experts == 0:
         return _check_unread(config)
+    if config.moe.experts < 0:  # the range of the field says so
+        return []
     return [
         *_check_sizes(config),
         *_check_router(config.moe),
@@ -108,7 +110,7 @@ def _check_router(moe: MoEConfig) -> list[str]:
             wrong = f"without effect, for moe.balancing = {moe.balancing}"
             remedy = f"leave it out, or set moe.balancing to {needed}"
             lines.append(problem_line(f"moe.{field.name}", value, wrong, remedy))
-    if moe.capacity_factor != 0 and moe.capacity_factor < 1:
+    if 0 < moe.capacity_factor < 1:
         wrong = "below 1 an expert could not take even its even share"
         lines.append(
             problem_line("moe.capacity_factor", moe.capacity_factor, wrong, "give 1 or more, or 0 for none")

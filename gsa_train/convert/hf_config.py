@@ -50,6 +50,7 @@ GSA_FIELDS = {
 
 NOT_IN_HF = {
     "model": ("sandwich_norm",),
+    "moe": ("experts",),
     "gsa": (
         "key_gate",
         "query_gate",

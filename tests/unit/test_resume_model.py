@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from gsa_train.config import Config, RopeScalingConfig, config_to_yaml
+from gsa_train.config import Config, MoEConfig, RopeScalingConfig, config_to_yaml
 from gsa_train.resume import ResumeError, _check_same_model
 from helpers.single_rank import CONFIG
 
@@ -59,3 +59,23 @@ def test_a_field_younger_than_the_checkpoint_stood_at_its_default() -> None:
     resume(CONFIG, yaml.safe_dump(saved))
     with pytest.raises(ResumeError, match=r"gsa\.local_window = 3: the checkpoint has 0"):
         resume(with_gsa(local_window=3), yaml.safe_dump(saved))
+
+
+def test_experts_of_another_meaning_are_refused_and_who_computes_them_may_change() -> None:
+    experts = dataclasses.replace(CONFIG, moe=MoEConfig(experts=8))
+    saved = config_to_yaml(experts)
+    other = MoEConfig(experts=8, experts_impl="sequential", balance_coeff=0.1, z_loss_coeff=0.0)
+    resume(dataclasses.replace(CONFIG, moe=other), saved)
+    for changed in ({"top_k": 4}, {"routed_scale": 2.0}, {"balancing": "none"}, {"experts": 0}):
+        ((name, value),) = changed.items()
+        config = dataclasses.replace(CONFIG, moe=dataclasses.replace(experts.moe, **changed))
+        with pytest.raises(ResumeError, match=rf"moe\.{name} = {value}: the checkpoint has"):
+            resume(config, saved)
+
+
+def test_a_checkpoint_from_before_there_were_experts_has_none() -> None:
+    saved = yaml.safe_load(config_to_yaml(CONFIG))
+    del saved["moe"]
+    resume(CONFIG, yaml.safe_dump(saved))
+    with pytest.raises(ResumeError, match=r"moe\.experts = 8: the checkpoint has 0"):
+        resume(dataclasses.replace(CONFIG, moe=MoEConfig(experts=8)), yaml.safe_dump(saved))
