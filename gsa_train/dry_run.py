@@ -240,20 +240,18 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     ]
     return [
         *plain,
-        f"recompute: {config.train.recompute}",
+        f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}",
         *aligned(rows),
-        *_uneven_loads(config, world_size, unit),
     ]
 
 
-def _uneven_loads(config: Config, world_size: int, unit: int) -> list[str]:
+def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
     if config.moe.experts == 0 or config.parallel.expert == 1:
-        return []
+        return ""
     more = max(worst_expert_load(config, world_size, stage) for stage in range(config.parallel.pipeline))
-    return [
-        "with all experts' loads even; a rank whose experts got every token of all its layers would need "
-        f"{more / unit:.2f} more"
-    ]
+    return (
+        f"; loads of experts even: {more / unit:.2f} more where one rank's get all tokens of all its layers"
+    )
 
 
 def plain_torch_reasons(config: Config) -> list[str]:

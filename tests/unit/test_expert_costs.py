@@ -114,7 +114,8 @@ def test_a_dry_run_tells_of_experts() -> None:
         "23 layers with 64 experts, top 4: 8 on a rank, in 2 replicas",
         f"active in a token  {count.active:,}",
         "give --mfu, such as --mfu 0.3: none has been measured for",
-        "a rank whose experts got every token of all its layers would need",
+        "recompute: none; loads of experts even: ",
+        "more where one rank's get all tokens of all its layers",
     ):
         assert line in report
     assert "expert" not in describe(load([]), 8).replace("--mfu", "")
