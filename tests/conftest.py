@@ -34,6 +34,7 @@ LONGEST_FILES = (
     "e2e/test_demo.py",
     "resume/test_runs_with_spikes.py",
     "resume/test_other_layouts.py",
+    "distributed/test_expert_layouts.py",
     "distributed/test_three_way_layouts.py",
     "distributed/test_fused_tensor_parallel.py",
     "unit/model/test_triton_core.py",

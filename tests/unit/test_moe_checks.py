@@ -17,6 +17,7 @@ from gsa_train.config import (
 )
 from gsa_train.config.checks import check_config
 from gsa_train.config.moe_checks import expert_layers
+from gsa_train.convert.hf_config import to_hf_config
 
 BASE = """
 model: {num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}
@@ -138,3 +139,10 @@ def test_experts_cannot_be_split_where_there_are_none() -> None:
 )
 def test_which_layers_have_experts(moe: MoEConfig, layers: list[int]) -> None:
     assert expert_layers(Config(model=ModelConfig(num_layers=6), moe=moe)) == layers
+
+
+def test_an_export_to_transformers_names_the_field() -> None:
+    with pytest.raises(
+        ValueError, match=r"moe\.experts = 8: the model of transformers \(gsa_hf\) does not have it"
+    ):
+        to_hf_config(Config(moe=MoEConfig(experts=8)))

@@ -24,7 +24,6 @@ from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.parallel import Parallel
-from gsa_train.profiling.trace_spans import trace_span
 
 
 class OneByOne(SequentialMLP):
@@ -100,16 +99,13 @@ class MixtureOfExperts(MegatronModule):
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[L, B, d] of this rank -> the same, and no bias."""
-        with trace_span("router"):
-            routing = self.router(hidden)
-            exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
-        with trace_span("experts"):
-            rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
-            outputs, _bias = self.experts(rows, exchange.tokens_per_expert, weights)
-            output = exchange.to_tokens(outputs).view_as(hidden)
+        routing = self.router(hidden)
+        exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
+        rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
+        outputs, _ = self.experts(rows, exchange.tokens_per_expert, weights)
+        output = exchange.to_tokens(outputs).view_as(hidden)
         if self.shared_experts is not None:
-            with trace_span("shared_expert"):
-                output = output + self.shared_experts(hidden)[0]
+            output = output + self.shared_experts(hidden)[0]
         return output, None
 
 
