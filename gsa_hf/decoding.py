@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
+from .experts_gsa import why_not_fused
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
 from .kernels_gsa import applied_indexer, kernel_rule
@@ -67,7 +68,8 @@ class FusedDecoder:
                 which into the attribute `products`, and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`, or products is none of these.
+            ValueError: the model has experts, or sparse layers and another `attn_implementation`, or products is none
+                of these.
         """
         if products not in PRODUCTS:
             raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
@@ -77,6 +79,8 @@ class FusedDecoder:
             raise ValueError(
                 f"attn_implementation is {implementation!r} with sparse layers; pass 'gsa', or decode by the model"
             )
+        if (obstacle := why_not_fused(model.config)) is not None:
+            raise ValueError(f"{obstacle}; decode by the model")
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
         self._compile, self._wanted_products = compile, products

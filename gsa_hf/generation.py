@@ -20,6 +20,7 @@ from transformers.generation import (
 )
 
 from .decoding import FusedDecoder, ModelDecoder
+from .experts_gsa import why_not_fused
 from .modeling_gsa import GSAForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,9 @@ class Generated:
 class Generator:
     """Generates from batches of prompts with one model, whose weights are those of now.
 
-    On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
-    and with `attn_implementation` "sdpa" or "eager" for sparse layers, they are the model's own forward pass.
+    On a CUDA device, where sparse layers are on the kernels and none has experts, steps are fused and captured in CUDA
+    graphs; on others, and with `attn_implementation` "sdpa" or "eager" for sparse layers, they are the model's own
+    forward pass.
     """
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:
@@ -99,6 +101,7 @@ class Generator:
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
         implementation = model.config._attn_implementation
         fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse)
+        fused = fused and why_not_fused(model.config) is None
         self.decoder: FusedDecoder | ModelDecoder
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
         self._graphs: DecodingGraphs | None = None

@@ -37,8 +37,8 @@ MEANS = (
     "variance",
     "variance_ema",
     "router_entropy",
-    "router_z_loss",
-    "balance_loss",
+    "router_z",
+    "router_balance",
     "dropped_share",
     "expert_bias_range",
 )

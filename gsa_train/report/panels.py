@@ -2,7 +2,7 @@
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
 it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
-moe/balance_loss, validation/loss, eval/accuracy/<task>, system/mfu.
+moe/router_balance, validation/loss, eval/accuracy/<task>, system/mfu.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ PANELS = (
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
     Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
     Panel("moe", "experts", "load of an expert / mean load", LOADS, "log", conditional=True),
-    Panel("moe", "experts", "balance loss: 1 where even", {"balance_loss": "loss"}, conditional=True),
+    Panel("moe", "experts", "balance loss: 1 where even", {"router_balance": "loss"}, conditional=True),
     Panel("moe", "experts", "entropy of the router (nats)", {"router_entropy": "entropy"}, conditional=True),
-    Panel("moe", "experts", "z-loss of the router", {"router_z_loss": "z-loss"}, "log", conditional=True),
+    Panel("moe", "experts", "z-loss of the router", {"router_z": "z-loss"}, "log", conditional=True),
     Panel("moe", "experts", "dropped choices", {"dropped_share": "dropped"}, "percent", conditional=True),
     Panel("moe", "experts", "range of the biases", {"expert_bias_range": "range"}, conditional=True),
     Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),

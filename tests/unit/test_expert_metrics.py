@@ -21,9 +21,10 @@ from gsa_train.metrics.record import (
     reduce_step,
     step_record,
 )
-from gsa_train.metrics.record_format import to_json, to_scalars
+from gsa_train.metrics.record_format import to_json, to_scalars, validation_prefixes
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
+from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.report.page import write_report
 from gsa_train.step import evaluation_step
@@ -42,7 +43,7 @@ from helpers.single_rank import (
 SIZES: dict[str, Any] = {"experts": 8, "expert_ffn_hidden_size": 8, "first_dense_layers": 1}
 BALANCED = {**SIZES, "capacity_factor": 1.0}
 BIASED = {**SIZES, "balancing": "aux_free", "router_score": "sigmoid", "z_loss_coeff": 0.0}
-KEYS = {"router_entropy", "router_z_loss", "expert_loads", "expert_load_max", "expert_load_min"}
+KEYS = {"router_entropy", "router_z", "expert_loads", "expert_load_max", "expert_load_min"}
 
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
@@ -81,12 +82,12 @@ def by_tokens(
     mean = sum(counts.values()) / 8
     found = {
         "router_entropy": sum(entropies) / len(entropies),
-        "router_z_loss": sum(z_losses) / len(z_losses),
+        "router_z": sum(z_losses) / len(z_losses),
         "expert_load_max": max(counts[expert] for expert in range(8)) / mean,
         "expert_load_min": min(counts[expert] for expert in range(8)) / mean,
     }
     if loads is not None:
-        found["balance_loss"] = sum(balance) / len(balance)
+        found["router_balance"] = sum(balance) / len(balance)
     if seen.kept:
         dropped = [not kept for of_token in seen.kept for kept in of_token]
         found["dropped_share"] = sum(dropped) / len(dropped)
@@ -117,8 +118,8 @@ def test_metrics_are_those_of_all_tokens(moe: dict[str, Any], recompute: str) ->
         first, second = found[f"layer_{name}"]
         assert math.isnan(first)
         assert second == found[name]
-    assert {"balance_loss", "dropped_share", "expert_bias_range"} & found.keys() == expected.keys() & {
-        "balance_loss",
+    assert {"router_balance", "dropped_share", "expert_bias_range"} & found.keys() == expected.keys() & {
+        "router_balance",
         "dropped_share",
         "expert_bias_range",
     }
@@ -151,7 +152,7 @@ def test_only_logged_steps_measure_and_only_experts_are_measured(monkeypatch: py
     optimizer = build_optimizer(model, SPARSE, config)
     take_step(model, optimizer, random_batches(config), config, lr=1e-3, measures=True)
     close_optimizer(model, optimizer)
-    assert not {name.partition("/")[0] for name in read_stats(model)} & {*KEYS, "balance_loss"}
+    assert not {name.partition("/")[0] for name in read_stats(model)} & {*KEYS, "router_balance"}
 
 
 @pytest.mark.parametrize("phase", [WARM_UP, DENSE], ids=["warm-up", "dense"])
@@ -202,3 +203,10 @@ def test_loads_are_shown(tmp_path: Path) -> None:
     assert "load of an expert / mean load" in after
     picture = after.partition("load of experts / mean load, newest step")[2]
     assert json.dumps([2.0, 0.5, 1.0, 0.5]).replace(" ", "") in picture.replace(" ", "")[:4000]
+
+
+def test_no_statistic_is_taken_for_the_loss_of_a_validation_set() -> None:
+    """As `validation_<name>_loss` says of a set <name>."""
+    names = (*MEANS, *EXTREMES, *VECTORS)
+    record = {"event": "validation", "validation_set": "web", **{f"validation_{name}": 1.0 for name in names}}
+    assert validation_prefixes(record) == {"validation": "web"}

@@ -29,10 +29,10 @@ def router_statistics(
     shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     means = {
         "router_entropy": torch.special.entr(shares).sum(-1),
-        "router_z_loss": logits.logsumexp(-1).square(),
+        "router_z": logits.logsumexp(-1).square(),
     }
     if loads is not None:
-        means["balance_loss"] = len(loads) * shares @ loads
+        means["router_balance"] = len(loads) * shares @ loads
     if kept is not None:
         means["dropped_share"] = ~kept
     if bias is not None:
