@@ -43,6 +43,24 @@ class GSAConfig(PreTrainedConfig):
             In the place of G1: `"rms_norm"` of each head's attention output, or `"silu"` of it.
         sandwich_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm behind attention and behind the feed-forward layer, too.
+        num_experts (`int`, *optional*, defaults to 0):
+            Routed experts of a feed-forward layer, each a SwiGLU; 0: the layers are dense, of `intermediate_size`.
+        num_experts_per_tok (`int`, *optional*, defaults to 2):
+            Experts that a token is sent to.
+        moe_intermediate_size (`int`, *optional*, defaults to 256):
+            Inner width of a routed expert.
+        shared_expert_intermediate_size (`int`, *optional*, defaults to 0):
+            Inner width of an expert that every token is sent to; 0: none.
+        mlp_only_layers (`list[int]`, *optional*):
+            Layers whose feed-forward layer is dense all the same.
+        scoring_func (`str`, *optional*, defaults to `"softmax"`):
+            What makes scores of the router's logits: `"softmax"` or `"sigmoid"`.
+        norm_topk_prob (`bool`, *optional*, defaults to `True`):
+            The weights of a token's experts are their scores divided by the scores' sum; `False` there is not.
+        routed_scaling_factor (`float`, *optional*, defaults to 1.0):
+            Factor of the weights.
+        router_bias (`bool`, *optional*, defaults to `False`):
+            The choice of the experts, not their weights, is by scores plus a bias of each expert.
         layer_types (`list[str]`, *optional*):
             For each layer `"full_attention"` (dense, no indexer) or `"indexed_attention"` (sparse); sparse if unset.
         index_n_heads (`int`, *optional*, defaults to 4):
@@ -122,6 +140,15 @@ class GSAConfig(PreTrainedConfig):
     gate_input: Literal["query_dependent", "input_independent"] = "query_dependent"
     output_transform: Literal["none", "rms_norm", "silu"] = "none"
     sandwich_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 256
+    shared_expert_intermediate_size: int = 0
+    mlp_only_layers: list[int] | None = None
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float | int = 1.0
+    router_bias: bool = False
     layer_types: list[str] | None = None
     index_n_heads: int = 4
     index_head_dim: int = 64
@@ -173,6 +200,14 @@ class GSAConfig(PreTrainedConfig):
         if self.output_transform != "none" and self.output_gate:
             raise ValueError(
                 f"output_transform is {self.output_transform!r} with output_gate; pass 'none', or output_gate=False"
+            )
+        if not self.norm_topk_prob:
+            raise ValueError(
+                "norm_topk_prob is False; pass True: the weights of a token's experts have a fixed sum"
+            )
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; pass 1 to num_experts {self.num_experts}"
             )
         validate_indexer(self)
         for layer_idx, name in enumerate(self.layer_types or ()):

@@ -53,7 +53,7 @@ class ModelDecoder:
 
 def not_fused(config: Any) -> str | None:
     """What of a configuration fused steps do not have, `field is value`; None: nothing."""
-    for name, value in {"sandwich_norm": False, "index_block_query": "first"}.items():
+    for name, value in {"num_experts": 0, "sandwich_norm": False, "index_block_query": "first"}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
     return other_gates(config)

@@ -86,8 +86,8 @@ class Generator:
     """Generates from batches of prompts with one model, whose weights are those of now.
 
     On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
-    with `attn_implementation` "sdpa" or "eager" for sparse layers, and for gates and norms that the paper has not, they
-    are the model's own forward pass.
+    with `attn_implementation` "sdpa" or "eager" for sparse layers, and for experts, gates and norms that the paper has
+    not, they are the model's own forward pass.
     """
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:

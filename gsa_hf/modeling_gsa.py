@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .configuration_gsa import GSAConfig
+from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
 from .indexer_gsa import GSAIndexer
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
@@ -47,11 +48,11 @@ class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
 
 
 class GSAMLP(nn.Module):
-    def __init__(self, config: GSAConfig) -> None:
+    def __init__(self, config: GSAConfig, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ class GSADecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: GSAConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = GSAAttention(config, layer_idx)
-        self.mlp = GSAMLP(config)
+        self.mlp = _feed_forward(config, layer_idx)
         self.input_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         sizes = (config.hidden_size, config.rms_norm_eps)
@@ -79,6 +80,13 @@ class GSADecoderLayer(GradientCheckpointingLayer):
         return hidden_states + out, selection, loss
 
 
+def _feed_forward(config: GSAConfig, layer_idx: int) -> nn.Module:
+    if not has_experts(config, layer_idx):
+        return GSAMLP(config, config.intermediate_size)
+    width = config.shared_expert_intermediate_size
+    return GSASparseMLP(config, GSAMLP(config, width) if width else None)
+
+
 class GSAPreTrainedModel(PreTrainedModel):
     config: GSAConfig
     config_class = GSAConfig
@@ -86,17 +94,29 @@ class GSAPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["GSADecoderLayer"]  # noqa: RUF012 - as transformers declares it
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["variance_ema"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["variance_ema", "e_score_correction_bias"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": GSADecoderLayer, "attentions": GSAAttention}  # noqa: RUF012
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for its decorator of experts in this file, and they are in another."""
+        return True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, GSAGateBias):
             init.zeros_(module.bias)
+        if isinstance(module, GSAExperts):
+            init.normal_(module.gate_up_proj, std=self.config.initializer_range)
+            init.normal_(module.down_proj, std=self.config.initializer_range)
+        if isinstance(module, GSARouter):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if module.e_score_correction_bias is not None:
+                init.zeros_(module.e_score_correction_bias)
         if isinstance(module, GSAIndexer):
             init.zeros_(module.variance_ema)
             if module.score_bias is not None:

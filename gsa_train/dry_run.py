@@ -15,8 +15,9 @@ from gsa_train.config import Config
 from gsa_train.config.file_checks import check_files
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.moe_checks import expert_layers
 from gsa_train.config.pipeline_layout import stage_chunks, stage_layers
-from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of
+from gsa_train.memory.estimate import checkpoint_bytes, estimate_memory, fields_of, worst_expert_load
 from gsa_train.model.flops import (
     FlopsPerToken,
     count_parameters,
@@ -81,6 +82,8 @@ def _layout(config: Config, world_size: int) -> list[str]:
         f"{_layers_per_stage(config)}; {micro_batches} micro-batches of {train.micro_batch_size} sequences per "
         "step and replica",
     ]
+    if config.moe.experts:
+        lines.append(_experts(config, world_size))
     ranks = []
     for stage in range(parallel.pipeline):
         spans = ", ".join(_span(chunk) for chunk in stage_chunks(config, stage))
@@ -91,6 +94,17 @@ def _layout(config: Config, world_size: int) -> list[str]:
     if len(ranks) > MAX_LAYOUT_LINES:
         ranks = [*ranks[:MAX_LAYOUT_LINES], f"... and {len(ranks) - MAX_LAYOUT_LINES} more in the same order"]
     return lines + ranks
+
+
+def _experts(config: Config, world_size: int) -> str:
+    moe, parallel = config.moe, config.parallel
+    replicas = world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+    split = f", each split over {parallel.expert_tensor}" if parallel.expert_tensor > 1 else ""
+    copies = "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return (
+        f"{len(expert_layers(config))} layers with {moe.experts} experts, top {moe.top_k}: "
+        f"{moe.experts // parallel.expert} on a rank{split}, in {copies}"
+    )
 
 
 def _layers_per_stage(config: Config) -> str:
@@ -124,9 +138,13 @@ def _is_sequence_parallel(config: Config) -> bool:
 
 
 def _parameters(config: Config) -> list[str]:
-    count = count_parameters(config.model, config.gsa)
-    rows = [[part, f"{number:,}"] for part, number in asdict(count).items()]
+    count = count_parameters(config.model, config.gsa, config.moe)
+    experts = ("router", "experts", "shared_experts", "idle")
+    parts = [part for part in asdict(count) if part not in experts or (count.experts and part != "idle")]
+    rows = [[part.replace("_", " "), f"{getattr(count, part):,}"] for part in parts]
     rows += [["total", f"{count.total:,}"]]
+    if count.experts:
+        rows += [["active in a token", f"{count.active:,}"]]
     overhead = f"gates and indexer add {count.overhead:,} ({count.overhead_percent:.2f}%) to the plain model"
     return [*aligned(rows), overhead]
 
@@ -142,7 +160,7 @@ def _tokens(config: Config) -> list[str]:
 
 def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
     return [
-        flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens)
+        flops_per_token(config.model, config.gsa, config.moe, phase, config.train.seq_len_tokens)
         for phase in config.phases
     ]
 
@@ -161,7 +179,7 @@ def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list
     rows += [
         [part, *(f"{asdict(count)[part] / unit:.3f}" for count in counts)]
         for part in asdict(counts[0])
-        if part != "dense_equivalent"
+        if part != "dense_equivalent" and (part not in ("router", "experts") or config.moe.experts)
     ]
     rows += [["total", *(f"{count.total / unit:.3f}" for count in counts)]]
     rows += [["dense equivalent", *(f"{count.dense_equivalent / unit:.3f}" for count in counts)]]
@@ -172,15 +190,17 @@ def _time(
     config: Config, counts: Sequence[FlopsPerToken], world_size: int, device: str, mfu: float | None
 ) -> list[str]:
     """Of the steps alone: validations, saves and restarts come on top."""
-    parameters = count_parameters(config.model, config.gsa).total
-    peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, parameters)
+    count = count_parameters(config.model, config.gsa, config.moe)
+    peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, count)
     if peak is None:
         raise ValueError(
             f"device {device!r}: its peak rate is not known; give one of gsa_train.model.flops.DEVICES"
         )
     if mfu is None and measured is None:
+        with_experts = " with experts" if count.experts else ""
         return [
-            f"give --mfu, such as --mfu 0.3: none has been measured for {parameters:,} parameters on this device"
+            f"give --mfu, such as --mfu 0.3: none has been measured for {count.total:,} parameters{with_experts} on "
+            "this device"
         ]
     if mfu is None and plain_torch_reasons(config):
         return ["give --mfu: attention runs in plain torch (see Memory), whose speed has not been measured"]
@@ -218,7 +238,20 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     plain = [
         f"attention in plain torch, with L x L tensors: {reason}" for reason in plain_torch_reasons(config)
     ]
-    return [*plain, f"recompute: {config.train.recompute}", *aligned(rows)]
+    return [
+        *plain,
+        f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}",
+        *aligned(rows),
+    ]
+
+
+def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
+    if config.moe.experts == 0 or config.parallel.expert == 1:
+        return ""
+    more = max(worst_expert_load(config, world_size, stage) for stage in range(config.parallel.pipeline))
+    return (
+        f"; loads of experts even: {more / unit:.2f} more where one rank's get all tokens of all its layers"
+    )
 
 
 def plain_torch_reasons(config: Config) -> list[str]:

@@ -18,6 +18,7 @@ from gsa_train.config import Config
 from gsa_train.metrics.record import Reduced, attention_metrics, reduce_step
 from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel
+from gsa_train.report.panels import PICTURES
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
@@ -62,7 +63,7 @@ def evaluate(
             record |= {
                 f"validation_{name}": value
                 for name, value in attention_metrics(reduced.layers).items()
-                if not name.startswith(("layer_", "head_"))
+                if not name.startswith("layer_") and name not in PICTURES
             }
         if each.by_source:
             by_source = {

@@ -245,7 +245,9 @@ class Sweep:
         totals = []
         for each in (standard, case):
             config = each.config(self.arguments.overrides)
-            totals.append(flops_per_token(config.model, config.gsa, config.phases[-1], each.length).total)
+            totals.append(
+                flops_per_token(config.model, config.gsa, config.moe, config.phases[-1], each.length).total
+            )
         return totals[0] / totals[1]
 
     def _keep(self, cells: Cells) -> None:

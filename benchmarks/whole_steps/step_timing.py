@@ -149,7 +149,7 @@ def measure(subject: Subject, reference: Subject | None, turns: Turns, with_prof
     bench = subject.bench
     config = bench.config
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
-    flops = flops_per_token(config.model, config.gsa, bench.phase, config.train.seq_len_tokens)
+    flops = flops_per_token(config.model, config.gsa, config.moe, bench.phase, config.train.seq_len_tokens)
     peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
     row = Row(
         config=subject.name,

@@ -179,6 +179,7 @@ def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: li
         flops = flops_per_token(
             config.model,
             config.gsa,
+            config.moe,
             variant.phase,
             config.train.seq_len_tokens,
             result.attended_keys,

@@ -43,3 +43,10 @@ class MoEConfig:
     experts_impl: Literal["grouped", "sequential"] = "grouped"
     """`grouped`: the experts of a rank as one grouped matrix product. `sequential`: megatron-core's SequentialMLP, one
     expert after the other."""
+
+
+def layers_with_experts(moe: MoEConfig, num_layers: int) -> range:
+    """The layers (from 0) that are mixtures of experts."""
+    if moe.experts < 1 or moe.layer_interval < 1:
+        return range(0)
+    return range(moe.first_dense_layers, num_layers, moe.layer_interval)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from gsa_train.config.load import problem_line
-from gsa_train.config.moe import MoEConfig
+from gsa_train.config.moe import MoEConfig, layers_with_experts
 from gsa_train.config.sections import Config
 
 ALIGNMENT = 8
@@ -15,10 +15,7 @@ ALIGNMENT = 8
 
 def expert_layers(config: Config) -> list[int]:
     """The layers (from 0) that have experts."""
-    moe, layers = config.moe, config.model.num_layers
-    if moe.experts < 1 or moe.layer_interval < 1:
-        return []
-    return list(range(moe.first_dense_layers, layers, moe.layer_interval))
+    return list(layers_with_experts(config.moe, config.model.num_layers))
 
 
 def check_moe(config: Config, world_size: int) -> list[str]:

@@ -73,7 +73,7 @@ def export_hf(
     tokenizer = tokenizer_of(checkpoint, config, state)
     hf_config = to_hf_config(config)
     source = CheckpointTensors(checkpoint)
-    found = pairs(config.model, config.gsa)
+    found = pairs(config)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
     warnings = _warnings(config, state)

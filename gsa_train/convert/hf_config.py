@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
-from gsa_train.config import Config, ModelConfig, RopeScalingConfig, TrainConfig
+from gsa_train.config import Config, ModelConfig, MoEConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
 from gsa_train.config.gate_shapes import FORM
 from gsa_train.config.load import as_written, problem_line
+from gsa_train.config.moe import layers_with_experts
 
 MODEL_FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -53,9 +54,18 @@ GSA_FIELDS = {
     "selection_reuse": "index_topk_freq",
 }
 """The same of `gsa`; `attention` is in `layer_types`. The others say how to train, and with which kernels."""
+MOE_FIELDS = {
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+    "shared_expert_ffn_hidden_size": "shared_expert_intermediate_size",
+    "router_score": "scoring_func",
+    "routed_scale": "routed_scaling_factor",
+}
+"""The same of `moe`; which layers have experts is in `mlp_only_layers`. The others say how routers are balanced."""
 
 
-NOT_IN_HF = {"moe": ("experts",), "gsa": ("indexer_pool",)}
+NOT_IN_HF = {"moe": ("capacity_factor",), "gsa": ("indexer_pool",)}
 """Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 
 
@@ -72,10 +82,23 @@ def to_hf_config(config: Config) -> GSAConfig:
     return GSAConfig(
         **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
         **{theirs: getattr(gsa, ours) for ours, theirs in GSA_FIELDS.items()},
+        **_experts(config),
         max_position_embeddings=config.train.seq_len_tokens,
         rope_parameters=_rope_parameters(model),
         layer_types=[kind] * model.num_layers,
     )
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    moe, layers = config.moe, config.model.num_layers
+    if moe.experts == 0:
+        return {}
+    dense = sorted(set(range(layers)) - set(layers_with_experts(moe, layers)))
+    return {
+        **{theirs: getattr(moe, ours) for ours, theirs in MOE_FIELDS.items()},
+        "router_bias": moe.balancing == "aux_free",
+        "mlp_only_layers": dense,
+    }
 
 
 def not_in_hf(config: Config) -> list[str]:
@@ -95,7 +118,8 @@ def not_in_hf(config: Config) -> list[str]:
 def from_hf_config(found: GSAConfig) -> Config:
     """
     Raises:
-        ValueError: layers of both kinds, or a rotary embedding that training does not have.
+        ValueError: layers of both kinds of attention, experts in other layers than training can have them in, or a
+            rotary embedding that it does not have.
     """
     rope = found.rope_parameters or {}
     if problem := other_rope(rope):
@@ -116,8 +140,31 @@ def from_hf_config(found: GSAConfig) -> Config:
             attention="sparse" if INDEXED_LAYER in kinds else "dense",
             **{ours: getattr(found, theirs) for ours, theirs in GSA_FIELDS.items()},
         ),
+        moe=_moe_section(found),
         train=dataclasses.replace(TrainConfig(), seq_len_tokens=found.max_position_embeddings),
     )
+
+
+def _moe_section(found: GSAConfig) -> MoEConfig:
+    """Routers without biases are balanced by the loss of the global batch, as our default has it: how they were is not
+    part of the model."""
+    if found.num_experts == 0:
+        return MoEConfig()
+    layers = found.num_hidden_layers
+    mixtures = sorted(set(range(layers)) - set(found.mlp_only_layers or ()))
+    interval = mixtures[1] - mixtures[0] if mixtures[1:] else layers
+    moe = MoEConfig(
+        **{ours: getattr(found, theirs) for ours, theirs in MOE_FIELDS.items()},
+        balancing="aux_free" if found.router_bias else "global_batch",
+        first_dense_layers=mixtures[0] if mixtures else layers,
+        layer_interval=interval,
+    )
+    if list(layers_with_experts(moe, layers)) != mixtures:
+        raise ValueError(
+            f"mlp_only_layers = {found.mlp_only_layers}: in training every so many-th layer behind the first ones has "
+            "experts; give such a model"
+        )
+    return moe
 
 
 def _rope_parameters(model: ModelConfig) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _tensors(
     folder: Path, source: SafetensorsFolder, config: Config, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Ours, one by one, once all of theirs are known to be there in their shapes."""
-    found = pairs(config.model, config.gsa)
+    found = pairs(config)
     recipes: dict[str, Recipe] = {}
     for pair in found:
         for name, shape in zip(pair.theirs, pair.shapes(), strict=True):
@@ -221,6 +221,7 @@ def _start_from(config: Config, out: Path) -> str:
     tree = dataclasses.asdict(config)
     own = {
         "model": tree["model"],
+        **({"moe": tree["moe"]} if config.moe.experts else {}),
         "gsa": tree["gsa"],
         "train": {"seq_len_tokens": config.train.seq_len_tokens},
         "data": {"tokenizer": config.data.tokenizer, "eos_token": config.data.eos_token},

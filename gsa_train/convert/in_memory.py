@@ -79,7 +79,7 @@ def model_in_memory(
         ValueError: the checkpoint is damaged, or of another model than its config says.
     """
     source = CheckpointTensors(checkpoint)
-    found = pairs(config.model, config.gsa)
+    found = pairs(config)
     check_tensors(checkpoint, source, found)
     has_indexer = set(hf_config.layer_types or ()) != {DENSE_LAYER}
     state: dict[str, Any] = {}

@@ -75,10 +75,11 @@ def model_card(
 
 def _facts(config: Config, dtype: str) -> dict[str, Any]:
     model, gsa = config.model, config.gsa
+    count = count_parameters(model, gsa, config.moe)
     gates = [label for label, on in (("G2 (values)", gsa.value_gate), ("G1 (output)", gsa.output_gate)) if on]
     facts = {
         "architecture": "Gated Sparse Attention (arXiv 2601.15305)",
-        "parameters": f"{count_parameters(model, gsa).total:,}",
+        "parameters": f"{count.total:,}" + (f", {count.active:,} of them active" if count.idle else ""),
         "weights": dtype,
         "layers, hidden size, heads, key-value heads, head size": f"{model.num_layers}, {model.hidden_size}, "
         f"{model.num_heads}, {model.num_kv_heads}, {model.head_dim}",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_train.config import GSAConfig, ModelConfig
+from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
 from gsa_train.config.gate_shapes import gate_rows
 from gsa_train.config.indexer_scores import SCORES
+from gsa_train.config.moe import layers_with_experts
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -37,12 +38,18 @@ class Pair:
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
 
-def pairs(model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
+def pairs(config: Config) -> list[Pair]:
     """Of the whole model, in its order."""
+    model, mixtures = config.model, layers_with_experts(config.moe, config.model.num_layers)
     vocabulary = (model.vocab_size, model.hidden_size)
     found = [_same("embedding.word_embeddings.weight", "model.embed_tokens.weight", *vocabulary)]
     for layer in range(model.num_layers):
-        found += _layer(layer, model, gsa)
+        found += _layer(layer, model, config.gsa)
+        mlps = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+        if layer in mixtures:
+            found += _experts(*mlps, model.hidden_size, config.moe)
+        else:
+            found += _feed_forward(*mlps, model.hidden_size, model.ffn_hidden_size)
     found.append(_same("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size))
     if not model.tie_embeddings:
         found.append(_same("output_layer.weight", "lm_head.weight", *vocabulary))
@@ -52,7 +59,7 @@ def pairs(model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
 def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     attention, self_attn = f"{ours}.self_attention", f"{theirs}.self_attn"
-    d, ffn = model.hidden_size, model.ffn_hidden_size
+    d = model.hidden_size
     found = [_same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", d)]
     query_rows = model.num_heads // model.num_kv_heads * model.head_dim
     columns: dict[str, tuple[int, ...]] = {"weight": (d,), "bias": ()}
@@ -81,18 +88,21 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
             _same(f"{ours}.post_attention_layernorm.weight", f"{theirs}.attention_output_norm.weight", d)
         )
         found.append(_same(f"{ours}.post_mlp_layernorm.weight", f"{theirs}.mlp_output_norm.weight", d))
-    mlp = f"{theirs}.mlp"
+    found.append(_same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", d))
+    return found
+
+
+def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
+    """A SwiGLU."""
     return [
-        *found,
-        _same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", d),
         Pair(
-            f"{ours}.mlp.linear_fc1.weight",
-            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            f"{ours}.linear_fc1.weight",
+            (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
             (2 * ffn, d),
             lambda whole: whole.chunk(2),
             lambda parts: torch.cat(list(parts)),
         ),
-        _same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", d, ffn),
+        _same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", d, ffn),
     ]
 
 
@@ -115,6 +125,27 @@ def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[P
             found.append(_same(f"{ours}.projection_gate.{kind}", f"{theirs}.{name}", d, *of_row))
     if gsa.output_transform == "rms_norm":
         found.append(_same(f"{ours}.output_layernorm.weight", f"{theirs}.o_norm.weight", model.head_dim))
+    return found
+
+
+def _experts(ours: str, theirs: str, d: int, moe: MoEConfig) -> list[Pair]:
+    count, width = moe.experts, moe.expert_ffn_hidden_size
+    found = [
+        _same(f"{ours}.router.weight", f"{theirs}.gate.weight", count, d),
+        _same(
+            f"{ours}.experts.experts.linear_fc1.weight", f"{theirs}.experts.gate_up_proj", count, 2 * width, d
+        ),
+        _same(f"{ours}.experts.experts.linear_fc2.weight", f"{theirs}.experts.down_proj", count, d, width),
+    ]
+    if moe.balancing == "aux_free":
+        bias = (f"{theirs}.gate.e_score_correction_bias",)
+        found.append(Pair(f"{ours}.router.expert_bias", bias, (count,), _alone, _first, always_fp32=True))
+    if moe.balancing == "global_batch":  # loads of the run's last step, of which the model makes nothing
+        even = torch.full((count,), 1 / count)
+        found.append(Pair(f"{ours}.router.loads", (), (count,), lambda _: (), lambda _: even))
+    if moe.shared_expert_ffn_hidden_size:
+        shared = f"{ours}.shared_experts", f"{theirs}.shared_experts"
+        found += _feed_forward(*shared, d, moe.shared_expert_ffn_hidden_size)
     return found
 
 

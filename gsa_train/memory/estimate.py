@@ -7,7 +7,8 @@ linear layers; the reference core by its large tensors only. It is held against 
 buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
-(selection.py). Of context-parallel ranks it is the one with most.
+(selection.py), experts as grouped products whose loads are even (`worst_expert_load` has what another could take). Of
+context-parallel ranks it is the one with most.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.moe_checks import expert_layers
 from gsa_train.config.pipeline_layout import stage_layers
+from gsa_train.memory.experts import worst_load_bytes
 from gsa_train.memory.layer import layer_of
 from gsa_train.memory.moments import embedding_bytes, layer_moments, loss_bytes
 from gsa_train.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
@@ -65,7 +68,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     replicas = data_parallel_size(config, world_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
     kept = _kept(config, phase, sizes, stage)
-    working = max(layer_moments(config, phase, sizes, layer_of(config, phase, sizes)).values())
+    working = _working(config, phase, sizes, stage)
     if stage == 0 and has_graph(config, phase):
         working = max(working, embedding_bytes(config, sizes) - kept / parallel.virtual_pipeline)
     is_last = stage == parallel.pipeline - 1
@@ -85,6 +88,19 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     )
 
 
+def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
+    """Bytes that a rank of a stage needs beyond an estimate, which takes experts' loads as even, if all tokens of all
+    layers and micro-batches in flight go to its experts."""
+    replicas = data_parallel_size(config, world_size)
+    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
+    layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
+    kept = _in_flight(config, stage, micro_batches) * _mixtures_among(layers, config)
+    if config.train.recompute == "full":  # one unit after the other
+        units = (layers[at : at + recomputed] for at in range(0, len(layers), recomputed))
+        kept = max(_mixtures_among(unit, config) for unit in units)
+    return worst_load_bytes(config, sizes_of(config), kept)
+
+
 # ---- parameters and their state
 
 
@@ -98,23 +114,29 @@ def _parameters_and_state(
     """
     parallel, train = config.parallel, config.train
     base, indexer = _parameters_per_rank(config, stage)
+    experts = _expert_parameters_per_rank(config, stage)
     trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
+    trained_experts = 0.0 if phase.train == "indexer" else experts
     ranks = data_parallel_size(config, world_size) * parallel.context
-    shards = ranks // parallel.optimizer_instances if parallel.distributed_optimizer else 1
+    replicas = ranks * parallel.tensor // (parallel.expert * parallel.expert_tensor)
+    shards, expert_shards = (
+        (count // parallel.optimizer_instances if parallel.distributed_optimizer else 1)
+        for count in (ranks, replicas)
+    )
     zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
     value, state = (4, 8) if train.precision == "fp32" else (2, 12)
     gradient = 4 if parallel.grad_reduce_dtype == "fp32" else 2
     return (
-        value * (base + indexer) / (shards if zero_stage == 3 else 1),
-        gradient * trained / (shards if zero_stage > 1 else 1),
-        0.0 if parallel.offload_optimizer else state * trained / shards,
+        value * (base + indexer + experts) / (shards if zero_stage == 3 else 1),
+        gradient * (trained + trained_experts) / (shards if zero_stage > 1 else 1),
+        0.0 if parallel.offload_optimizer else state * (trained / shards + trained_experts / expert_shards),
     )
 
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
     """Of a save in a phase, all ranks together, which hold as much in host memory until it is written: weights in the
     working precision, and of what the phase trains two moments in fp32 with, under bf16, the fp32 weights."""
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
     in_fp32 = config.train.precision == "fp32"
@@ -122,15 +144,21 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
-    """Parameters of the base and of the indexers on one rank of a stage; norms and indexers are replicated over
-    tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
-    parallel, count = config.parallel, count_parameters(config.model, config.gsa)
+    """Parameters of the base without its routed experts, and of the indexers, on one rank of a stage; norms, routers
+    and indexers are replicated over tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
+    parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
     held = stage_layers(config, stage)
     share = len(held) / config.model.num_layers
-    base = (count.attention + count.gates + count.mlp) / parallel.tensor * share
+    base = (count.attention + count.gates) / parallel.tensor * share
     base += (count.norms - final_norm) * share
+    mixtures, dense = _mixtures_among(held, config), config.model.num_layers - len(expert_layers(config))
+    if dense:
+        base += count.mlp / parallel.tensor * (len(held) - mixtures) / dense
+    if mixtures:
+        of_mixtures = count.router + count.shared_experts / parallel.tensor
+        base += of_mixtures * mixtures / len(expert_layers(config))
     if is_first:
         base += count.embedding / parallel.tensor
     if is_last:
@@ -139,6 +167,20 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
     indexers = indexer_layers(config.model, config.gsa)
     indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
     return base, indexer
+
+
+def _expert_parameters_per_rank(config: Config, stage: int) -> float:
+    """Of the routed experts."""
+    mixtures = _mixtures_among(stage_layers(config, stage), config)
+    if mixtures == 0:
+        return 0.0
+    held = count_parameters(config.model, config.gsa, config.moe).experts * mixtures
+    return held / len(expert_layers(config)) / (config.parallel.expert * config.parallel.expert_tensor)
+
+
+def _mixtures_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that are mixtures of experts."""
+    return len(set(layers) & set(expert_layers(config)))
 
 
 def _indexers_among(layers: list[int], config: Config) -> int:
@@ -171,14 +213,38 @@ def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float
     sent = (config.parallel.virtual_pipeline - is_last) * sizes.stream
     if recompute == "full":
         return len(held) // config.train.recompute_num_layers * sizes.stream + sent
-    layer = layer_of(config, phase, sizes)
-    selecting = _indexers_among(held, config) if uses_indexer(config, phase) else 0
-    kept = len(held) * (layer.attention + layer.feed_forward) + selecting * layer.indexer
+    return _kept_by_layers(config, phase, sizes, held) + sent
+
+
+def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: list[int]) -> float:
+    """Without recompute=full."""
+    mixtures = _mixtures_among(layers, config)
+    dense, mixture = (layer_of(config, phase, sizes, kind) for kind in (False, True))
+    selecting = _indexers_among(layers, config) if uses_indexer(config, phase) else 0
+    kept = len(layers) * dense.attention + selecting * dense.indexer
+    kept += (len(layers) - mixtures) * dense.feed_forward + mixtures * mixture.feed_forward
     if phase.attention == "sparse":
-        kept += selecting * layer.selection  # also under recomputation: choosing again could choose otherwise
-    if recompute == "none":
-        kept += len(held) * layer.core
-    return kept + sent
+        kept += selecting * dense.selection  # also under recomputation: choosing again could choose otherwise
+    if config.train.recompute == "none":
+        kept += len(layers) * dense.core
+    return kept
+
+
+def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
+    """Beside what the stage keeps, while its last layer runs that is a mixture of experts, or its last that is none;
+    what the layers behind this one keep is not there yet."""
+    held, found = stage_layers(config, stage), []
+    for mixture in (False, True):
+        of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]
+        if not of_kind:
+            continue
+        layer = layer_of(config, phase, sizes, mixture)
+        most = max(layer_moments(config, phase, sizes, layer, mixture).values())
+        behind = held[of_kind[-1] + 1 :]
+        if has_graph(config, phase) and config.train.recompute != "full":
+            most -= _kept_by_layers(config, phase, sizes, behind)
+        found.append(most)
+    return max(found)
 
 
 # ---- beside them

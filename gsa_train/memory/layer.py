@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.gate_shapes import has_paper_form
+from gsa_train.memory.experts import kept_by_mixture
 from gsa_train.memory.selection import selection_bytes
 from gsa_train.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
 
@@ -22,14 +23,19 @@ class Layer:
     core: float
     """Of the attention core; calculated again with recompute=selective."""
     feed_forward: float
+    """With the norm before it."""
     indexer: float
     """0 where the phase runs none."""
     selection: float
     """The same."""
 
 
-def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes) -> Layer:
-    """Of a layer that owns an indexer, if the config has any."""
+def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
+    """Of a layer that owns an indexer, if the config has any.
+
+    Args:
+        mixture: its feed-forward layer is a mixture of experts.
+    """
     indexes = uses_indexer(config, phase)
     core = _core(config, sizes)
     selection = 0.0
@@ -41,7 +47,7 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes) -> Layer:
     return Layer(
         attention=sum(_attention(config, sizes).values()),
         core=sum(core.values()),
-        feed_forward=sum(_feed_forward(config, sizes).values()),
+        feed_forward=sum(_feed_forward(config, sizes, mixture).values()),
         indexer=sum(_indexer(config, phase, sizes).values()) if indexes else 0.0,
         selection=selection,
     )
@@ -128,18 +134,25 @@ def _core(config: Config, sizes: Sizes) -> Tensors:
     return kept
 
 
-def _feed_forward(config: Config, sizes: Sizes) -> Tensors:
+def _feed_forward(config: Config, sizes: Sizes, mixture: bool) -> Tensors:
     kept = {
         "stream after attention [L / shards, B, d]": sizes.stream,
         "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
-        "normed input [L / shards, B, d]": sizes.stream,
-        "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
-        "SwiGLU's output [L, B, f]": sizes.bytes(sizes.ffn),
+        **(kept_by_mixture(config, sizes) if mixture else _kept_by_dense(config, sizes)),
     }
     if config.model.sandwich_norm:
         kept["its result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
             sizes.stream + 4 * sizes.tokens / sizes.shards
         )
+    return kept
+
+
+def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
+    kept = {
+        "normed input [L / shards, B, d]": sizes.stream,
+        "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
+        "SwiGLU's output [L, B, f]": sizes.bytes(sizes.ffn),
+    }
     if config.train.fused_ops == "none":
         kept["SiLU and the other factor, 2 x [L, B, f]"] = sizes.bytes(2 * sizes.ffn)
     return kept

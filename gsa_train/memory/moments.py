@@ -8,6 +8,7 @@ which traces never had their peak are left out: attention's projections, norms, 
 from __future__ import annotations
 
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.memory.experts import mixture_moments, mixture_without_graph
 from gsa_train.memory.layer import Layer
 from gsa_train.memory.selection import (
     attending_bytes,
@@ -19,11 +20,17 @@ from gsa_train.memory.selection import (
 from gsa_train.memory.sizes import Sizes, fuses_heads, has_graph, uses_indexer, uses_kernels
 
 
-def layer_moments(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> dict[str, float]:
-    """Name -> bytes, of the layers' own work."""
+def layer_moments(
+    config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
+) -> dict[str, float]:
+    """Name -> bytes, of the layers' own work.
+
+    Args:
+        mixture: the layer is a mixture of experts.
+    """
     if not has_graph(config, phase):
-        return _without_graph(config, phase, sizes, layer)
-    moments = _feed_forward_backward(config, sizes)
+        return _without_graph(config, phase, sizes, layer, mixture)
+    moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)
     before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
     if uses_kernels(config) and uses_indexer(config, phase):
         before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
@@ -103,17 +110,19 @@ def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
     return config.train.recompute_num_layers * one
 
 
-def _without_graph(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> dict[str, float]:
+def _without_graph(
+    config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
+) -> dict[str, float]:
     """An indexer warm-up, in which nothing is kept: what a layer makes stays while its part of the layer runs."""
     stage_input = sizes.stream  # held by the schedule
     made = stage_input + layer.attention + layer.selection
     ffn = sizes.bytes(sizes.ffn)
     # Stream and normed input [L / shards, B, d]; the selection waits for the next layer's.
     normed = stage_input + 2 * sizes.stream + layer.selection
-    moments = {
-        "W_1": normed + sizes.gathered + 2 * ffn,
-        "SwiGLU": normed + 2 * ffn + ffn,
-    }
+    if mixture:
+        moments = {name: normed + size for name, size in mixture_without_graph(config, sizes).items()}
+    else:
+        moments = {"W_1": normed + sizes.gathered + 2 * ffn, "SwiGLU": normed + 2 * ffn + ffn}
     if not uses_kernels(config):
         return moments | {"attention": made + 2 * layer.core + layer.indexer}
     return moments | {

@@ -18,7 +18,7 @@ from gsa_data.faults import skipped_totals
 from gsa_data.source_weights import TOKENS_OF, tokens_by_source
 from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
-from gsa_train.model.stats import EXTREMES, HEADS, PLACES, LayerStats
+from gsa_train.model.stats import EXPERTS, EXTREMES, HEADS, PLACES, LayerStats
 from gsa_train.parallel import Parallel
 from gsa_train.run.work_time import STEP_PARTS, Worked, slowest
 
@@ -231,13 +231,15 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Per layer (`layer_<name>`, NaN for one without) and overall: the mean over the layers that have a value, or the
     extreme. What is NaN in a layer, as of a step that was left out, is NaN overall. Of a vector a dict label -> mean
-    over the layers; of the one of heads a list by layer of lists by head, and the spread over a layer's heads."""
+    over the layers; of the one of heads a list by layer of lists by head, and the spread over a layer's heads; of the
+    one of experts `expert_metrics`."""
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
+    experts: list[list[float | None]] = []
     for name, values in layers.items():
         vector, _, label = name.partition("/")
-        if vector == HEADS:
-            heads.append(values)
+        if vector in (HEADS, EXPERTS):
+            (heads if vector == HEADS else experts).append(values)
         elif label:
             record.setdefault(vector, {})[label] = _overall(vector, values)
         else:
@@ -249,11 +251,36 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
         record[HEADS] = [_filled(of_layer) for of_layer in by_layer]
         record["first_token_attention_spread"] = _overall("", spread)
         record["layer_first_token_attention_spread"] = _filled(spread)
+    if experts:
+        record |= expert_metrics(experts)
     if PLACES[0] in layers:
         known = [layer for layer, place in enumerate(layers[PLACES[0]]) if place is not None]
         largest = max(known, key=lambda layer: record["layer_max_activation"][layer])
         for name in PLACES:
             record[name] = int(record[f"layer_{name}"][largest])
+    return record
+
+
+def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Loads by layer and expert, in even shares: 1 where all experts get as many choices as each other. Four digits,
+    for there are thousands of them. And the largest and the smallest of each layer, and of all.
+
+    Args:
+        shares: by expert and layer, each expert's share of the choices; None for layers without experts.
+    """
+    count = len(shares)
+    loads = [
+        [math.nan if share is None else round(share * count, 4) for share in of_layer]
+        for of_layer in zip(*shares, strict=True)
+    ]
+    record: dict[str, Any] = {EXPERTS: loads}
+    for name, extreme in (("expert_load_max", max), ("expert_load_min", min)):
+        of_layers = [
+            None if None in of_layer else extreme(_filled(of_layer)) * count
+            for of_layer in zip(*shares, strict=True)
+        ]
+        record[name] = extreme(value for value in of_layers if value is not None)
+        record[f"layer_{name}"] = _filled(of_layers)
     return record
 
 
@@ -293,10 +320,12 @@ def step_record(
     flops = flops_per_token(
         config.model,
         config.gsa,
+        config.moe,
         logged.phase,
         config.train.seq_len_tokens,
         attention.get("selected_keys"),
         reduced.visible_keys,
+        attention.get("dropped_share", 0.0),
     )
     per_device = tokens_per_second / parallel.world_size
     peak = None

@@ -2,7 +2,8 @@
 
 A *record* is a flat dict for one logged step, with the time at which it was made (`time`, Unix seconds). A value is a
 number, a string, None (not applicable), a list with one number per layer (keys `layer_*`), a dict of numbers (`lrs`:
-group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`).
+group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`) or
+by expert (`expert_loads`).
 What happens beside the steps has records of its own with an `event`: spikes and what was done about them
 (gsa_train/monitor/); validation results (`validation`), where those of sets after the first have the set's name in
 their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.files import write_atomically
-from gsa_train.report.panels import tag_of
+from gsa_train.report.panels import PICTURES, tag_of
 
 Record = dict[str, Any]
 
@@ -40,7 +41,7 @@ TEXTS = frozenset(
 """Keys of strings that are no numbers, whatever they say."""
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
 """Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
-there to be compared. Neither do they of `head_*`, hundreds of numbers."""
+there to be compared. Neither do they of PICTURES."""
 SAMPLES = "samples.jsonl"
 """Beside metrics.jsonl: what the model wrote after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -52,7 +53,7 @@ def to_scalars(record: Record) -> dict[str, float]:
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
     for key, value in record.items():
-        if key in NO_CURVES or key.startswith("head_") or isinstance(value, str):
+        if key in NO_CURVES or key in PICTURES or isinstance(value, str):
             continue
         tag = tag_of(key)
         if isinstance(value, list):

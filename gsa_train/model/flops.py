@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of a model, counted from its shapes.
 
 d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
-L sequence length. A multiply-add counts as 2 operations.
+L sequence length, E experts of a layer, of which a token is sent to k. A multiply-add counts as 2 operations.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gsa_kernels.limits import STRETCH_ROWS
-from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+from gsa_train.config import GSAConfig, ModelConfig, MoEConfig, PhaseConfig
 from gsa_train.config.gate_shapes import gate_rows
 from gsa_train.config.indexer_scores import SCORES
+from gsa_train.config.moe import layers_with_experts
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,26 @@ class ParameterCount:
     gates: int
     indexer: int
     mlp: int
+    """Of the dense feed-forward layers."""
+    router: int
+    """This and the next two: of the layers that are mixtures of experts."""
+    experts: int
+    """All routed ones."""
+    shared_experts: int
     norms: int
     output: int
     """0 when the output layer shares the embedding."""
+    idle: int
+    """Not part of the total: routed experts that a token is not sent to."""
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(asdict(self).values()) - self.idle
+
+    @property
+    def active(self) -> int:
+        """What a token is multiplied with, and the embedding."""
+        return self.total - self.idle
 
     @property
     def overhead(self) -> int:
@@ -44,8 +58,10 @@ class ParameterCount:
         return 100.0 * self.overhead / (self.total - self.overhead)
 
 
-def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
+def count_parameters(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> ParameterCount:
     d, layers = model.hidden_size, model.num_layers
+    mixtures = len(layers_with_experts(moe, layers))
+    expert = 3 * d * moe.expert_ffn_hidden_size
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     vocabulary = model.vocab_size * d
     norms = (4 if model.sandwich_norm else 2) * d + model.qk_norm * 2 * model.head_dim
@@ -55,9 +71,13 @@ def count_parameters(model: ModelConfig, gsa: GSAConfig) -> ParameterCount:
         attention=layers * ((d + model.qkv_bias) * (query + 2 * key_value) + query * d),
         gates=layers * (_gate_weights(model, gsa) + sum(_gate_rows(model, gsa))),
         indexer=indexer_layers(model, gsa) * parameters_per_indexer(model, gsa),
-        mlp=layers * 3 * d * model.ffn_hidden_size,
+        mlp=(layers - mixtures) * 3 * d * model.ffn_hidden_size,
+        router=mixtures * d * moe.experts,
+        experts=mixtures * moe.experts * expert,
+        shared_experts=mixtures * 3 * d * moe.shared_expert_ffn_hidden_size,
         norms=layers * norms + d,
         output=0 if model.tie_embeddings else vocabulary,
+        idle=mixtures * (moe.experts - moe.top_k) * expert,
     )
 
 
@@ -93,6 +113,10 @@ class FlopsPerToken:
     """Q, K, V and the attention's output projection."""
     gates: float
     mlp: float
+    """Of the dense feed-forward layers."""
+    router: float
+    experts: float
+    """Those that a token is sent to, and the shared one."""
     output: float
     """Logits."""
     attention: float
@@ -113,10 +137,12 @@ class FlopsPerToken:
 def flops_per_token(
     model: ModelConfig,
     gsa: GSAConfig,
+    moe: MoEConfig,
     phase: PhaseConfig,
     seq_len_tokens: int,
     mean_selected: float | None = None,
     mean_visible: float | None = None,
+    dropped_share: float = 0.0,
 ) -> FlopsPerToken:
     """Operations per token in a phase, averaged over the positions of a sequence.
 
@@ -128,6 +154,7 @@ def flops_per_token(
         mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
             than the visible keys count.
         mean_visible: measured mean of the keys that a query sees; without it a sequence is one document.
+        dropped_share: measured share of the tokens' choices of experts that found no room (`moe.capacity_factor`).
     """
     d, layers, tokens = model.hidden_size, model.num_layers, seq_len_tokens
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -142,7 +169,11 @@ def flops_per_token(
 
     projections = layers * 2 * (d * (query + 2 * key_value) + query * d)
     gates = layers * 2 * _gate_weights(model, gsa)
-    mlp = layers * 2 * 3 * d * model.ffn_hidden_size
+    mixtures = len(layers_with_experts(moe, layers))
+    mlp = (layers - mixtures) * 2 * 3 * d * model.ffn_hidden_size
+    router = mixtures * 2 * d * moe.experts
+    widths = (1 - dropped_share) * moe.top_k * moe.expert_ffn_hidden_size + moe.shared_expert_ffn_hidden_size
+    experts = mixtures * 2 * 3 * d * widths
     output = 2 * d * model.vocab_size
 
     # The indexer runs to select, and to learn; its queries are the first of each selection block, or all.
@@ -163,12 +194,15 @@ def flops_per_token(
         projections=base_passes * projections,
         gates=base_passes * gates,
         mlp=base_passes * mlp,
+        router=base_passes * router,
+        experts=base_passes * experts,
         output=base_passes * output,
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
         indexer_scores=indexers * per_score * (scored + 2 * learned),
         kl_target=teachers * 2 * query * attended * row_share,
-        dense_equivalent=3 * (projections + gates + mlp + output + layers * 4 * query * visible),
+        dense_equivalent=3
+        * (projections + gates + mlp + router + experts + output + layers * 4 * query * visible),
     )
 
 
@@ -250,13 +284,11 @@ _MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four, the whole step: docs/
 _MEASURED_FROM_PARAMETERS = 10**9  # a smaller model keeps such a device waiting, nobody measured for how long
 
 
-def measured_mfu(device_name: str, parameters: int) -> float | None:
-    """Share of the device's bf16 peak that training of a GSA model has reached; None: not measured.
-
-    Args:
-        parameters: of the model.
-    """
-    return _MEASURED_MFU.get(device_name) if parameters >= _MEASURED_FROM_PARAMETERS else None
+def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
+    """Share of the device's bf16 peak that training of a GSA model has reached; None: not measured, as of none with
+    experts."""
+    measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
+    return _MEASURED_MFU.get(device_name) if measured else None
 
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Statistics of the attention layers, kept on the device and reduced once per logged step."""
+"""Statistics of the layers, kept on the device and reduced once per logged step."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ MEANS = (
     "union_density",
     "variance",
     "variance_ema",
+    "router_entropy",
+    "router_z",
+    "router_balance",
+    "dropped_share",
+    "expert_bias_range",
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
@@ -46,7 +51,7 @@ neighbours; those that see all keys or have many values of their own (recall and
 token, the gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours
 within its stretches, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel
 ranks leave out pairs and groups across the borders of their chunks of a sequence. No stretch lies across one where 64
-divides a chunk of a sequence of more than 512 tokens."""
+divides a chunk of a sequence of more than 512 tokens. Those of routers are over all tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
@@ -61,14 +66,17 @@ GATE_BINS = 10
 """Of equal width, from 0 to 1."""
 _BINS = tuple(f"{number / GATE_BINS:g}-{(number + 1) / GATE_BINS:g}" for number in range(GATE_BINS))
 HEADS = "head_first_token_attention"
+EXPERTS = "expert_loads"
+"""Each expert's share of the choices of a layer's tokens."""
 VECTORS: dict[str, tuple[str, ...] | None] = {
     "sink_by_position": _GROUPS,
     "k_by_position": _GROUPS,
     "value_gate_histogram": _BINS,
     "output_gate_histogram": _BINS,
     HEADS: None,
+    EXPERTS: None,
 }
-"""Averages of several entries, each with its label; None: one for each head."""
+"""Averages of several entries, each with its label; None: one for each head, or for each expert."""
 
 PLACES = ("max_activation_dimension", "max_activation_token")
 """Where `max_activation` is: its dimension, and the kind of its token (ORDINARY, ENDS_DOCUMENT, STARTS_DOCUMENT)."""
@@ -148,10 +156,13 @@ class LayerStats:
     thousands of them for the host to launch.
     """
 
-    def __init__(self, num_layers: int, device: torch.device, num_heads: int = 0) -> None:
+    def __init__(
+        self, num_layers: int, device: torch.device, num_heads: int = 0, num_experts: int = 0
+    ) -> None:
         """
         Args:
             num_heads: query heads of a layer, on all ranks.
+            num_experts: experts of a layer, on all ranks.
         """
         self.device = device
 
@@ -160,9 +171,9 @@ class LayerStats:
 
         self._entries: dict[str, range] = {}
         self._labels: list[str] = []
-        heads = tuple(f"{head:02d}" for head in range(num_heads))
+        numbers = {HEADS: range(num_heads), EXPERTS: range(num_experts)}
         for name, labels in VECTORS.items():
-            labels = heads if labels is None else labels
+            labels = tuple(f"{number:02d}" for number in numbers[name]) if labels is None else labels
             self._entries[name] = range(len(self._labels), len(self._labels) + len(labels))
             self._labels += [f"{name}/{label}" for label in labels]
         self._sums = table(len(MEANS), num_layers)

@@ -8,7 +8,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from gsa_train.report.events import KINDS
-from gsa_train.report.panels import HEADS, LAYERS, Panel
+from gsa_train.report.panels import LAYERS, PICTURES, Panel
 from gsa_train.report.run_files import RunFiles
 from gsa_train.report.run_series import (
     first_step,
@@ -115,27 +115,30 @@ def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
     return found
 
 
-def head_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
-    """Pictures: a row per layer, a column per head, of the newest record."""
+def pictures(run: RunFiles, runs: list[RunFiles], section: str) -> list[Chart]:
+    """A row per layer, a column per head or expert, of the newest record."""
     found = []
-    for key, label in HEADS.items():
+    for key, shown in PICTURES.items():
         tables = [record[key] for record in run.records if record.get(key) is not None]
-        if not tables:
+        if not tables or shown.section != section:
             continue
         rows = [[_number(value) for value in of_layer] for of_layer in tables[-1]]
         of = f" · {run.name}" if len(runs) > 1 else ""
+        form = "p" if shown.is_share else "g"
         picture = {
-            "type": "heatmap", "z": rows, "zmin": 0, "zmax": 1, "colorscale": "Viridis",
-            "colorbar": {"thickness": 12, "tickformat": SHARES},
-            "hovertemplate": "layer %{y}, head %{x}: %{z:.3~p}<extra></extra>",
+            "type": "heatmap", "z": rows, "zmin": 0, "colorscale": "Viridis",
+            "colorbar": {"thickness": 12, "tickformat": SHARES if shown.is_share else NUMBERS},
+            "hovertemplate": f"layer %{{y}}, {shown.columns} %{{x}}: %{{z:.3~{form}}}<extra></extra>",
         }  # fmt: skip
+        if shown.is_share:
+            picture["zmax"] = 1
         layout = {
             "height": 260, "margin": {"l": 60, "r": 20, "t": 10, "b": 40}, "hovermode": "closest",
-            "xaxis": {"title": {"text": "head"}, "zeroline": False},
+            "xaxis": {"title": {"text": shown.columns}, "zeroline": False},
             "yaxis": {"title": {"text": "layer"}, "zeroline": False},
             "meta": "no steps",  # on its x axis: it does not follow the others' zoom
         }  # fmt: skip
-        found.append(Chart(f"{label}{of}", {"data": [picture], "layout": layout}))
+        found.append(Chart(f"{shown.label}{of}", {"data": [picture], "layout": layout}))
     return found
 
 

@@ -15,7 +15,7 @@ from gsa_train.metrics.progress import compact, duration
 from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
 from gsa_train.report.analyses import section_of_analyses
-from gsa_train.report.charts import Chart, chart_of, head_charts, layer_charts
+from gsa_train.report.charts import Chart, chart_of, layer_charts, pictures
 from gsa_train.report.evaluations import evaluations_in_html
 from gsa_train.report.events import KINDS, Event
 from gsa_train.report.goodput import goodput_in_html
@@ -111,12 +111,14 @@ def document(title: str, body: str) -> str:
 
 
 def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
-    """Of each section: its panels, then of attention the pictures by layer and by head."""
+    """Of each section: its panels, then the pictures by layer, and by layer and head or expert."""
     charts: dict[str, list[Chart]] = {section: [] for section in SECTIONS}
     for panel in PANELS:
         if chart := chart_of(panel, runs):
             charts[panel.section].append(chart)
-    charts["gsa"] += [chart for run in runs for chart in (*layer_charts(run, runs), *head_charts(run, runs))]
+    charts["gsa"] += [chart for run in runs for chart in layer_charts(run, runs)]
+    for section, of_section in charts.items():
+        of_section += [chart for run in runs for chart in pictures(run, runs, section)]
     return charts
 
 
@@ -205,10 +207,11 @@ def _about(run: RunFiles) -> str:
 def _model(run: RunFiles) -> str:
     if run.config is None:
         return "unknown"
-    model, count = run.config.model, count_parameters(run.config.model, run.config.gsa)
+    model, count = run.config.model, count_parameters(run.config.model, run.config.gsa, run.config.moe)
+    active = f" ({count.active:,} active)" if count.idle else ""
     return (
-        f"{count.total:,} parameters, {count.overhead:,} of them gates and indexer; {model.num_layers} layers of width "
-        f"{model.hidden_size}, {model.num_heads} query heads, vocabulary {model.vocab_size:,}"
+        f"{count.total:,} parameters{active}, {count.overhead:,} of them gates and indexer; {model.num_layers} layers "
+        f"of width {model.hidden_size}, {model.num_heads} query heads, vocabulary {model.vocab_size:,}"
     )
 
 

@@ -2,7 +2,7 @@
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
 it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
-validation/loss, eval/accuracy/<task>, system/mfu.
+moe/router_balance, validation/loss, eval/accuracy/<task>, system/mfu.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ SECTIONS = {
     "train": "Training",
     "eval": "Tasks",
     "gsa": "GSA attention",
+    "moe": "Experts",
     "stability": "Stability",
     "system": "System",
     "data": "Data",
@@ -69,6 +70,7 @@ TITLES = {
     "selection": "Selections of neighbouring queries",
     "gates": "Gates",
     "sink": "Attention sink and activations",
+    "experts": "Experts",
     "stability": "Stability",
     "throughput": "Throughput",
     "step_time": "Time of a step",
@@ -86,6 +88,7 @@ FIRST_TOKEN = {
     "first_token_attention_spread": "spread over heads",
     "sequence_start_attention": "of the sequence",
 }
+LOADS = {"expert_load_max": "largest", "expert_load_min": "smallest"}
 SKIPPED = {"spikes": "spikes", "skipped_updates": "skipped updates", "rewinds": "rewinds"}
 SPEED = {"tflops_per_second": "this model", "tflops_per_second_dense_equivalent": "dense equivalent"}
 MFU = {"mfu": "MFU", "mfu_dense_equivalent": "dense equivalent"}
@@ -196,6 +199,12 @@ PANELS = (
     ),
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
     Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
+    Panel("moe", "experts", "load of an expert / mean load", LOADS, "log", conditional=True),
+    Panel("moe", "experts", "balance loss: 1 where even", {"router_balance": "loss"}, conditional=True),
+    Panel("moe", "experts", "entropy of the router (nats)", {"router_entropy": "entropy"}, conditional=True),
+    Panel("moe", "experts", "z-loss of the router", {"router_z": "z-loss"}, "log", conditional=True),
+    Panel("moe", "experts", "dropped choices", {"dropped_share": "dropped"}, "percent", conditional=True),
+    Panel("moe", "experts", "range of the biases", {"expert_bias_range": "range"}, conditional=True),
     Panel("stability", "stability", "spikes per 100K steps", {"spikes_per_100k_steps": "rate"}, "count"),
     Panel("stability", "stability", "spikes, skips and rewinds: total", SKIPPED, "count"),
     Panel("stability", "stability", "SpikeScore", {"spike_score": "SpikeScore"}, "percent"),
@@ -224,8 +233,27 @@ PANELS = (
 )
 LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
 """Shown as a picture, layer by step."""
-HEADS = {"head_first_token_attention": "attention to the document's first token, newest step"}
-"""Shown as a picture, layer by head; a list by layer of lists by head, of which no sink draws curves."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Of a list by layer of lists by head or expert, hundreds of numbers: no sink draws curves of them."""
+
+    section: str
+    label: str
+    columns: str
+    """What each layer's list goes through."""
+    is_share: bool
+    """Its numbers are from 0 to 1."""
+
+
+PICTURES = {
+    "head_first_token_attention": Picture(
+        "gsa", "attention to the document's first token, newest step", "head", is_share=True
+    ),
+    "expert_loads": Picture("moe", "load of experts / mean load, newest step", "expert", is_share=False),
+}
+"""Key of the record -> what is shown of the newest."""
 
 
 BEST = {
@@ -268,7 +296,8 @@ def tag_of(key: str) -> str:
     if key.startswith("eval_"):
         return key.replace("eval_", "eval/", 1)
     if key.startswith("layer_"):
-        return f"gsa_layers/{key.removeprefix('layer_')}"
+        section, _, name = tag_of(key.removeprefix("layer_")).partition("/")
+        return f"{section if section == 'moe' else 'gsa'}_layers/{name}"
     return f"{_SECTION_OF.get(key, 'gsa')}/{key}"
 
 

@@ -19,7 +19,8 @@ def cpu_warning(config: Config, cores: int) -> str | None:
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     flops, name = max(
         (
-            tokens * flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens).total,
+            tokens
+            * flops_per_token(config.model, config.gsa, config.moe, phase, config.train.seq_len_tokens).total,
             phase.name,
         )
         for phase in config.phases

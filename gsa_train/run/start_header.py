@@ -34,14 +34,15 @@ def start_header(
         kernels: where compiled kernels are; no line where none are compiled.
     """
     model, train, data = config.model, config.train, config.data
-    count = count_parameters(model, config.gsa)
+    count = count_parameters(model, config.gsa, config.moe)
     per_step = train.global_batch_size * train.seq_len_tokens
     steps = sum(phase.steps for phase in config.phases)
+    active = f" ({count.active:,} active)" if count.idle else ""
     validated = ", ".join(data.validation_sets.values()) or data.validation_dir
     rows: dict[str, Sequence[str]] = {
         config.run.name: [layout],
         "model": [
-            f"{count.total:,} parameters, of which gates {count.gates:,} and indexer {count.indexer:,}",
+            f"{count.total:,} parameters{active}, of which gates {count.gates:,} and indexer {count.indexer:,}",
             f"{model.num_layers} layers of width {model.hidden_size}, vocabulary {model.vocab_size:,}",
         ],
         "data": [f"{data.train_dir}; validation {validated}"],

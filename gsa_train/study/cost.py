@@ -55,7 +55,7 @@ def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> li
         costs.append(
             ArmCost(
                 arm=arm,
-                parameters=count_parameters(run.config.model, run.config.gsa).total,
+                parameters=count_parameters(run.config.model, run.config.gsa, run.config.moe).total,
                 runs=len(of_arm),
                 finished=sum(each.complete for each in of_arm),
                 tokens=run.tokens * len(of_arm),
@@ -76,7 +76,7 @@ def _mfu(of_arm: Sequence[RunValues], device: str, mfu: float | None) -> tuple[f
         if measured and each.starts and each.starts[-1].get("device") == device:
             return measured, f"measured in {each.run.name}"
     run: StudyRun = of_arm[0].run
-    known = measured_mfu(device, count_parameters(run.config.model, run.config.gsa).total)
+    known = measured_mfu(device, count_parameters(run.config.model, run.config.gsa, run.config.moe))
     return known, "unknown: give --mfu" if known is None else "measured for 1.7B parameters at 4096 tokens"
 
 

@@ -62,7 +62,7 @@ def arm_rows(results: Results) -> Rows:
 
 def _facts(results: Results, arm: str) -> list[str]:
     runs = results.runs_of(arm)
-    count = count_parameters(runs[0].config.model, runs[0].config.gsa)
+    count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
     finished = sum(each.complete for each in results.values if each.run.arm == arm)
     return [compact(count.total), str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"]
 

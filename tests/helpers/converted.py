@@ -68,6 +68,27 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "of no input": {"gsa": {"projection_gate": True, "gate_input": "input_independent"}},
     "norm of the output": {"gsa": {"output_gate": False, "output_transform": "rms_norm"}},
     "SiLU of the output": {"gsa": {"value_gate": False, "output_gate": False, "output_transform": "silu"}},
+    "experts": {
+        "moe": {
+            "experts": 8,
+            "top_k": 3,
+            "expert_ffn_hidden_size": 16,
+            "shared_expert_ffn_hidden_size": 24,
+            "routed_scale": 1.5,
+        },
+    },
+    "experts with biases in every other layer": {
+        "model": {"num_layers": 4},
+        "moe": {
+            "experts": 4,
+            "expert_ffn_hidden_size": 8,
+            "router_score": "sigmoid",
+            "balancing": "aux_free",
+            "first_dense_layers": 1,
+            "layer_interval": 2,
+        },
+        "gsa": {"attention": "dense"},
+    },
     "options": {
         "model": {"qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5, "tie_embeddings": True},
         "gsa": {
@@ -90,6 +111,7 @@ def config_of(name: str, **train: Any) -> Config:
         [DENSE if dense else SPARSE],
         model={"vocab_size": VOCABULARY, "head_dim": 8, **sections.get("model", {})},
         gsa=sections.get("gsa", {}),
+        moe=sections.get("moe", {}),
         train={"seq_len_tokens": LENGTH, **train},
         data={"tokenizer": TOKENIZER},
     )
@@ -103,6 +125,9 @@ def random_model(config: Config) -> Model:
         for parameter in model.gpt.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for router in model.routers:  # so much that it decides
+            if router.expert_bias is not None:
+                router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape, generator=generator))
     enter_phase(model, config.phases[0])
     return model
 

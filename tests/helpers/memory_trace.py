@@ -43,11 +43,13 @@ from gsa_kernels.selection import lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import cpu_backend, step
 from gsa_train.config import Config, load_config
-from gsa_train.model.mcore import build
+from gsa_train.model.mcore import build, moe_layer
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 from gsa_train.model.mcore.build import build_model
 from gsa_train.model.mcore.norm import RMSNorm
+from gsa_train.model.moe import token_exchange
+from gsa_train.model.moe.token_exchange import Exchange
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -144,6 +146,34 @@ def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     return count
 
 
+def _even_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """What the host reads of how many tokens each expert gets: of all as many."""
+    with unset_fake_temporarily():
+        return torch.full((count,), experts.numel() // count).as_subclass(_OnTheHost)
+
+
+def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Of counts that the host reads: all ranks have the same."""
+
+    def gather(every: torch.Tensor, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mine, _OnTheHost):
+            return every.copy_(mine.expand_as(every))
+        return all_gather(every, mine, *args, **kwargs)
+
+    return gather
+
+
+def _planned(*args: Any) -> Exchange:
+    """The exchange of tokens by such counts, which kernels then read on the device, where they have no contents."""
+    exchange = token_exchange.plan_exchange(*args)
+    of_counts = {
+        name: torch.empty(value.shape, dtype=value.dtype)
+        for name, value in vars(exchange).items()
+        if isinstance(value, _OnTheHost)
+    }
+    return replace(exchange, **of_counts)
+
+
 def _implementation(config: Config, device: torch.device) -> str:
     return "triton" if config.gsa.attention_impl == "auto" else config.gsa.attention_impl
 
@@ -187,6 +217,15 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (optim, "reduce_grad_norm", lambda *args: (None, None)),
             (optim, "clipped_step", lambda *args: None),
             (step, "update_variance_emas", lambda *args: None),
+            (step, "update_routers", lambda *args: None),
+            (token_exchange, "expert_counts", _even_counts),
+            (
+                token_exchange,
+                "_by_expert",
+                lambda received, total: torch.empty(total, dtype=torch.int64),
+            ),
+            (moe_layer, "plan_exchange", _planned),
+            (dist, "all_gather_into_tensor", _gathered_counts(dist.all_gather_into_tensor)),
             (SpikeDetector, "judge", lambda *args: Mock()),
         ):
             stack.enter_context(patch.object(target, name, other))

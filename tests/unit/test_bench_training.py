@@ -63,10 +63,10 @@ def test_megatrons_model_is_counted_as_what_it_is() -> None:
     """Also with the sizes of a GSA config."""
     sizes = Sizes(sequences_per_device=2, seq_len_tokens=64, num_layers=2)
     config = plain(sizes.apply(DEMO, "tp=1", world_size=1))
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     assert (count.gates, count.indexer) == (0, 0)
     (phase,) = config.phases
-    flops = flops_per_token(config.model, config.gsa, phase, 64)
+    flops = flops_per_token(config.model, config.gsa, config.moe, phase, 64)
     assert flops.total == flops.dense_equivalent
 
 

@@ -21,7 +21,7 @@ def test_the_estimate_and_the_remedy() -> None:
     said = cpu_warning(LARGE, cores=64)
     assert said is not None
     phase = LARGE.phases[-1]
-    per_token = flops_per_token(LARGE.model, LARGE.gsa, phase, LARGE.train.seq_len_tokens).total
+    per_token = flops_per_token(LARGE.model, LARGE.gsa, LARGE.moe, phase, LARGE.train.seq_len_tokens).total
     flops = per_token * LARGE.train.global_batch_size * LARGE.train.seq_len_tokens
     hours = int(flops / (64 * FLOPS_PER_CORE) / 3600)
     assert f"a step of phase {phase.name} takes about {hours}h" in said

@@ -176,7 +176,7 @@ def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
 def test_parameters_in_concepts_are_those_of_the_dry_run(name: str) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     layers = (
         count.attention + count.mlp + count.norms - config.model.hidden_size
     )  # the final norm is of no layer

@@ -68,7 +68,9 @@ def test_the_time_follows_from_a_given_mfu():
     assert list(rows) == ["warm-up", "sparse", "total"]
     seconds = 0.0
     for phase in config.phases:
-        flops = flops_per_token(config.model, config.gsa, phase, config.train.seq_len_tokens).total
+        flops = flops_per_token(
+            config.model, config.gsa, config.moe, phase, config.train.seq_len_tokens
+        ).total
         tokens = phase.steps * config.train.global_batch_size * config.train.seq_len_tokens
         tokens_per_second = 8 * 0.5 * 312e12 / flops
         expected = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gsa_kernels.sampling import STRETCH_ROWS, sample_rows
-from gsa_train.config import GSAConfig, ModelConfig, PhaseConfig
+from gsa_train.config import GSAConfig, ModelConfig, MoEConfig, PhaseConfig
 from gsa_train.model.flops import (
     causal_mean_keys,
     count_parameters,
@@ -21,10 +21,20 @@ MODEL = ModelConfig(
     num_layers=4, hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=4, ffn_hidden_size=40, vocab_size=100
 )
 GSA = GSAConfig(indexer_heads=3, indexer_dim=8, k_base=5, k_min=2, k_max=9)
+DENSE = MoEConfig()
+EXPERTS = MoEConfig(
+    experts=6,
+    top_k=2,
+    expert_ffn_hidden_size=10,
+    shared_expert_ffn_hidden_size=14,
+    first_dense_layers=1,
+    layer_interval=2,
+)
+"""In layers 1 and 3 of four."""
 LENGTH = 23
 
 
-def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]]]:
+def shapes(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> dict[str, list[tuple[int, ...]]]:
     """Every parameter's shape, by part."""
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     found: dict[str, list[tuple[int, ...]]] = {
@@ -32,10 +42,19 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
         "output": [] if model.tie_embeddings else [(model.vocab_size, d)],
         "norms": [(d,)],
         **{part: [] for part in ("attention", "gates", "indexer", "mlp")},
+        **{part: [] for part in ("router", "experts", "shared_experts", "idle")},
     }
     for layer in range(model.num_layers):
         found["attention"] += [((n_h + 2 * n_kv) * d_k, d), (d, n_h * d_k)]
-        found["mlp"] += [(2 * model.ffn_hidden_size, d), (d, model.ffn_hidden_size)]
+        if moe.experts and layer in (1, 3):
+            expert = [(2 * moe.expert_ffn_hidden_size, d), (d, moe.expert_ffn_hidden_size)]
+            shared = moe.shared_expert_ffn_hidden_size
+            found["router"] += [(moe.experts, d)]
+            found["experts"] += expert * moe.experts
+            found["idle"] += expert * (moe.experts - moe.top_k)
+            found["shared_experts"] += [(2 * shared, d), (d, shared)]
+        else:
+            found["mlp"] += [(2 * model.ffn_hidden_size, d), (d, model.ffn_hidden_size)]
         found["norms"] += [(d,), (d,)]
         if model.qkv_bias:
             found["attention"] += [((n_h + 2 * n_kv) * d_k,)]
@@ -58,38 +77,42 @@ def shapes(model: ModelConfig, gsa: GSAConfig) -> dict[str, list[tuple[int, ...]
 
 
 VARIANTS = [
-    (MODEL, GSA),
-    (dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=True), GSA),
-    (dataclasses.replace(MODEL, qkv_bias=True), GSA),
-    (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False)),
-    (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2)),
-    (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False)),
-    (MODEL, dataclasses.replace(GSA, indexer_activation="plain", indexer_norm=True)),
-    (MODEL, dataclasses.replace(GSA, indexer_activation="qsa")),
-    (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6)),
+    (MODEL, GSA, EXPERTS),
+    (MODEL, GSA, DENSE),
+    (dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=True), GSA, DENSE),
+    (dataclasses.replace(MODEL, qkv_bias=True), GSA, DENSE),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="relu", value_gate=False, output_gate=False), DENSE),
+    (MODEL, dataclasses.replace(GSA, indexer_temperature="learned", selection_reuse=2), DENSE),
+    (MODEL, dataclasses.replace(GSA, attention="dense", output_gate=False), DENSE),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="plain", indexer_norm=True), DENSE),
+    (MODEL, dataclasses.replace(GSA, indexer_activation="qsa"), DENSE),
+    (MODEL, dataclasses.replace(GSA, selection_block=4, local_window=6), DENSE),
 ]
 
 
-@pytest.mark.parametrize(("model", "gsa"), VARIANTS)
-def test_parameters_are_those_of_the_shapes(model, gsa):
-    count = count_parameters(model, gsa)
-    expected = {part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa).items()}
+@pytest.mark.parametrize(("model", "gsa", "moe"), VARIANTS)
+def test_parameters_are_those_of_the_shapes(model, gsa, moe):
+    count = count_parameters(model, gsa, moe)
+    expected = {
+        part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa, moe).items()
+    }
     assert dataclasses.asdict(count) == expected
-    assert count.total == sum(expected.values())
+    assert count.total == sum(expected.values()) - expected["idle"]
+    assert count.active == count.total - expected["idle"]
     assert count.overhead == expected["gates"] + expected["indexer"]
     assert count.overhead_percent == pytest.approx(100 * count.overhead / (count.total - count.overhead))
 
 
 def test_the_plain_model_has_no_overhead():
     plain = GSAConfig(attention="dense", value_gate=False, output_gate=False)
-    assert count_parameters(MODEL, plain).overhead == 0
+    assert count_parameters(MODEL, plain, DENSE).overhead == 0
 
 
 # ---- operations
 
 
 def brute_force(
-    model: ModelConfig, gsa: GSAConfig, phase: PhaseConfig, starts: list[int] | None = None
+    model: ModelConfig, gsa: GSAConfig, moe: MoEConfig, phase: PhaseConfig, starts: list[int] | None = None
 ) -> dict[str, float]:
     """Multiply-adds of one sequence, counted query by query, times 2, over the tokens.
 
@@ -99,7 +122,7 @@ def brute_force(
     starts = starts or [0] * LENGTH
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     heads, dim, block = gsa.indexer_heads, gsa.indexer_dim, gsa.selection_block
-    forward = dict.fromkeys(("projections", "gates", "mlp", "output", "attention"), 0)
+    forward = dict.fromkeys(("projections", "gates", "mlp", "router", "experts", "output", "attention"), 0)
     indexer = dict.fromkeys(("indexer_projections", "indexer_scores"), 0)
     learned_scores = target = dense = 0
     for query in range(LENGTH):
@@ -114,7 +137,12 @@ def brute_force(
         for layer in range(model.num_layers):
             forward["projections"] += d * n_h * d_k + 2 * d * n_kv * d_k + n_h * d_k * d
             forward["gates"] += gsa.value_gate * d * n_kv * d_k + gsa.output_gate * d * n_h * d_k
-            forward["mlp"] += 3 * d * model.ffn_hidden_size
+            if moe.experts and layer in (1, 3):
+                forward["router"] += d * moe.experts
+                forward["experts"] += moe.top_k * 3 * d * moe.expert_ffn_hidden_size
+                forward["experts"] += 3 * d * moe.shared_expert_ffn_hidden_size
+            else:
+                forward["mlp"] += 3 * d * model.ffn_hidden_size
             forward["attention"] += sum(2 * n_h * d_k for _ in attended)
             dense += sum(2 * n_h * d_k for _ in visible)
             owns = gsa.attention == "sparse" and layer % gsa.selection_reuse == 0
@@ -148,17 +176,17 @@ PHASES = [
 
 
 RUNS = [
-    (model, gsa, phase)
-    for model, gsa in VARIANTS[:-1]
+    (model, gsa, moe, phase)
+    for model, gsa, moe in VARIANTS[:-1]
     for phase in PHASES
     if gsa.attention == "sparse" or (phase.attention == "dense" and phase.train != "indexer")
 ]
 
 
-@pytest.mark.parametrize(("model", "gsa", "phase"), RUNS)
-def test_operations_are_those_of_the_loops(model, gsa, phase):
-    count = flops_per_token(model, gsa, phase, LENGTH)
-    expected = brute_force(model, gsa, phase)
+@pytest.mark.parametrize(("model", "gsa", "moe", "phase"), RUNS)
+def test_operations_are_those_of_the_loops(model, gsa, moe, phase):
+    count = flops_per_token(model, gsa, moe, phase, LENGTH)
+    expected = brute_force(model, gsa, moe, phase)
     assert dataclasses.asdict(count) == pytest.approx(expected)
     assert count.total == pytest.approx(sum(expected.values()) - expected["dense_equivalent"])
 
@@ -167,17 +195,26 @@ def test_shared_selections_score_fewer_queries():
     gsa = VARIANTS[-1][1]
     phase = PhaseConfig(attention="dense", train="base")
     sparse = PhaseConfig(attention="sparse", train="base")
-    expected = brute_force(MODEL, gsa, sparse)
-    assert dataclasses.asdict(flops_per_token(MODEL, gsa, sparse, LENGTH)) == pytest.approx(expected)
-    assert flops_per_token(MODEL, gsa, phase, LENGTH).indexer_scores == 0
+    expected = brute_force(MODEL, gsa, DENSE, sparse)
+    assert dataclasses.asdict(flops_per_token(MODEL, gsa, DENSE, sparse, LENGTH)) == pytest.approx(expected)
+    assert flops_per_token(MODEL, gsa, DENSE, phase, LENGTH).indexer_scores == 0
+
+
+def test_dropped_choices_cost_nothing():
+    phase = PhaseConfig(attention="dense", train="base")
+    whole = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH)
+    fewer = flops_per_token(MODEL, GSA, EXPERTS, phase, LENGTH, dropped_share=0.25)
+    routed = 3 * 2 * 2 * EXPERTS.top_k * 3 * MODEL.hidden_size * EXPERTS.expert_ffn_hidden_size
+    assert whole.experts - fewer.experts == pytest.approx(0.25 * routed)
+    assert whole.total - fewer.total == pytest.approx(0.25 * routed)
 
 
 def test_a_measured_selection_replaces_the_assumed_one():
     phase = PhaseConfig(attention="sparse", train="all")
-    assumed = flops_per_token(MODEL, GSA, phase, LENGTH)
+    assumed = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH)
     selected = mean_selected_keys(GSA, ONE_DOCUMENT.tolist())
-    same = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=selected)
-    half = flops_per_token(MODEL, GSA, phase, LENGTH, mean_selected=selected / 2)
+    same = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH, mean_selected=selected)
+    half = flops_per_token(MODEL, GSA, DENSE, phase, LENGTH, mean_selected=selected / 2)
     assert same == assumed
     assert half.attention == pytest.approx(assumed.attention / 2)
     assert half.kl_target == pytest.approx(assumed.kl_target / 2)
@@ -203,8 +240,8 @@ def test_an_indexer_loss_of_some_queries_costs_as_many(length, block, fraction, 
     rows = torch.arange(1, length + 1).view(-1, block).double().sum(1)  # keys of each row's queries
     taken = sum(rows[draw.rows()].sum().item() for draw in draws) / len(draws)
 
-    count, full = (flops_per_token(MODEL, each, phase, length) for each in (gsa, whole))
-    select_only = flops_per_token(MODEL, whole, PhaseConfig(attention="sparse", train="base"), length)
+    count, full = (flops_per_token(MODEL, each, DENSE, phase, length) for each in (gsa, whole))
+    select_only = flops_per_token(MODEL, whole, DENSE, PhaseConfig(attention="sparse", train="base"), length)
     assert count.kl_target == pytest.approx(full.kl_target * taken / rows.sum().item())
     gradients = full.indexer_scores - select_only.indexer_scores
     share = len(torch.cat([draw.rows() for draw in draws])) / len(draws) / len(rows)
@@ -217,7 +254,7 @@ def test_an_indexer_that_a_group_teaches_needs_the_probabilities_of_all_its_laye
     leader = dataclasses.replace(GSA, selection_reuse=2)
     group = dataclasses.replace(leader, reuse_teacher="group")
     phase = PhaseConfig(attention="sparse", train="all")
-    one, two = (flops_per_token(MODEL, gsa, phase, LENGTH) for gsa in (leader, group))
+    one, two = (flops_per_token(MODEL, gsa, DENSE, phase, LENGTH) for gsa in (leader, group))
     assert two == dataclasses.replace(one, kl_target=2 * one.kl_target)
 
 
@@ -246,29 +283,29 @@ STARTS = [0] * 9 + [9] * 12 + [21] * 2
 THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
 
 
-@pytest.mark.parametrize(("model", "gsa", "phase"), RUNS)
-def test_operations_where_documents_end(model, gsa, phase):
+@pytest.mark.parametrize(("model", "gsa", "moe", "phase"), RUNS)
+def test_operations_where_documents_end(model, gsa, moe, phase):
     selected, visible = (
         mean_selected_keys(gsa, THREE_DOCUMENTS.tolist()),
         float(THREE_DOCUMENTS.double().mean()),
     )
     assert visible == (9 * 10 / 2 + 12 * 13 / 2 + 3) / LENGTH
-    count = flops_per_token(model, gsa, phase, LENGTH, selected, visible)
-    assert dataclasses.asdict(count) == pytest.approx(brute_force(model, gsa, phase, STARTS))
-    whole = flops_per_token(model, gsa, phase, LENGTH)
+    count = flops_per_token(model, gsa, moe, phase, LENGTH, selected, visible)
+    assert dataclasses.asdict(count) == pytest.approx(brute_force(model, gsa, moe, phase, STARTS))
+    whole = flops_per_token(model, gsa, moe, phase, LENGTH)
     assert count.dense_equivalent < whole.dense_equivalent
     assert count.total < whole.total
-    assert flops_per_token(model, gsa, phase, LENGTH, mean_visible=causal_mean_keys(LENGTH)) == whole
+    assert flops_per_token(model, gsa, moe, phase, LENGTH, mean_visible=causal_mean_keys(LENGTH)) == whole
 
 
 def test_both_models_count_the_same_keys_where_everything_is_selected():
     """What made their MFU incomparable: attention of one over the sequence, of the other over the documents."""
     standard = GSAConfig(attention="dense", value_gate=False, output_gate=False)
     dense, sparse = PhaseConfig(attention="dense", train="all"), PhaseConfig(attention="sparse", train="all")
-    plain = flops_per_token(MODEL, standard, dense, LENGTH, mean_visible=6.0)
+    plain = flops_per_token(MODEL, standard, DENSE, dense, LENGTH, mean_visible=6.0)
     for measured in (None, 6.0, 6.5):  # measured: of a sample of the queries, whose mean may lie higher
         gsa = dataclasses.replace(GSA, k_base=1000)
-        assert flops_per_token(MODEL, gsa, sparse, LENGTH, measured, 6.0).attention == plain.attention
+        assert flops_per_token(MODEL, gsa, DENSE, sparse, LENGTH, measured, 6.0).attention == plain.attention
 
 
 def test_selected_keys_of_blocks_that_hold_two_documents():

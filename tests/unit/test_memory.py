@@ -24,7 +24,7 @@ def estimate(overrides=(), world_size=8, stage=0, phase=-1):
 
 def test_parameters_and_their_state():
     config = load_config(GSA)
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     sparse = estimate()
     assert sparse.weights == pytest.approx(2 * count.total)
     assert sparse.gradients == pytest.approx(4 * count.total)
@@ -53,7 +53,7 @@ def test_parameters_and_their_state():
 def test_the_ranks_together_hold_the_model(tied):
     overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"model.tie_embeddings={tied}"]
     config = load_config(GSA, overrides)
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     held = sum(2 * estimate(overrides, stage=stage).weights / 2 for stage in range(2))
     replicated = count.norms + count.indexer
     tied_copy = count.embedding if tied == "on" else 0

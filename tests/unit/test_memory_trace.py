@@ -29,6 +29,15 @@ TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2", "train.global_batch_size=16"]
 
+EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
+EXPERTS = [
+    "moe.experts=128",
+    "moe.top_k=8",
+    "moe.expert_ffn_hidden_size=384",
+    "moe.shared_expert_ffn_hidden_size=384",
+]
+WIDE_EXPERTS = ["moe.experts=8", "moe.top_k=2", "moe.expert_ffn_hidden_size=2048", "moe.z_loss_coeff=0"]
+
 # Config, overrides, rank, ranks, phase. Two layers and two micro-batches where nothing else is said.
 CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "one rank": (GSA, [], 0, 1, SPARSE),
@@ -100,6 +109,38 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "standard": (STANDARD, [], 0, 1, SPARSE),
     "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
     "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
+    "experts": (GSA, EXPERTS, 0, 1, SPARSE),
+    "experts, first stage of 2, expert 2": (GSA, [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2], 0, 4, SPARSE),
+    "experts, first stage of 2, expert 2, warm-up": (
+        GSA,
+        [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2],
+        0,
+        4,
+        WARM_UP,
+    ),
+    "experts split over 2, first stage of 2, recomputed": (
+        GSA,
+        [*EXPERTS, PP_2, EXPERT_2, "parallel.tensor=2", "parallel.expert_tensor=2", "train.recompute=full"],
+        0,
+        8,
+        SPARSE,
+    ),
+    "few wide experts, first stage of 2": (STANDARD, [*WIDE_EXPERTS, *FEW_WORDS, PP_2], 0, 2, SPARSE),
+    "experts in every other layer, first stage of 2": (
+        STANDARD,
+        [
+            *EXPERTS,
+            *FEW_WORDS,
+            PP_2,
+            EXPERT_2,
+            "moe.layer_interval=2",
+            "model.num_layers=4",
+            *TWO_MICRO_BATCHES,
+        ],
+        0,
+        4,
+        SPARSE,
+    ),
     # The rank in the middle, whose lists are the longest; two micro-batches, of which only one's are there.
     "128K tokens, context 8": (GSA_128K, ["train.global_batch_size=2"], 7, 8, SPARSE),
     # Without graph: lists of the last layer would be there beside the logits.

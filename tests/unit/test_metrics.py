@@ -69,7 +69,7 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(
     visible = record["visible_keys"]
     assert visible == pytest.approx(by_loops(batches), rel=1e-12)
     assert 1 < visible < (16 + 1) / 2 - 1
-    sections = (config.model, config.gsa, phase, 16)
+    sections = (config.model, config.gsa, config.moe, phase, 16)
     flops = flops_per_token(*sections, record.get("selected_keys"), visible)
     assert record["tflops_per_second"] == pytest.approx(2000 * flops.total / 1e12)
     assert record["tflops_per_second_dense_equivalent"] == pytest.approx(2000 * flops.dense_equivalent / 1e12)

@@ -142,7 +142,6 @@ def test_which_layers_have_experts(moe: MoEConfig, layers: list[int]) -> None:
 
 
 def test_an_export_to_transformers_names_the_field() -> None:
-    with pytest.raises(
-        ValueError, match=r"moe\.experts = 8: the model of transformers \(gsa_hf\) does not have it"
-    ):
-        to_hf_config(Config(moe=MoEConfig(experts=8)))
+    wrong = r"moe\.capacity_factor = 1\.5: the model of transformers \(gsa_hf\) does not have it"
+    with pytest.raises(ValueError, match=wrong):
+        to_hf_config(Config(moe=MoEConfig(experts=8, capacity_factor=1.5)))

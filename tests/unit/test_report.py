@@ -226,7 +226,7 @@ def test_the_head_says_what_ran_on_what_for_how_long(tmp_path):
     starts[1]["command"] = "torchrun --nproc_per_node=2 launch/pretrain.py --config configs/demo.yaml"
     (folder / "starts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in starts))
     page = without_plotly(write_report([folder], tmp_path / "r.html").read_text())
-    count = count_parameters(CONFIG.model, CONFIG.gsa)
+    count = count_parameters(CONFIG.model, CONFIG.gsa, CONFIG.moe)
     planned = sum(phase.steps for phase in CONFIG.phases)
     for said in (
         f"{count.total:,} parameters",

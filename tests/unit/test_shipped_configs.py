@@ -8,12 +8,13 @@ import pytest
 
 from gsa_train.config import ConfigError, RopeScalingConfig, load_config
 from gsa_train.config.file_checks import check_data
+from gsa_train.model.flops import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = [
     f"{name}_{size}.yaml"
     for name in ("gsa", "standard", "sparse_only", "gated_only")
-    for size in ("1.7b", "7b")
+    for size in ("1.7b", "7b", "moe_15b_a2b")
 ]
 LONGER = ["gsa_1.7b_4k_to_32k.yaml", "gsa_1.7b_32k_to_128k.yaml"]
 
@@ -72,7 +73,7 @@ def test_more_gpus_than_a_batch_of_micro_batches_name_the_micro_batch_that_fits(
         load_config(CONFIGS / "gsa_1.7b.yaml", world_size=128, need_data=False)
 
 
-@pytest.mark.parametrize("size", ["1.7b", "7b"])
+@pytest.mark.parametrize("size", ["1.7b", "7b", "moe_15b_a2b"])
 def test_the_four_models_differ_where_the_paper_says(size):
     configs = {
         name: load_config(CONFIGS / f"{name}_{size}.yaml")
@@ -95,10 +96,30 @@ def test_the_four_models_differ_where_the_paper_says(size):
     sparse_only = configs["sparse_only"].gsa
     assert (sparse_only.indexer_activation, sparse_only.adaptive_k) == ("relu", "off")
     for config in configs.values():
-        assert (config.model, config.train, config.parallel) == (
+        assert (config.model, config.moe, config.train, config.parallel) == (
             configs["gsa"].model,
+            configs["gsa"].moe,
             configs["gsa"].train,
             configs["gsa"].parallel,
         )
         trained = [phase.steps for phase in config.phases if phase.train == "all"]
         assert trained == [configs["gsa"].phases[-1].steps]
+
+
+def test_the_mixture_of_experts_has_the_size_of_the_published_one():
+    """arXiv 2505.06708: 15B parameters, 2.54B of them active, 128 experts, top 8. Ours without gates and indexer."""
+    config = load_config(CONFIGS / "standard_moe_15b_a2b.yaml", world_size=8, need_data=False)
+    count = count_parameters(config.model, config.gsa, config.moe)
+    assert (round(count.total / 1e9, 1), round(count.active / 1e9, 2)) == (15.0, 2.54)
+    assert (config.moe.experts, config.moe.top_k, config.moe.balancing) == (128, 8, "global_batch")
+    gsa = load_config(CONFIGS / "gsa_moe_15b_a2b.yaml", world_size=8, need_data=False)
+    assert round(count_parameters(gsa.model, gsa.gsa, gsa.moe).overhead / 1e9, 2) == 0.51
+
+
+def test_the_demo_with_experts_is_the_demo_of_as_many_active_parameters():
+    dense, experts = (load_config(CONFIGS / f"{name}.yaml", world_size=2) for name in ("demo", "demo_moe"))
+    for section in ("phases", "train", "evaluate", "gsa", "data"):
+        assert getattr(dense, section) == getattr(experts, section)
+    assert (dense.moe.experts, experts.moe.experts, experts.parallel.expert) == (0, 8, 2)
+    counts = [count_parameters(each.model, each.gsa, each.moe) for each in (dense, experts)]
+    assert counts[1].active - counts[1].router == counts[0].total

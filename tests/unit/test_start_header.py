@@ -27,7 +27,7 @@ def test_the_first_line() -> None:
 
 def test_the_header() -> None:
     rows = start_header(CONFIG, "2 ranks on cpu", Path("/runs/small"), ["kept offline"]).splitlines()
-    count = count_parameters(CONFIG.model, CONFIG.gsa)
+    count = count_parameters(CONFIG.model, CONFIG.gsa, CONFIG.moe)
     assert count.gates > 0
     assert count.indexer > 0
     for row in (

@@ -569,7 +569,10 @@ def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_paramete
     study = load_study(ROOT / "studies" / "four_models.yaml", need_data=False)
     assert len(study.runs) == 7 * 3
     assert {run.tokens for run in study.runs} == {240 * 131072}
-    parameters = {run.arm: count_parameters(run.config.model, run.config.gsa).total for run in study.runs}
+    parameters = {
+        run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe).total
+        for run in study.runs
+    }
     assert parameters["standard"] == pytest.approx(94e6, rel=0.01)
     narrow = [count for arm, count in parameters.items() if arm.endswith("_narrow")]
     half_a_width = 4 * 3 * 768 * 12  # widths are multiples of 8

@@ -73,7 +73,8 @@ class Model:
 def build_model(config: Config, parallel: Parallel) -> Model:
     """Build the stage, draw its weights, and hang the measuring hooks."""
     mcore_config = to_mcore_config(config, parallel)
-    runtime = AttentionRuntime(LayerStats(config.model.num_layers, parallel.device, config.model.num_heads))
+    sizes = config.model.num_layers, parallel.device, config.model.num_heads, config.moe.experts
+    runtime = AttentionRuntime(LayerStats(*sizes))
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
     check_graphs_on(config, parallel.device, implementation)

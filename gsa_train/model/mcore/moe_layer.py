@@ -93,6 +93,10 @@ class MixtureOfExperts(MegatronModule):
             width = of_shared.ffn_hidden_size
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
+    def set_layer_number(self, number: int) -> None:
+        """megatron-core calls it, with numbers from 1."""
+        self.router.layer = number - 1
+
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[L, B, d] of this rank -> the same, and no bias."""
         routing = self.router(hidden)

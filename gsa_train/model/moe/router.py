@@ -20,6 +20,7 @@ from gsa_train.model.moe.routing import (
     scores_of,
     z_loss,
 )
+from gsa_train.model.moe.statistics import router_statistics
 from gsa_train.model.runtime import AttentionRuntime
 
 
@@ -56,6 +57,8 @@ class Router(torch.nn.Module):
     recomputation, see the values from before it. They are buffers, so they are saved with the model.
     """
 
+    layer: int
+    """Number of its layer, from 0."""
     counts: torch.Tensor
     """int64 [E]: choices of the step under way on this rank, before any is dropped."""
     loads: torch.Tensor | None
@@ -108,15 +111,18 @@ class Router(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> Routing:
         """hidden [L, B, d] of this rank's tokens -> their routing, T = L B."""
         moe = self.moe
-        learns = self.context.runtime.pass_of_this_forward().has_graph
+        attention_pass = self.context.runtime.pass_of_this_forward()
         precise = torch.promote_types(hidden.dtype, torch.float32)
         logits = torch.nn.functional.linear(hidden.flatten(0, 1).to(precise), self.weight.to(precise))
         scores = scores_of(logits, moe.router_score)
         experts, weights = choose_experts(scores, self.expert_bias, moe.top_k, moe.routed_scale)
-        if learns:
+        if attention_pass.has_graph:
             self.counts += expert_counts(experts, moe.experts)
             weights = self._inject_losses(weights, scores, logits)
         kept = self._kept(experts, hidden.shape[:2]) if moe.capacity_factor > 0 else None
+        if attention_pass.measures:
+            measured = router_statistics(logits, scores, experts, kept, self.loads, self.expert_bias)
+            self.context.runtime.stats.record(self.layer, measured)
         return Routing(experts, weights, kept)
 
     def _inject_losses(

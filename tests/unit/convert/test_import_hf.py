@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts": (
         {"model_type": "qwen3_next", "num_experts": 4, "head_dim": 8, **FULL},
-        "num_experts = 4: a GSA model has no mixture of experts",
+        "num_experts = 4: only a GSA model may come with experts",
     ),
     "vocabulary": (
         {"vocab_size": 4000},

@@ -226,12 +226,12 @@ def built(name: str, **model: Any) -> tuple[Config, Model]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_are_counted(name: str) -> None:
     config, model = built(name, sandwich_norm=True)
-    count = count_parameters(config.model, config.gsa)
+    count = count_parameters(config.model, config.gsa, config.moe)
     assert count.total == sum(parameter.numel() for parameter in model.gpt.parameters())
     gates = [p for p in model.gpt.parameters() if getattr(p, "gsa_gate", False)]
     assert count.gates == sum(parameter.numel() for parameter in gates)
     products = sum(parameter.numel() for parameter in gates if parameter.dim() == 2)
-    assert flops_per_token(config.model, config.gsa, DENSE, LENGTH).gates == 3 * 2 * products
+    assert flops_per_token(config.model, config.gsa, config.moe, DENSE, LENGTH).gates == 3 * 2 * products
 
 
 @pytest.mark.parametrize("name", ["input-independent", "head-shared", "all five", "RMSNorm"])

@@ -1,0 +1,81 @@
+"""Feed-forward layers that are mixtures of experts. T tokens, E experts of which each token has k, F their width."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations import use_experts_implementation
+
+from .configuration_gsa import GSAConfig
+
+
+class GSARouter(nn.Module):
+    """Scores of all experts in fp32, and the best k of them."""
+
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.e_score_correction_bias: torch.Tensor | None
+        bias = torch.zeros(config.num_experts) if config.router_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, d] -> the experts of each token, int64 [T, k], and the weights of their outputs, fp32 [T, k]."""
+        logits = nn.functional.linear(hidden.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
+        ranked = scores.detach()
+        if self.e_score_correction_bias is not None:
+            ranked = ranked + self.e_score_correction_bias
+        experts = ranked.topk(self.config.num_experts_per_tok, dim=-1).indices
+        chosen = scores.gather(-1, experts)
+        return experts, self.config.routed_scaling_factor * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+
+
+@use_experts_implementation
+class GSAExperts(nn.Module):
+    """SwiGLUs. `experts_implementation` of transformers chooses how they are multiplied; `forward` is its "eager"."""
+
+    def __init__(self, config: GSAConfig) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        d, width = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * width, d))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, d, width))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, d], int64 [T, k], [T, k] -> [T, d]."""
+        out = torch.zeros_like(hidden)
+        for expert in experts.unique().tolist():
+            token, place = torch.where(experts == expert)
+            gate, up = nn.functional.linear(hidden[token], self.gate_up_proj[expert]).chunk(2, -1)
+            made = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            out.index_add_(0, token, (made * weights[token, place, None]).to(out.dtype))
+        return out
+
+
+class GSASparseMLP(nn.Module):
+    """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t)."""
+
+    def __init__(self, config: GSAConfig, shared_experts: nn.Module | None) -> None:
+        """
+        Args:
+            shared_experts: which all tokens go through.
+        """
+        super().__init__()
+        self.gate = GSARouter(config)
+        self.experts = GSAExperts(config)
+        self.shared_experts = shared_experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.flatten(0, -2)
+        out: torch.Tensor = self.experts(hidden, *self.gate(hidden)).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+def has_experts(config: GSAConfig, layer_idx: int) -> bool:
+    """Whether this layer is a mixture of experts."""
+    return config.num_experts > 0 and layer_idx not in (config.mlp_only_layers or ())
+
+
+__all__ = ["GSAExperts", "GSARouter", "GSASparseMLP"]

@@ -1,0 +1,122 @@
+"""What mixtures of experts cost: parameters, memory of the ranks, and what a dry run says of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gsa_train.config import Config, load_config
+from gsa_train.dry_run import describe
+from gsa_train.memory.estimate import estimate_memory, worst_expert_load
+from gsa_train.memory.experts import most_rows, routed_rows
+from gsa_train.memory.sizes import sizes_of
+from gsa_train.model.flops import count_parameters
+from helpers.single_rank import tiny_config, tiny_model
+
+GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
+EXPERTS = [
+    "moe.experts=64",
+    "moe.top_k=4",
+    "moe.expert_ffn_hidden_size=512",
+    "moe.shared_expert_ffn_hidden_size=1024",
+    "moe.first_dense_layers=1",
+]
+EXPERT_8 = [*EXPERTS, "parallel.expert=8"]
+
+
+def load(overrides: list[str], world_size: int = 8) -> Config:
+    return load_config(GSA, overrides, world_size=world_size, need_data=False)
+
+
+@pytest.mark.parametrize("implementation", ["grouped", "sequential"])
+def test_parameters_are_those_of_the_model(implementation: str) -> None:
+    sizes = {"experts": 8, "top_k": 2, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 8}
+    config = tiny_config(moe={**sizes, "layer_interval": 2, "experts_impl": implementation})
+    count = count_parameters(config.model, config.gsa, config.moe)
+    named = dict(tiny_model(config).gpt.named_parameters())
+    assert count.total == sum(parameter.numel() for parameter in named.values())
+    for part, name in {
+        "router": ".router.",
+        "experts": ".mlp.experts.",
+        "shared_experts": ".shared_experts.",
+    }.items():
+        assert getattr(count, part) == sum(p.numel() for of, p in named.items() if name in of) > 0
+    # A token is sent to two experts of eight, in the first layer of two.
+    assert count.total - count.active == count.experts * 6 / 8
+    dense = tiny_config(model={"num_layers": 2})
+    plain = count_parameters(dense.model, dense.gsa, dense.moe)
+    assert (plain.active, plain.mlp) == (plain.total, 2 * count.mlp)
+
+
+def test_experts_are_spread_over_their_own_ranks() -> None:
+    config = load(EXPERT_8)
+    count, phase = count_parameters(config.model, config.gsa, config.moe), config.phases[-1]
+    of_all = count.total - count.experts
+    estimate = estimate_memory(config, phase, 8, 0)
+    assert estimate.weights == pytest.approx(2 * (of_all + count.experts / 8))
+    assert estimate.gradients == pytest.approx(4 * (of_all + count.experts / 8))
+    # Each expert is on one rank of eight, and so is its state; all else has eight replicas, and an eighth of the state.
+    assert estimate.optimizer == pytest.approx(12 * (of_all / 8 + count.experts / 8))
+    replicas = estimate_memory(load(EXPERT_8, 16), phase, 16, 0)
+    assert replicas.optimizer == pytest.approx(12 * (of_all / 16 + count.experts / 16))
+    split = [*EXPERTS, "parallel.tensor=4", "parallel.expert_tensor=4", "parallel.expert=2"]
+    config = load(split)
+    shared, replicated = count.shared_experts, count.norms + count.indexer + count.router
+    estimate = estimate_memory(config, phase, 8, 0)
+    of_rank = (of_all - replicated) / 4 + replicated + count.experts / 8
+    assert estimate.weights == pytest.approx(2 * of_rank)
+    assert shared > 0
+    warm_up = estimate_memory(config, config.phases[0], 8, 0)
+    assert warm_up.gradients == pytest.approx(4 * count.indexer)
+
+
+def test_stages_hold_the_kinds_of_layers_that_they_have() -> None:
+    config = load([*EXPERTS, "parallel.pipeline=2", "moe.first_dense_layers=12"])
+    count = count_parameters(config.model, config.gsa, config.moe)
+    first, last = (estimate_memory(config, config.phases[-1], 8, stage) for stage in (0, 1))
+    common = count.total - count.experts - count.shared_experts - count.router - count.mlp
+    of_norm = config.model.hidden_size
+    half = (common - count.embedding - count.output - of_norm) / 2
+    assert first.weights == pytest.approx(2 * (half + count.embedding + count.mlp))
+    mixtures = count.experts + count.shared_experts + count.router
+    assert last.weights == pytest.approx(2 * (half + count.output + of_norm + mixtures))
+
+
+def test_rows_of_a_rank() -> None:
+    """Of four sequences of 4096 tokens on each of eight ranks, with four choices each."""
+    even = 4 * 4096 * 4
+    config = load(EXPERT_8)
+    sizes = sizes_of(config)
+    assert (routed_rows(config, sizes), most_rows(config, sizes)) == (even, 8 * even)
+    limited = load([*EXPERT_8, "moe.capacity_factor=1.5"])
+    assert most_rows(limited, sizes) == 1.5 * even
+    few = load(
+        [*EXPERTS, "moe.experts=16", "parallel.expert=8"]
+    )  # two experts on a rank: two choices of a token
+    assert most_rows(few, sizes) == 8 * even / 2
+    alone = load(EXPERTS)
+    assert most_rows(alone, sizes) == routed_rows(alone, sizes) == even
+    assert worst_expert_load(alone, 8, 0) == 0
+    # Rows, both halves of SwiGLU's input, its output, and weighted, of 23 layers; one weight each; two of the last
+    # layer's outputs.
+    more = 7 * even
+    kept = 23 * more * (2 * (2048 + 4 * 512) + 4)
+    assert worst_expert_load(config, 8, 0) == pytest.approx(kept + 2 * 2 * more * 2048)
+    recomputed = load([*EXPERT_8, "train.recompute=full"])
+    assert worst_expert_load(recomputed, 8, 0) == pytest.approx(kept / 23 + 2 * 2 * more * 2048)
+
+
+def test_a_dry_run_tells_of_experts() -> None:
+    config = load(EXPERT_8, 16)
+    report, count = describe(config, 16), count_parameters(config.model, config.gsa, config.moe)
+    for line in (
+        "23 layers with 64 experts, top 4: 8 on a rank, in 2 replicas",
+        f"active in a token  {count.active:,}",
+        "give --mfu, such as --mfu 0.3: none has been measured for",
+        "recompute: none; loads of experts even: ",
+        "more where one rank's get all tokens of all its layers",
+    ):
+        assert line in report
+    assert "expert" not in describe(load([]), 8).replace("--mfu", "")
+    assert max(map(len, report.splitlines())) < 120

@@ -1,0 +1,212 @@
+"""What logged steps tell of routers and experts, against the same counted token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.metrics.record import (
+    Interval,
+    LoggedStep,
+    Measured,
+    attention_metrics,
+    data_totals,
+    expert_metrics,
+    reduce_step,
+    step_record,
+)
+from gsa_train.metrics.record_format import to_json, to_scalars, validation_prefixes
+from gsa_train.model.flops import flops_per_token
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.report.page import write_report
+from gsa_train.step import evaluation_step
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    read_stats,
+    single_rank,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+SIZES: dict[str, Any] = {"experts": 8, "expert_ffn_hidden_size": 8, "first_dense_layers": 1}
+BALANCED = {**SIZES, "capacity_factor": 1.0}
+BIASED = {**SIZES, "balancing": "aux_free", "router_score": "sigmoid", "z_loss_coeff": 0.0}
+KEYS = {"router_entropy", "router_z", "expert_loads", "expert_load_max", "expert_load_min"}
+
+
+NOTHING = torch.zeros(0, dtype=torch.float64)
+
+
+class Seen:
+    """What went into the router of the second layer, and came out of it."""
+
+    def __init__(self, model: Model) -> None:
+        (self.router,) = model.routers
+        self.logits: list[list[float]] = []
+        self.experts: list[list[int]] = []
+        self.kept: list[list[bool]] = []
+        self.router.register_forward_hook(self._see)
+
+    def _see(self, module: torch.nn.Module, inputs: tuple[torch.Tensor], routing: Any) -> None:
+        (hidden,) = inputs
+        self.logits += (hidden.detach().flatten(0, 1).double() @ self.router.weight.double().T).tolist()
+        self.experts += routing.experts.tolist()
+        self.kept += [] if routing.kept is None else routing.kept.tolist()
+
+
+def by_tokens(
+    seen: Seen, score: str, loads: list[float] | None, biases: list[float] | None
+) -> dict[str, float]:
+    """The metrics of one layer."""
+    entropies, z_losses, balance = [], [], []
+    for logits in seen.logits:
+        z_losses.append(math.log(sum(map(math.exp, logits))) ** 2)
+        scores = [math.exp(each) if score == "softmax" else 1 / (1 + math.exp(-each)) for each in logits]
+        shares = [each / sum(scores) for each in scores]
+        entropies.append(-sum(each * math.log(each) for each in shares))
+        if loads is not None:
+            balance.append(8 * sum(each * load for each, load in zip(shares, loads, strict=True)))
+    counts = Counter(expert for experts in seen.experts for expert in experts)
+    mean = sum(counts.values()) / 8
+    found = {
+        "router_entropy": sum(entropies) / len(entropies),
+        "router_z": sum(z_losses) / len(z_losses),
+        "expert_load_max": max(counts[expert] for expert in range(8)) / mean,
+        "expert_load_min": min(counts[expert] for expert in range(8)) / mean,
+    }
+    if loads is not None:
+        found["router_balance"] = sum(balance) / len(balance)
+    if seen.kept:
+        dropped = [not kept for of_token in seen.kept for kept in of_token]
+        found["dropped_share"] = sum(dropped) / len(dropped)
+    if biases is not None:
+        found["expert_bias_range"] = max(biases) - min(biases)
+    return found
+
+
+@pytest.mark.parametrize("moe", [BALANCED, BIASED], ids=["balanced", "biased"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_metrics_are_those_of_all_tokens(moe: dict[str, Any], recompute: str) -> None:
+    """Of the second of two layers, in the second step; also where layers run twice."""
+    config = tiny_config(moe=moe, train={"recompute": recompute})
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config, 0), config, lr=1e-2)
+    loads, bias = (
+        None if held is None else held.tolist()
+        for held in (model.routers[0].loads, model.routers[0].expert_bias)
+    )
+    seen = Seen(model)
+    take_step(model, optimizer, random_batches(config, 1), config, lr=1e-2, step=1, measures=True)
+    found = attention_metrics(model.runtime.stats.reduce(NOTHING, [], [])[0])
+    expected = by_tokens(seen, config.moe.router_score, loads, bias)
+    assert found.keys() >= KEYS
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+        first, second = found[f"layer_{name}"]
+        assert math.isnan(first)
+        assert second == found[name]
+    assert {"router_balance", "dropped_share", "expert_bias_range"} & found.keys() == expected.keys() & {
+        "router_balance",
+        "dropped_share",
+        "expert_bias_range",
+    }
+    assert 0 < found["expert_load_min"] < 1 < found["expert_load_max"]
+    first_layer, second_layer = found["expert_loads"]
+    assert all(map(math.isnan, first_layer))
+    counts = Counter(expert for experts in seen.experts for expert in experts)
+    assert second_layer == [round(counts[expert] * 8 / sum(counts.values()), 4) for expert in range(8)]
+    if moe is BALANCED:
+        assert found["dropped_share"] > 0.05
+    close_optimizer(model, optimizer)
+
+
+def test_only_logged_steps_measure_and_only_experts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(
+        "gsa_train.model.moe.router.router_statistics",
+        lambda *args: called.append(1) or pytest.fail("measured"),
+    )
+    config = tiny_config(moe=BALANCED)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config), config, lr=1e-3)
+    close_optimizer(model, optimizer)
+    evaluation_step(model, random_batches(config), config, single_rank())
+    assert called == []
+    assert read_stats(model) == {}
+    config = tiny_config()
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    take_step(model, optimizer, random_batches(config), config, lr=1e-3, measures=True)
+    close_optimizer(model, optimizer)
+    assert not {name.partition("/")[0] for name in read_stats(model)} & {*KEYS, "router_balance"}
+
+
+@pytest.mark.parametrize("phase", [WARM_UP, DENSE], ids=["warm-up", "dense"])
+def test_every_phase_and_a_validation_measure(phase: Any) -> None:
+    config = tiny_config([phase], moe=BIASED)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, phase, config)
+    take_step(model, optimizer, random_batches(config), config, lr=0.0, measures=True)
+    of_step = read_stats(model)
+    close_optimizer(model, optimizer)
+    evaluation_step(model, random_batches(config), config, single_rank(), measures=True)
+    of_validation = read_stats(model)
+    names = [f"expert_loads/{expert:02d}" for expert in range(8)]
+    assert [of_step[name][1] for name in names] == pytest.approx([of_validation[name][1] for name in names])
+    assert sum(of_step[name][1] for name in names) == pytest.approx(1)
+
+
+def test_operations_of_dropped_choices_do_not_count() -> None:
+    config = tiny_config(moe=BALANCED)
+    stats, interval = tiny_model(config).runtime.stats, Interval(1, 1000, 1.0, 0.0)
+    stats.add("dropped_share", 1, torch.tensor([True, False, False, False]))
+    measured = Measured(interval, data_totals=data_totals({}, config.data))
+    reduced = reduce_step(stats, torch.ones(()), 1.0, measured, single_rank())
+    logged = LoggedStep(1, SPARSE, {"base": 0.0}, grad_norm=1.0, tokens=64)
+    record = step_record(logged, reduced, interval, config, single_rank(), "fp32")
+    sections = (config.model, config.gsa, config.moe, SPARSE, 16)
+    flops = flops_per_token(*sections, dropped_share=0.25)
+    assert record["tflops_per_second"] == pytest.approx(1000 * flops.total / 1e12)
+    assert flops.total < flops_per_token(*sections).total
+
+
+def test_loads_are_shown(tmp_path: Path) -> None:
+    """A picture in the report, curves of the extremes, none of thousands of loads."""
+    shares = [[None, 0.5], [None, 0.125], [None, 0.25], [None, 0.125]]
+    record = {"step": 1, "phase": "sparse", "loss": 3.0, "tokens": 10, **expert_metrics(shares)}
+    assert record["expert_loads"][1] == [2.0, 0.5, 1.0, 0.5]
+    assert (record["expert_load_max"], record["expert_load_min"]) == (2.0, 0.5)
+    scalars = to_scalars(record)
+    assert scalars["moe/expert_load_max"] == scalars["moe_layers/expert_load_max/layer_01"] == 2.0
+    assert not any("expert_loads" in tag for tag in scalars)
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = (to_json({**record, "step": step}) for step in (1, 2))
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (run / "config.yaml").write_text("run:\n  name: run\n")
+    page = write_report([run], tmp_path / "report.html").read_text()
+    _, _, after = page.partition('<h2 id="moe">Experts</h2>')
+    assert "load of an expert / mean load" in after
+    picture = after.partition("load of experts / mean load, newest step")[2]
+    assert json.dumps([2.0, 0.5, 1.0, 0.5]).replace(" ", "") in picture.replace(" ", "")[:4000]
+
+
+def test_no_statistic_is_taken_for_the_loss_of_a_validation_set() -> None:
+    """As `validation_<name>_loss` says of a set <name>."""
+    names = (*MEANS, *EXTREMES, *VECTORS)
+    record = {"event": "validation", "validation_set": "web", **{f"validation_{name}": 1.0 for name in names}}
+    assert validation_prefixes(record) == {"validation": "web"}
