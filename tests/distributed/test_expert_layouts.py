@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def one_rank(name: str) -> list[dict[str, Any]]:
     case = CASES[name]
-    key = f"{case.sections} {case.layers}"
+    key = f"{case.sections} {case.layers} {case.steps}"
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch:
             for constant, value in SAMPLE.items():

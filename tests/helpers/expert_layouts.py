@@ -28,6 +28,7 @@ from helpers.many_layouts import (
     ALL_KEYS,
     INSTANCES,
     INTERLEAVED,
+    MORE_STEPS,
     OVERLAP,
     PAIRS,
     SAMPLE,
@@ -69,6 +70,7 @@ TENSOR_2_EXPERT_2 = {"tensor": 2, "expert": 2}
 CASES = {
     "data x expert": Case({"expert": 2}, BALANCED),
     "expert on all ranks": Case({"expert": 4}, BIASED),
+    "expert, overlapped": Case({"expert": 2, **OVERLAP}, BALANCED, steps=MORE_STEPS),
     "expert, two optimizer instances, overlapped": Case({"expert": 2, **INSTANCES, **OVERLAP}, BALANCED),
     "expert, recomputed layers": Case({"expert": 2}, BIASED, {"recompute": "full"}),
     "tensor x expert": Case(TENSOR_2_EXPERT_2, BALANCED, PAIRS),

@@ -50,10 +50,10 @@ class GroupedExperts(MegatronModule):
             [M, d], weighted: this rank's part of the sum, where ranks split the experts' width.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        inner = self.activation(_GROUPED_MM(rows, self.linear_fc1.weight.transpose(1, 2), offs=ends))
+        inner = self.activation(_GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends))
         # Weighted before the second product, whose output then is not kept for the backward pass (megatron-core).
         inner = (inner * weights[:, None]).to(rows.dtype)
-        return _GROUPED_MM(inner, self.linear_fc2.weight.transpose(1, 2), offs=ends), None
+        return _GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -125,6 +125,10 @@ class _Weights(torch.nn.Module):
         # megatron-core's marks, by which each rank's part counts in the gradient norm.
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, split + 1, stride
         self.weight = weight
+
+    def forward(self) -> torch.Tensor:
+        """Call it for the weight: with `parallel.overlap_param_gather` a hook on this call waits for its update."""
+        return self.weight
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
