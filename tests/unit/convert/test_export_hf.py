@@ -18,6 +18,7 @@ from helpers.converted import (
     TOKENIZER,
     config_of,
     hf_logits,
+    model_with_weights_of,
     random_model,
     save,
     some_tokens,
@@ -43,6 +44,9 @@ def test_logits_are_those_of_training_and_come_back_bit_for_bit(name: str, tmp_p
     torch.testing.assert_close(hf_logits(done.folder, tokens), expected, rtol=1e-5, atol=1e-5)
 
     import_hf(done.folder, tmp_path / "back")
+    if config.moe.experts:
+        back = model_with_weights_of(tmp_path / "back", config)
+        assert torch.equal(training_logits(back, config.phases[0], tokens), expected)
     again = export_hf(tmp_path / "back", tmp_path / "again", max_shard_bytes=150_000)
     assert files_of(again.folder) == files_of(done.folder)
 

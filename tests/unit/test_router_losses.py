@@ -1,0 +1,42 @@
+"""The losses of a router are means over the tokens of the global batch, times their coefficients: in gradients, against
+autograd of the definitions, whatever the micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.single_rank import DENSE, random_batches, step_gradients, tiny_config, tiny_model
+
+LOADS = torch.tensor([0.3, 0.05, 0.05, 0.1, 0.2, 0.1, 0.15, 0.05])
+SIZES = {"experts": 8, "expert_ffn_hidden_size": 8, "first_dense_layers": 1}
+ROUTER = "decoder.layers.1.mlp.router.weight"
+
+
+def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the last layer's router, behind which no other one is; its weight, and what went into it, [T, d]."""
+    moe = {**SIZES, "balance_coeff": balance, "z_loss_coeff": z}
+    config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
+    model = tiny_model(config)
+    (router,) = model.routers
+    assert router.loads is not None
+    router.loads.copy_(LOADS)
+    weight, seen = router.weight.detach().clone(), []
+    router.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().flatten(0, 1)))
+    _, gradients = step_gradients(model, DENSE, random_batches(config), config)
+    return gradients[ROUTER], weight, torch.cat(seen)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_their_gradients_are_those_of_the_definitions(size: int) -> None:
+    without, weight, hidden = gradient(0.0, 0.0, size)
+    weight.requires_grad_()
+    logits = hidden @ weight.T
+    balance = 8 * (logits.softmax(-1) * LOADS).sum(-1).mean()
+    z = logits.exp().sum(-1).log().square().mean()
+    of_balance, of_z = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (balance, z))
+    assert min(of_balance.abs().max(), of_z.abs().max()) > 0.01
+    found, _, _ = gradient(0.7, 0.0, size)
+    torch.testing.assert_close(found - without, 0.7 * of_balance, rtol=1e-4, atol=1e-6)
+    found, _, _ = gradient(0.0, 0.3, size)
+    torch.testing.assert_close(found - without, 0.3 * of_z, rtol=1e-4, atol=1e-6)
