@@ -17,6 +17,7 @@ the part before the copies. The last save is waited for until it is durable. Bar
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import harness
@@ -39,6 +41,8 @@ from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from whole_steps.step_bench import OurTrainee, random_batches
 
 WAYS = ("before", "now")
+Row = dict[str, Any]
+"""By column."""
 
 
 class Saving:
@@ -85,7 +89,7 @@ class Saving:
             state = _state(self._step, self._config, self._trainee.parallel)
             assert not self._saver.begin(state, self._trainee.model, self._trainee.optimizer)
 
-    def save_and_go_on(self, usual: float) -> dict[str, harness.Cell]:
+    def save_and_go_on(self, usual: float) -> Row:
         def run() -> None:
             self.begin()
             for _ in range(self._steps):
@@ -95,7 +99,7 @@ class Saving:
         (result,) = self._saver.ended(now=self._step, wait=True)
         return self._row(result, took - self._steps * usual, usual)
 
-    def save_at_the_end(self, usual: float) -> dict[str, harness.Cell]:
+    def save_at_the_end(self, usual: float) -> Row:
         found: list[SaveResult] = []
 
         def run() -> None:
@@ -108,7 +112,7 @@ class Saving:
     def close(self) -> None:
         self._saver.close()
 
-    def _row(self, result: SaveResult, stall: float, usual: float) -> dict[str, harness.Cell]:
+    def _row(self, result: SaveResult, stall: float, usual: float) -> Row:
         assert result.error is None, result.error
         return {
             "stall_s": stall,
@@ -153,7 +157,7 @@ def as_it_was(way: str) -> Iterator[None]:
 
 def measure(
     way: str, trainee: OurTrainee, config: Config, folder: Path, steps: int, saves: int
-) -> Iterator[dict[str, harness.Cell]]:
+) -> Iterator[Row]:
     """A row for each save."""
     saving = Saving(way, trainee, config, folder, steps)
     with as_it_was(way):
@@ -177,32 +181,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
     fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
-    world_size = int(harness.os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
     parallel = init_parallel(config.parallel, seed=1)
-    report = harness.Report("bench_save", arguments)
+    report = harness.Report("bench_save", arguments) if parallel.is_main else None
     trainee = OurTrainee(config, config.phases[-1], parallel)
-    folder = Path(tempfile.mkdtemp(prefix="bench_save_", dir=arguments.folder)) if parallel.is_main else None
-    shared = [folder]
+    shared: list[Any] = [None]
+    if parallel.is_main:
+        shared = [Path(tempfile.mkdtemp(prefix="bench_save_", dir=arguments.folder))]
     dist.broadcast_object_list(shared, src=0)
     try:
         for way in WAYS:
             if parallel.device.type == "cuda":
                 torch._C._host_emptyCache()  # torch keeps pinned memory that it was given back
             for row in measure(way, trainee, config, shared[0] / way, arguments.steps, arguments.saves):
-                report.row(**row)
-                if way == "now" and row["save"] != "last":
-                    report.bar(
-                        f"{row['save']} save: stall / step", row["stall_s"] / row["step_s"], at_most=1.0
-                    )
+                if report is not None:
+                    add_to(report, row)
     finally:
-        dist.barrier()
-        if folder is not None:
-            shutil.rmtree(folder)
+        if parallel.is_main:
+            shutil.rmtree(shared[0])
     trainee.close()
-    code = report.finish() if parallel.is_main else 0
+    code = report.finish() if report is not None else 0
     shutdown_parallel()
     return code
+
+
+def add_to(report: harness.Report, row: Row) -> None:
+    report.row(**row)
+    if row["way"] == "now" and row["save"] != "last":
+        report.bar(f"{row['save']} save: stall / step", row["stall_s"] / row["step_s"], at_most=1.0)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leav
 from gsa_train.run.folder import RunFolder, open_run_folder
 from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.run.health.check import check_health
 from gsa_train.run.lock import RunLock
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import report_saves
@@ -63,11 +64,15 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
         MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
         CorruptionFound: a device or a weight is not what it should be; the process group is left.
+        UnhealthyDevice: a device failed the check before anything else.
     """
     clock = RunClock()
     clock.begin("process_groups")
     parallel = init_parallel(config.parallel, config.run.seed)
     warn_of_cpus(config, parallel)
+    if config.run.health_check_seconds > 0:
+        clock.begin("health")
+        check_health(parallel, config.run.health_check_seconds)
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)

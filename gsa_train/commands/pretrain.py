@@ -7,7 +7,8 @@ Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data,
 --mfu SHARE].
 Exit code 2: wrong use, config, device, tokenizer, task, profile, run folder, a refusal by W&B, or a checkpoint that
 does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it
-found silent data corruption. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains).
+found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop, saved, and to be
+started again (runs/<name>/stopped.json remains).
 130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
 ends with 1 for each, and shows its ranks'.
 """
@@ -117,6 +118,7 @@ def run_command() -> int:
     from gsa_train.parallel import DeviceError, RendezvousError
     from gsa_train.profiling.profiler import ProfileError
     from gsa_train.resume import ResumeError
+    from gsa_train.run.health.check import UnhealthyDevice
     from gsa_train.run.lock import RunFolderError
     from gsa_train.train import train
 
@@ -148,6 +150,11 @@ def run_command() -> int:
         if is_main:  # all ranks compare the same
             say_last(str(fault))
         return exit_codes.CORRUPTED
+    except UnhealthyDevice as error:
+        note_end(exit_codes.UNHEALTHY)
+        if is_main:  # all ranks gather the same
+            say_last(str(error))
+        return exit_codes.UNHEALTHY
     except CheckpointError as error:
         if is_main:  # all ranks agree
             say_last(str(error))

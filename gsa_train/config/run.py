@@ -16,6 +16,10 @@ class RunConfig:
     kernel_cache_dir: str = ""
     """Folder of compiled Triton kernels, which all ranks share and restarts find again. Empty: `.triton_cache` in
     `dir`. `TRITON_CACHE_DIR` in the environment is heard first, and the start says which folder it is."""
+    health_check_seconds: float = 4.0
+    """Seconds of matrix products on each GPU before a start, whose results are known; then its memory, its driver's
+    counters and the links between the ranks. A bad device ends the start with exit code 15 and is named. CPUs make two
+    small products. 0: no check."""
     time_limit_minutes: float = 0.0
     """Minutes after its start at which the run saves, stops and exits with code 75; 0 = no limit."""
     slurm_margin_minutes: float = 5.0

@@ -21,7 +21,7 @@ from typing import Any
 
 Line = Mapping[str, Any]
 
-START_UP = ("import", "process_groups", "checkpoint", "readers", "model", "folder")
+START_UP = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder")
 """Activities of a process before its first step, and in a rewind."""
 ACTIVITIES = (
     *START_UP,

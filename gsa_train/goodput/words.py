@@ -10,6 +10,7 @@ from gsa_train.metrics.progress import duration
 NAMES = {
     "import": "import",
     "process_groups": "process groups",
+    "health": "health of devices",
     "checkpoint": "reading checkpoints",
     "readers": "opening the text",
     "model": "model and optimizer",

@@ -9,6 +9,8 @@ SAVE_FAILED = 3
 STOPPED_BY_MONITOR = 13
 CORRUPTED = 14
 """Numbers that should be equal were not. A new start from the last checkpoint is right for a fault that passes."""
+UNHEALTHY = 15
+"""A device failed the check before the first step. A new start is right where that device is left out."""
 STOPPED = 75
 """Asked to stop, and did: start the same command again. EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130

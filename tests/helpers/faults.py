@@ -19,6 +19,7 @@ by name (steps count from 1, "before" a step is before its batch is trained):
     held_write: [step, rank]                this checkpoint's files of this rank are written, and nobody is told
     write_waits_for: [rank, signal]         the same until this signal has reached this rank
     saves_end: true                         what a step saves has ended before the next one is trained
+    wrong_product: rank                     its device multiplies wrongly in the check before the run
     all_operations: true                    a profile names all operations: which take longest, the machine decides
 
 Where a rank stands still, the others wait for it in a collective: so does the run, until it is ended.
@@ -46,6 +47,7 @@ from gsa_data.stream import BlockStream
 from gsa_train import trainer
 from gsa_train.checkpoint import save
 from gsa_train.profiling import table
+from gsa_train.run.health import products
 from gsa_train.run.stop_signals import StopRequest
 
 SMALL_FILE_BYTES = 1000
@@ -77,6 +79,8 @@ class Faults:
                 stack.enter_context(patch.object(target, name, other))
             if "all_operations" in self._faults:
                 stack.enter_context(patch.object(table, "TOP_OPERATIONS", 10_000))
+            if self._faults.get("wrong_product") == self._rank:
+                stack.enter_context(patch.object(products, "multiply", lambda problem: problem.expected + 1))
             if "saves_end" in self._faults:
                 saver = save.CheckpointSaver
                 stack.enter_context(patch.object(saver, "begin", _waiting(saver.begin)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.exit_codes import CORRUPTED
+from gsa_train.run.exit_codes import CORRUPTED, UNHEALTHY
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of
 
@@ -129,3 +129,13 @@ def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finish
     split = runs["split"]
     assert split.codes == [CORRUPTED] * 4
     assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]
+
+
+def test_a_rank_whose_device_multiplies_wrongly_is_named_before_anything_else(tmp_path: Path) -> None:
+    plan = FaultPlan(tmp_path, SECTIONS, PHASES)
+    assert plan.carry_out([[plan.run("sick", ranks=2, wrong_product=1)]]) == {"sick": [UNHEALTHY] * 2}
+    log = (tmp_path / "sick.log.0").read_text()
+    assert "1 of 2 devices are not healthy:" in log
+    assert f"CPU of local rank 1 on {os.uname().nodename}: " in log
+    assert "local rank 0" not in log
+    assert not (tmp_path / "sick").exists()

@@ -307,8 +307,8 @@ def test_every_loss_has_a_name_and_tables_have_equal_columns(tmp_path: Path) -> 
 def test_a_start_says_once_what_it_took_by_part() -> None:
     seconds = {"import": 4.25, "checkpoint": 12.0, "model": 2.0, "first_step": 1.5, "training": 99.0}
     assert start_up_in_words(seconds) == (
-        "start-up 18s: import 4.2s, process groups 0.0s, reading checkpoints 12s, opening the text 0.0s, "
-        "model and optimizer 2.0s, run folder, W&B 0.0s; then the first step 1.5s"
+        "start-up 18s: import 4.2s, process groups 0.0s, health of devices 0.0s, reading checkpoints 12s, "
+        "opening the text 0.0s, model and optimizer 2.0s, run folder, W&B 0.0s; then the first step 1.5s"
     )
     log = GoodputLog(RunClock())
     assert str(log.start_up_in_words()).startswith("start-up ")

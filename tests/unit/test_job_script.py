@@ -13,9 +13,10 @@ from test_submit import submit
 
 STAND_INS = {
     "srun": 'echo started >> "$LOG"; eval "$SRUN"',
-    "squeue": 'case "$*" in *%T*) echo "$STATE";; *) echo N/A;; esac',
+    "squeue": 'case "$*" in *%T*) echo "$STATE";; *%E*) printf "%s" "$WAITING";; *) echo N/A;; esac',
     "scontrol": 'echo "scontrol $*" >> "$LOG"; echo "NodeAddr=10.0.0.1 "',
     "sleep": "exit 0",
+    "sbatch": 'echo "sbatch $*" >> "$LOG"; echo "8;cluster"',
 }
 
 
@@ -87,6 +88,32 @@ def test_a_job_comes_back_where_that_helps(
     assert job.start(srun, state).wait(60) == code
     assert job.requeued is requeued
     assert job.complete is (code == 0)
+
+
+BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
+
+
+@pytest.mark.parametrize("progress", ["", SAVE])
+def test_a_bad_device_sends_another_job_without_its_node(
+    job: Job, progress: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the start before it came to no checkpoint. Jobs of the chain wait for the other one."""
+    waiting = "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n"
+    monkeypatch.setenv("WAITING", waiting)
+    monkeypatch.setenv("USER", "someone")
+    assert job.start(progress + BAD + END.format(15) + "exit 1").wait(60) == 15
+    said = job.log.read_text()
+    assert f"sbatch --parsable --exclude=n1,n3 {job.frozen}/job.sh" in said
+    assert [line for line in said.splitlines() if "update" in line] == [
+        "scontrol update JobId=9 Dependency=afterany:8"
+    ]
+    assert not job.requeued
+
+
+def test_where_no_bad_node_is_named_the_job_does_not_come_back_to_it(job: Job) -> None:
+    assert job.start(END.format(15) + "exit 1").wait(60) == 1
+    assert not job.requeued
+    assert "sbatch" not in job.log.read_text()
 
 
 def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:

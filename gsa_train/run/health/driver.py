@@ -1,0 +1,77 @@
+"""What NVIDIA's driver says of a device, by NVML (package nvidia-ml-py): ECC errors, rows that wait to be remapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MISSING = (
+    "ECC errors, remapped rows and XIDs are not asked for: the package nvidia-ml-py is not installed "
+    "(pip install nvidia-ml-py)"
+)
+
+
+def open_driver() -> Any:
+    """The package, begun; None where it is not installed or there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+class XidWatch:
+    """Critical XIDs of one device from this moment on: NVML tells of none before."""
+
+    def __init__(self, nvml: Any, uuid: str) -> None:
+        self._nvml = nvml
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        self._events = nvml.nvmlEventSetCreate()
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def faults(self) -> list[str]:
+        """Those since then."""
+        found = []
+        try:
+            while True:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 1)
+                found.append(f"XID {event.eventData}")
+        except self._nvml.NVMLError_Timeout:
+            pass
+        self._nvml.nvmlEventSetFree(self._events)
+        return found
+
+
+def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
+    """Uncorrected ECC errors since the driver was loaded, and remapped rows that failed or wait for a reset."""
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    found = []
+    try:
+        errors = nvml.nvmlDeviceGetTotalEccErrors(
+            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+        if errors:
+            found.append(f"{errors} uncorrected ECC errors since the driver was loaded")
+    except nvml.NVMLError_NotSupported:  # ECC is off, or the device has none
+        pass
+    try:
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+        if pending:
+            found.append("rows of its memory wait to be remapped: it needs a reset")
+        if failed:
+            found.append("rows of its memory could not be remapped")
+    except nvml.NVMLError_NotSupported:
+        pass
+    return found
+
+
+def uuid_of(device: torch.device) -> str:
+    """As nvidia-smi has it; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

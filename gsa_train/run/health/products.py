@@ -1,0 +1,78 @@
+"""Matrix products whose every element is known beforehand, bit for bit, whatever the order of the sums.
+
+A = [X, X, s a], B = [Y; -Y; s b] with random integers X and Y: the first two parts of the product cancel, and what is
+left is the outer product of a and b times the length of s, a power of two. All sums are integers below 2^24, which
+fp32 holds exactly, and the result is one that bf16 holds, too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+LARGEST = 7
+"""Of the random integers: with 4096 products of two the sums stay below 2^18."""
+FACTORS = (1.0, 2.0, 3.0, -1.0, -2.0, -3.0)
+"""Of a and b: their products times a power of two have at most four bits."""
+CHECKED_ROWS = 64
+"""Of a result, that the host looks at: a device that multiplies wrongly may compare wrongly, too."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    a: torch.Tensor
+    """[size, 2 x inner + signs]"""
+    b: torch.Tensor
+    """[2 x inner + signs, size]"""
+    expected: torch.Tensor
+    """[size, size], of the same type, on the same device."""
+    expected_rows: torch.Tensor
+    """The first CHECKED_ROWS of it, made on the host."""
+
+
+def make_problem(size: int, inner: int, signs: int, dtype: torch.dtype, device: torch.device) -> Problem:
+    """
+    Args:
+        signs: length of s; a power of two.
+    """
+    assert signs & (signs - 1) == 0, signs
+    generator = torch.Generator().manual_seed(size)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator).float()
+
+    def factors() -> torch.Tensor:
+        return torch.tensor(FACTORS)[torch.randint(len(FACTORS), (size,), generator=generator)]
+
+    x, y, s = integers(size, inner), integers(inner, size), 2 * (integers(signs) > 0).float() - 1
+    a, b = factors(), factors()
+    left = torch.cat([x, x, a[:, None] * s], dim=1)
+    right = torch.cat([y, -y, s[:, None] * b], dim=0)
+    expected = signs * a[:, None] * b
+    rows = expected[:CHECKED_ROWS].to(dtype).clone()
+    return Problem(left.to(device, dtype), right.to(device, dtype), expected.to(device, dtype), rows)
+
+
+def multiply(problem: Problem) -> torch.Tensor:
+    return problem.a @ problem.b
+
+
+def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, int]:
+    """Multiply again and again for so long, and at least so often.
+
+    Returns:
+        Elements that were wrong, over all products, and the number of products.
+    """
+    device, count = problem.a.device, 0
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    deadline = time.monotonic() + seconds
+    while count < least or time.monotonic() < deadline:
+        result = multiply(problem)
+        wrong += (result != problem.expected).sum()  # a NaN is wrong, too
+        count += 1
+        if count % 32 == 0 and device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that the clock above is the device's
+    on_host = int((result[:CHECKED_ROWS].cpu() != problem.expected_rows).sum())
+    return int(wrong) + on_host, count

@@ -1,0 +1,14 @@
+"""Are the GPUs of this node healthy? python launch/check_node.py, or under torchrun for the links between them, too
+
+`gsa_train/commands/check_node.py` says what it does, and with which options.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.commands.check_node import main
+
+if __name__ == "__main__":
+    sys.exit(main())

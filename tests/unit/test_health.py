@@ -1,0 +1,206 @@
+"""A device that multiplies, remembers or sends wrongly is named before a run; a good one never is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gsa_train.commands import check_node
+from gsa_train.run.exit_codes import UNHEALTHY
+from gsa_train.run.health import check, device_checks, driver, links, products
+from gsa_train.run.health.check import Finding, UnhealthyDevice, check_health, note_bad_nodes
+from gsa_train.run.health.products import CHECKED_ROWS, LARGEST, make_problem
+from helpers.single_rank import single_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("size", device_checks.GPU_SIZES.values())
+def test_sums_are_exact_in_fp32_and_results_in_bf16(size: tuple[int, int, int]) -> None:
+    _, inner, signs = size
+    assert 2 * inner * LARGEST**2 + 9 * signs < 1 << 24
+    results = torch.tensor([a * b * signs for a in products.FACTORS for b in products.FACTORS])
+    assert torch.equal(results.bfloat16().float(), results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_product_is_its_known_result_to_the_last_bit(dtype: torch.dtype) -> None:
+    """fp64 is another arithmetic: the known result is not this one's."""
+    problem = make_problem(128, 96, 32, dtype, CPU)
+    assert problem.a.shape == (128, 2 * 96 + 32)
+    assert torch.equal(products.multiply(problem), problem.expected)
+    assert torch.equal(problem.a.double() @ problem.b.double(), problem.expected.double())
+    assert torch.equal(problem.expected[:CHECKED_ROWS], problem.expected_rows)
+    assert problem.expected.unique().numel() > 8
+    assert products.wrong_products(problem, 0.0, least=3) == (0, 3)
+
+
+def wrong_in(monkeypatch: pytest.MonkeyPatch, product: int, row: int, value: float) -> None:
+    """One element of one product, counted from 1."""
+    multiply, calls = products.multiply, []
+
+    def sometimes(problem: products.Problem) -> torch.Tensor:
+        result = multiply(problem)
+        calls.append(1)
+        if len(calls) == product:
+            result[row, 3] = value
+        return result
+
+    monkeypatch.setattr(products, "multiply", sometimes)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize(("product", "row"), [(1, 200), (2, 1)])
+def test_a_wrong_element_is_found_in_any_product(
+    product: int, row: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_in(monkeypatch, product, row, value)
+    (fault,) = device_checks.faults_of_device(CPU, 1.0)
+    assert "wrong elements in 2 products of float32 matrices of 256 x 256" in fault
+
+
+def test_a_device_that_also_compares_wrongly_is_found_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(128, 96, 32, torch.float32, CPU)
+    monkeypatch.setattr(products, "multiply", lambda problem: problem.expected.fill_(5.0))
+    wrong, _ = products.wrong_products(problem, 0.0, least=2)
+    assert wrong > 1000
+
+
+def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_checks.faults_of_device(CPU, 1.0) == []
+    write = device_checks.write
+
+    def stuck_bit(block: torch.Tensor, word: int) -> None:
+        write(block, word)
+        block[12_345] |= 2
+
+    monkeypatch.setattr(device_checks, "write", stuck_bit)
+    assert device_checks.faults_of_device(CPU, 1.0) == [
+        "1 wrong words of memory behind the pattern 0x55, in 4 MiB"
+    ]
+
+
+def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = single_rank()
+    monkeypatch.setenv("GSA_SUBMISSION", str(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    check_health(parallel, 1.0)
+    assert not (tmp_path / "bad_nodes").exists()
+    wrong_in(monkeypatch, 1, 0, 0.5)
+    with pytest.raises(UnhealthyDevice) as found:
+        check_health(parallel, 1.0)
+    assert "1 of 1 devices are not healthy:\n  CPU of local rank 0 on node7: 1 wrong elements" in str(
+        found.value
+    )
+    assert (tmp_path / "bad_nodes").read_text() == "node7\n"
+    note_bad_nodes([Finding("node3", 0, "GPU-1"), Finding("node7", 1, "GPU-2")])
+    assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\n"
+
+
+def test_the_command_names_a_bad_device_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert check_node.main(["--seconds", "1"]) == 0
+    assert "0 of 1 devices are not healthy" in capsys.readouterr().out
+    wrong_in(monkeypatch, 2, 9, 0.5)
+    assert check_node.main([]) == UNHEALTHY
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    assert f"CPU of local rank 0 on {host}: " in capsys.readouterr().out
+
+
+class FakeNvml:
+    """Answers as nvidia-ml-py does."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8
+
+    class NVMLError_NotSupported(Exception):
+        pass
+
+    class NVMLError_Timeout(Exception):
+        pass
+
+    def __init__(
+        self, ecc: int | None = 0, rows: tuple[int, int, int, int] = (0, 0, 0, 0), xids: Any = ()
+    ) -> None:
+        self.ecc, self.rows, self.xids, self.asked = ecc, rows, list(xids), []
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
+        self.asked.append(uuid)
+        return "handle"
+
+    def nvmlDeviceGetTotalEccErrors(self, *_: Any) -> int:
+        if self.ecc is None:
+            raise self.NVMLError_NotSupported
+        return self.ecc
+
+    def nvmlDeviceGetRemappedRows(self, _: str) -> tuple[int, int, int, int]:
+        return self.rows
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, *_: Any) -> None:
+        pass
+
+    def nvmlEventSetWait_v2(self, *_: Any) -> Any:
+        if not self.xids:
+            raise self.NVMLError_Timeout
+        return SimpleNamespace(eventData=self.xids.pop(0))
+
+    def nvmlEventSetFree(self, _: str) -> None:
+        pass
+
+
+def test_what_the_driver_says() -> None:
+    assert driver.faults_by_driver(FakeNvml(), "GPU-1") == []
+    assert driver.faults_by_driver(FakeNvml(ecc=None), "GPU-1") == []
+    assert driver.faults_by_driver(FakeNvml(ecc=2, rows=(4, 0, 1, 1)), "GPU-1") == [
+        "2 uncorrected ECC errors since the driver was loaded",
+        "rows of its memory wait to be remapped: it needs a reset",
+        "rows of its memory could not be remapped",
+    ]
+    assert driver.XidWatch(FakeNvml(xids=[79, 48]), "GPU-1").faults() == ["XID 79", "XID 48"]
+
+
+def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(ecc=1, xids=[63])
+    monkeypatch.setattr(check, "uuid_of", lambda device: "GPU-abc")
+    monkeypatch.setattr(check, "open_driver", lambda: nvml)
+    monkeypatch.setattr(check, "faults_of_device", lambda device, seconds: [])
+    found = check.check_device(torch.device("cuda", 3), 3, 1.0)
+    assert found.in_words().startswith("GPU 3 (GPU-abc) on ")
+    assert found.faults == ["1 uncorrected ECC errors since the driver was loaded", "XID 63"]
+    assert set(nvml.asked) == {b"GPU-abc"}
+    monkeypatch.setattr(check, "open_driver", lambda: None)
+    assert check.check_device(torch.device("cuda", 3), 3, 1.0).without_driver
+
+
+def test_sums_over_many_ranks_stay_exact() -> None:
+    largest = max(count * 1023 + sum(range(count)) for count in (2, 1024, 4096))
+    assert largest < 1 << 24
+    assert links.pattern(3, 5, CPU).tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+class NeverDone:
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: Any) -> bool:
+        raise RuntimeError(f"Timed out waiting {timeout}")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_transfer_that_does_not_end_is_given_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    times = iter([0.0, 1.0, links.LONGEST_SECONDS + 1])
+    assert not links._done([NeverDone()], clock=lambda: next(times))
