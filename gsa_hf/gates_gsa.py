@@ -65,14 +65,18 @@ def gate_heads(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tens
 
 def gate(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
     """x * g(logits) or x + g(logits), calculated in fp32; the logits are broadcast to x."""
+    opened = opening(logits, config)
+    gated = x.float() * opened if config.gate_form == "multiplicative" else x.float() + opened
+    return gated.to(x.dtype)
+
+
+def opening(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """g(logits), fp32."""
     logits = logits.float()
     if config.gate_activation == "sigmoid":
-        opening = logits.sigmoid()
-    elif config.gate_activation == "ns_sigmoid":
-        opening = 0.5 + 0.5 * logits.sigmoid()
-    elif config.gate_activation == "silu":
-        opening = nn.functional.silu(logits)
-    else:
-        opening = logits
-    gated = x.float() * opening if config.gate_form == "multiplicative" else x.float() + opening
-    return gated.to(x.dtype)
+        return logits.sigmoid()
+    if config.gate_activation == "ns_sigmoid":
+        return 0.5 + 0.5 * logits.sigmoid()
+    if config.gate_activation == "silu":
+        return nn.functional.silu(logits)
+    return logits

@@ -51,6 +51,8 @@ class MetricConfig:
     """Heading of its column. Empty: the key."""
     source: Literal["training", "summary", "evaluation"] = "training"
     """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
+    evaluations: list[str] = field(default_factory=list)
+    """With `source: evaluation`, of which ones. Empty: of all."""
     statistic: Literal["value", "max", "median"] = "value"
     """Of the records of training: the value at one point, or the largest or the median over all logged steps."""
     at_tokens: list[int] = field(default_factory=list)

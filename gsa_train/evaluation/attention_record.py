@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from gsa_hf import GSAForCausalLM
+from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_hf.gates_gsa import opening
 from gsa_train.model.measured_queries import LEAST_KEYS
 
+BOUNDED = ("sigmoid", "ns_sigmoid")
+"""`gsa.gate_activation` of gates that are more or less open; the others have no bounds, and are not recorded."""
 GATE_BINS = 20
 """Of equal width, from 0 to 1."""
 
@@ -48,7 +51,7 @@ class Gate:
     """One gate of one layer."""
 
     means: list[float]
-    """Of each head, over its channels and all tokens."""
+    """Of each head, over its channels and all tokens; one where all heads share the gate."""
     histogram: list[int]
     """How many openings, of a channel and a token, fall into each of `GATE_BINS`."""
 
@@ -63,7 +66,7 @@ class AttentionRecord:
     keys: list[list[int] | None] = field(default_factory=list)
     """[layers][L]: how many each query attends to; None for a dense layer, which attends to all."""
     output_gates: list[Gate] = field(default_factory=list)
-    """G1 of each layer; empty where the model has none."""
+    """G1 of each layer; empty where the model has none, or one without bounds."""
     value_gates: list[Gate] = field(default_factory=list)
     """G2, of key-value heads."""
 
@@ -131,8 +134,8 @@ class _Recorder:
                 (attention.output_gate_proj, self.record.output_gates),
                 (attention.value_gate_proj, self.record.value_gates),
             ):
-                if projection is not None:
-                    gates.append(gate_of(projection(hidden)[0], attention.head_dim))
+                if projection is not None and attention.config.gate_activation in BOUNDED:
+                    gates.append(gate_of(projection(hidden)[0], attention.config))
             visible = given["attention_mask"][0, 0]
             if number == self.leader:
                 self.scores = torch.where(visible, indexer_scores(attention, hidden, given)[0], 0).cpu()
@@ -157,12 +160,12 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
         hidden: [1, L, d], the layer's input.
         given: its other arguments.
     """
-    indexer, leaders = attention.indexer, None
+    indexer, leaders, positions = attention.indexer, None, given["position_ids"]
     tokens = indexer(hidden, given["indexer_embeddings"])
     if indexer.block_size > 1:
-        positions = given["position_ids"]
         leaders = torch.arange(hidden.shape[1], device=hidden.device) - positions % indexer.block_size
-    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, indexer.cache_row(tokens), leaders))
+    rows, in_first_block = indexer.cache_row(tokens), positions < indexer.block_size
+    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, rows, leaders, in_first_block))
     return scores
 
 
@@ -176,12 +179,12 @@ def full_attention(
     return logits.masked_fill(~visible, float("-inf")).softmax(-1)
 
 
-def gate_of(logits: torch.Tensor, channels: int) -> Gate:
+def gate_of(logits: torch.Tensor, config: GSAConfig) -> Gate:
     """
     Args:
-        logits: [L, heads * channels]
-        channels: of a head.
+        logits: [L, rows]: of each head and channel, or fewer, where heads or channels share a gate.
     """
-    opened = logits.float().sigmoid()
+    opened = opening(logits, config)
+    channels = 1 if config.gate_granularity == "headwise" else config.head_dim
     means = opened.unflatten(-1, (-1, channels)).mean((0, 2)).tolist()
     return Gate(means, torch.histc(opened, GATE_BINS, 0, 1).long().tolist())

@@ -61,25 +61,25 @@ def write_plots(run_dir: Path) -> list[Path]:
     return written
 
 
-def write_comparison(run_dirs: list[Path], out_dir: Path) -> Path:
+def write_comparison(run_dirs: list[Path], out_dir: Path, name: str = "comparison.png") -> Path:
     """Training and validation loss of several runs over the tokens they have seen."""
     runs = {name: records_of(run) for name, run in names_of(run_dirs).items()}
     panels = {"loss": "train loss", "validation_loss": "validation loss"}
     panels = {key: label for key, label in panels.items() if any(has(r, key) for r in runs.values())}
     figure, axes = _figure("Comparison over tokens", max(1, len(panels)))
     for ax, (key, label) in zip(axes, panels.items(), strict=False):
-        for index, (name, records) in enumerate(runs.items()):
+        for index, (run, records) in enumerate(runs.items()):
             steps, values = series(records, key)
             knots = token_knots(records)
             if steps and knots:
-                _plot(ax, tokens_at(knots, steps), values, name, *_line_look(index))
+                _plot(ax, tokens_at(knots, steps), values, run, *_line_look(index))
         ax.set_ylabel(f"{label} (nats per token)")
         ax.set_xlim(left=0)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         _legend(ax)
     axes[-1].set_xlabel("tokens")
     out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / "comparison.png"
+    path = out_dir / name
     figure.savefig(path)
     return path
 

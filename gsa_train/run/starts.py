@@ -85,7 +85,8 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def source_commit(source: Path) -> str | None:
-    """The commit that runs, with `+` where files were changed after it; None where nothing tells."""
+    """The commit that runs, with `+` where files were changed after it; of a copy without .git what the environment
+    variable GSA_COMMIT says; None where nothing tells."""
     frozen = (
         source.parent / "commit.txt"
     )  # launch/slurm/submit.py: the commit, and a line for each changed file
@@ -93,7 +94,7 @@ def source_commit(source: Path) -> str | None:
         commit, *changed = frozen.read_text(encoding="utf-8").splitlines()
         return commit + "+" * bool(changed)
     if not (source / ".git").exists():  # a checkout further up is not ours
-        return None
+        return os.environ.get("GSA_COMMIT") or None
     try:
         commit = _git(source, "rev-parse", "HEAD")
         return commit + "+" * bool(_git(source, "status", "--porcelain", "--untracked-files=no"))

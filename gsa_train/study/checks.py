@@ -92,6 +92,10 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
         where = f"metrics.{number}"
         for arm in metric.paper.keys() - {arm.name for arm in study.arms}:
             yield problem_line(f"{where}.paper", arm, "the study has no such arm", "name one of its arms")
+        for name in set(metric.evaluations) - {each.name for each in study.evaluations}:
+            yield problem_line(
+                f"{where}.evaluations", name, "the study has no such evaluation", "name one of its"
+            )
         if not metric.key:
             yield problem_line(f"{where}.key", metric.key, "nothing there", "name what is compared")
         if metric.source == "evaluation" and not study.evaluations:

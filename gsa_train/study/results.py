@@ -60,12 +60,24 @@ def write_page(study: Study, out: Path) -> tuple[Standing, list[Path]]:
         written.append(page)
         if finished:
             write_atomically(page.with_suffix(".csv"), values_csv(results))
-            written.append(page.with_suffix(".csv"))
+            written += [page.with_suffix(".csv"), _write_figure(results, page.with_suffix(".png"))]
     found = FINISHED.search(page.read_text(encoding="utf-8"))
     done, of_all = found.groups() if found else ("0", str(len(study.runs)))
     said = verdict.splitlines()[0] if verdict else "no verdict yet"
     standing = Standing(page.name, study.title, f"{done} of {of_all}", said if done != "0" else NOT_RUN)
     return standing, written
+
+
+def _write_figure(results: Results, path: Path) -> Path:
+    """The losses of each arm's first finished run."""
+    # Here: matplotlib takes half a second, and is there for reports alone.
+    from gsa_train.report.plots import write_comparison
+
+    first: dict[str, Path] = {}
+    for each in results.values:  # in the order of the seeds
+        if each.complete:
+            first.setdefault(each.run.arm, each.run.folder)
+    return write_comparison([first[arm] for arm in results.arms if arm in first], path.parent, path.name)
 
 
 def read_verdict(out: Path, name: str) -> str:
@@ -87,7 +99,8 @@ def page_text(results: Results, verdict: str) -> str:
     if not finished:
         parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
         return "\n\n".join(parts) + "\n"
-    parts += [verdict, "## Arms", markdown_table(with_paper(results)), SPREAD]
+    figure = f"![Losses of each arm's first seed, by tokens]({study.config.name}.png)"
+    parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
     parts += [bullets(close_lines(results)), bullets(notes(results))]
     parts += ["## Each run", markdown_table(value_rows(results))]
     parts += ["## Runs", markdown_table(run_rows(results))]

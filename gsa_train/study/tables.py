@@ -170,6 +170,8 @@ def _known(column: Column) -> bool:
 def _meant(results: Results, column: Column) -> str:
     keys = {key for each in results.values for record in each.records for key in record}
     keys |= {key for each in results.values for key in each.summary}
+    if column.at.startswith("evaluation "):  # its keys are in other files
+        return ""
     close = get_close_matches(column.key, sorted(keys - {column.key}), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

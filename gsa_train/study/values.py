@@ -162,6 +162,7 @@ def _of_evaluations(
     names = dict.fromkeys(
         name
         for each in study.config.evaluations
+        if not metric.evaluations or each.name in metric.evaluations
         for run in study.runs
         for name, _ in evaluations_of(each, run)
     )

@@ -42,6 +42,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "index_local_window": 8, "index_rope": True},
     "blocks": {"index_block_size": 32, "index_local_window": 32, "index_rope": True},
+    "previous-mean": {
+        "index_block_size": 32,
+        "index_local_window": 32,
+        "index_rope": True,
+        "index_block_query": "previous_mean",
+    },
+    "gates": {
+        "index_rope": True,
+        "key_gate": True,
+        "projection_gate": True,
+        "gate_activation": "ns_sigmoid",
+        "sandwich_norm": True,
+    },
 }
 LENGTH, PROMPT = 400, 370
 """Blocks of 32: one begins at 384."""

@@ -357,11 +357,15 @@ def test_the_list_of_panels_is_one():
 
 
 @pytest.mark.parametrize(("listed", "commit"), [("abc\n", "abc"), ("abc\n M x.py\n", "abc+")])
-def test_the_commit_of_a_frozen_source(tmp_path, listed, commit):
+def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
+    monkeypatch.delenv("GSA_COMMIT", raising=False)
     (tmp_path / "source").mkdir()
     (tmp_path / "commit.txt").write_text(listed)
     assert source_commit(tmp_path / "source") == commit
     assert source_commit(tmp_path) is None
+    monkeypatch.setenv("GSA_COMMIT", "def")
+    assert source_commit(tmp_path) == "def"
+    assert source_commit(tmp_path / "source") == commit
     assert read_starts(tmp_path) == []
 
 

@@ -90,7 +90,9 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
     (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
     assert main() == 0
-    assert "\n\nReproduced in small.\n\nOne is better.\n\n## Arms" in (out / "small.md").read_text()
+    said = "\n\nReproduced in small.\n\nOne is better.\n\n![Losses of each arm's first seed, by tokens](small.png)"
+    assert said in (out / "small.md").read_text()
+    assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n| study")
     said = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
     assert lines_of(out / "README.md", "| [Two") == [said]

@@ -140,6 +140,13 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
         ),
         ({"metrics": [{"key": "loss", "statistic": "max", "equal_time": True}]}, "metrics.0.statistic = max"),
         ({"metrics": [{"key": "data.x.loss", "source": "evaluation"}]}, "the study evaluates nothing"),
+        (
+            {
+                "metrics": [{"key": "loss", "source": "evaluation", "evaluations": ["a"]}],
+                "evaluations": [{"name": "b"}],
+            },
+            "metrics.0.evaluations = a: the study has no such evaluation",
+        ),
         ({"evaluations": [{"name": "e", "k_base": [0]}]}, "evaluations.0.k_base = 0: below 1"),
         (
             {"evaluations": [{"name": "e", "data": {"a": "/no/where"}}]},
@@ -484,18 +491,22 @@ def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path)
 
 
 def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
-    metrics = [
+    metrics: list[dict[str, Any]] = [
         {"key": f"data.text.loss_by_position.{place}", "source": "evaluation"}
         for place in ("1.loss", "7.loss")
     ]
-    study = load(tmp_path, seeds=[1], evaluations=[{"name": "end"}], metrics=metrics)
+    metrics[1]["evaluations"] = ["end"]
+    evaluations = [{"name": "end"}, {"name": "more"}]
+    study = load(tmp_path, seeds=[1], evaluations=evaluations, metrics=metrics)
     run = study.runs[0]
     log_run(run, [record(2, 5.0)], {})
     (run.folder / "evaluations" / "end").mkdir(parents=True)
     content = {"data": {"text": {"loss_by_position": [{"loss": 4.0}, {"loss": 3.0}]}}}
     (run.folder / "evaluations" / "end" / "results.json").write_text(json.dumps(content))
-    there, beyond = read_results(study, {}).columns
-    assert (there.values, beyond.values) == ({"one-seed1": 3.0}, {"one-seed1": None})
+    there, of_more, beyond = read_results(study, {}).columns
+    assert (there.at, of_more.at, beyond.at) == ("evaluation end", "evaluation more", "evaluation end")
+    assert [each.values["one-seed1"] for each in (there, of_more, beyond)] == [3.0, None, None]
+    assert "No run has data.text.loss_by_position.7.loss (evaluation end)." in notes(read_results(study, {}))
 
 
 def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:

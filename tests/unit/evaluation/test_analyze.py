@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from gsa_hf.gates_gsa import gate_heads
 from gsa_train.batches import MicroBatch
 from gsa_train.commands import analyze as command
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluation.attention_pictures import draw_keys, draw_maps, pooled
-from gsa_train.evaluation.attention_record import GATE_BINS, HeadMaps, record_attention
+from gsa_train.evaluation.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_train.evaluation.subject import Execution, Source, load_subject
 from gsa_train.model import query_sample
 from gsa_train.report.page import write_report
@@ -52,28 +53,25 @@ def test_numbers_are_those_of_the_layer(name: str) -> None:
     tokens = distinct_tokens(1, LENGTH)
     passed: dict[str, torch.Tensor] = {}
     attention.register_forward_pre_hook(lambda _, inputs: passed.update(h=inputs[0]))
-    attention.o_proj.register_forward_hook(lambda _, __, output: passed.update(output=output))
+    attention.register_forward_hook(lambda _, __, output: passed.update(output=output[0]))
     heads = model.config.num_attention_heads
     records = [record_attention(model, tokens[0].tolist(), LAYER, head) for head in range(heads)]
     maps = [record.maps for record in records if record.maps is not None]
     hidden, expected = passed["h"][0], passed["output"][0]
+    config = model.config
     with torch.no_grad():
-        values = attention.v_proj(hidden).float()
+        values, logits = attention.v_proj(hidden).view(LENGTH, 2, 8), None
         if attention.value_gate_proj is not None:
-            opened = attention.value_gate_proj(hidden).sigmoid()
-            values = values * opened
-            means = opened.view(LENGTH, 2, 8).mean((0, 2)).tolist()
-            assert records[0].value_gates[LAYER].means == pytest.approx(means, rel=1e-5)
-        columns = [maps[head].weights @ values[:, 8 * (head // 2) :][:, :8] for head in range(heads)]
-        out = torch.cat(columns, 1)
+            logits = attention.value_gate_proj(hidden)
+            values = gate_heads(values, logits, config)
+            check_gate(records[0].value_gates, logits, config)
+        columns = [maps[head].weights @ values[:, head // 2] for head in range(heads)]
+        logits = None
         if attention.output_gate_proj is not None:
-            opened = attention.output_gate_proj(hidden).sigmoid()
-            out = out * opened
-            gate = records[0].output_gates[LAYER]
-            assert gate.means == pytest.approx(opened.view(LENGTH, heads, 8).mean((0, 2)).tolist(), rel=1e-5)
-            bins = (opened.flatten() * GATE_BINS).long().clamp(max=GATE_BINS - 1)
-            assert gate.histogram == bins.bincount(minlength=GATE_BINS).tolist()
-        torch.testing.assert_close(attention.o_proj(out), expected, rtol=1e-5, atol=1e-6)
+            logits = attention.output_gate_proj(hidden)
+            check_gate(records[0].output_gates, logits, config)
+        out = attention._leave(torch.stack(columns, 1)[None], logits, hidden[None])
+        torch.testing.assert_close(out[0], expected, rtol=1e-5, atol=1e-6)
 
     causal = torch.ones(LENGTH, LENGTH).tril() > 0
     for head, found in enumerate(maps):
@@ -102,6 +100,23 @@ def test_numbers_are_those_of_the_layer(name: str) -> None:
         for t in leaves_out.tolist():
             left = found.scores[t, : t + 1][~found.selected[t, : t + 1]]
             assert found.scores[t][found.selected[t]].min() >= left.max()
+
+
+def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
+    """Of the layer; nothing where it has no bounds."""
+    if config.gate_activation == "silu":
+        assert found == []
+        return
+    assert config.gate_activation == "sigmoid"
+    opened = logits.sigmoid()
+    if config.gate_granularity == "elementwise":
+        opened = opened.view(LENGTH, -1, config.head_dim)
+        means = opened.mean((0, 2)).tolist()
+    else:
+        means = opened.mean(0).tolist()
+    assert found[LAYER].means == pytest.approx(means, rel=1e-5)
+    bins = (opened.flatten() * GATE_BINS).long().clamp(max=GATE_BINS - 1)
+    assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
 
 
 def test_selections_sinks_and_gates_are_those_of_training(

@@ -1,0 +1,44 @@
+"""Evaluation by the training's own model on a CUDA device, beside the model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from gsa_train.evaluation import subject as subjects
+from gsa_train.evaluation import trained_model
+from gsa_train.evaluation.perplexity import score_text
+from gsa_train.evaluation.subject import Execution, Source, load_subject
+from gsa_train.evaluation.text import TextOptions, read_text
+from helpers.evaluated import LENGTH, evaluated_config, evaluated_model, save_run
+from helpers.single_rank import single_rank
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("attention", ["gsa", "sdpa"])
+def test_both_models_give_the_same_loss(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, with gates that the fused operations have not, by the kernels and in plain torch."""
+    monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
+    config = evaluated_config(
+        model={"hidden_size": 64, "head_dim": 32, "sandwich_norm": True},
+        gsa={"indexer_dim": 16, "key_gate": True, "gate_activation": "ns_sigmoid"},
+    )
+    folder = save_run(evaluated_model(config), config, tmp_path / "run")
+    losses = []
+    for reasons in ([], ["something"]):
+        monkeypatch.setattr(subjects, "not_in_hf", lambda _, found=reasons: found)
+        subject = load_subject(Source(run=folder), execution=Execution(attention=attention))
+        options = TextOptions(LENGTH, None, 4 * LENGTH, subject.attend_across_documents)
+        text = read_text(config.data.validation_dir, subject.tokenizer, options)
+        losses.append(score_text(subject.model, text, batch_size=2)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
