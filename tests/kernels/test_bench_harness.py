@@ -197,6 +197,21 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("tiny")
+def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    monkeypatch.setattr(bench_long, "LONGEST_IN_FULL", 40)
+    monkeypatch.setattr(bench_long, "LONG_PROMISES", {("GSA block selected", 72, "both_ms"): 17.0})
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--lengths", "72"])
+    assert bench_long.main() == 0
+    report = json.loads((tmp_path / "bench_long.json").read_text())
+    names = [row["attention"] for row in report["rows"] if "attention" in row]
+    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected"]
+    assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
+
+
+@pytest.mark.usefixtures("tiny")
 def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_long
 
