@@ -20,7 +20,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-step bench-node layouts-gpu docs clean
+.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-step bench-table bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -77,7 +77,7 @@ test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
 
 # All benches one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
-BENCHES ?= $(filter-out training reading memory save,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
+BENCHES ?= $(filter-out training reading memory save table,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
@@ -91,6 +91,11 @@ bench:
 bench-step:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) benchmarks/bench_step.py \
 		--lengths 4096 8192 16384 32768 65536 131072 $(ARGS)
+
+# The kernels on the grid of cudnn-frontend's sparse-attention benchmark: CSV, and the page docs/reference/sparse_attention_table.md.
+bench-table:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) benchmarks/bench_table.py \
+		--page docs/reference/sparse_attention_table.md $(ARGS)
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
 # a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets

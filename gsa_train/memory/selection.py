@@ -23,9 +23,12 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
-    the lists of a chunk of queries in pieces, before they are joined."""
-    scores = min(4 * sizes.pairs_of_chunk / config.gsa.selection_block, limits.SELECTION_CHUNK_BYTES)
-    if not gathers(config) or config.gsa.selection_block > 1:
+    the lists of a chunk of queries in pieces, before they are joined; of blocks one mask of some chunks."""
+    block = config.gsa.selection_block
+    scores = min(4 * sizes.pairs_of_chunk / block, limits.SELECTION_CHUNK_BYTES)
+    if block > 1:
+        return scores + min(sizes.pairs_of_chunk / 8 / block, limits.SELECTION_CHUNK_BYTES)
+    if not gathers(config):
         return scores
     lists = selection_bytes(config, sizes) / sizes.query_chunks
     if config.train.seq_len_tokens <= limits.PACKED_MASK_MAX_TOKENS:

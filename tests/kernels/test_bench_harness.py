@@ -18,6 +18,8 @@ import cases  # noqa: E402
 import harness  # noqa: E402
 import plots  # noqa: E402
 
+from gsa_kernels.packed_mask import unpack_mask  # noqa: E402
+
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
@@ -194,6 +196,21 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(check["relative_error"] for check in checks) < 1e-4
     assert token["both_kl_ms"] == block["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    monkeypatch.setattr(bench_long, "LONGEST_IN_FULL", 40)
+    monkeypatch.setattr(bench_long, "LONG_PROMISES", {("GSA block selected", 72, "both_ms"): 17.0})
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--lengths", "72"])
+    assert bench_long.main() == 0
+    report = json.loads((tmp_path / "bench_long.json").read_text())
+    names = [row["attention"] for row in report["rows"] if "attention" in row]
+    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected"]
+    assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -450,3 +467,51 @@ def test_heads_of_256_beside_those_of_128(tmp_path: Path) -> None:
     report.row(shape="heads-256", relative_error=0.0)
     cases.judge_wide_heads(report, "length", "attention")
     assert [(bar.value, bar.met) for bar in report.bars] == [(1.1, True)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_table
+
+    small = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
+    blocks = bench_table.Variant(cases.Shape("blocks", 2, 1, 32), 16, 2, False, "a note")
+    monkeypatch.setattr(bench_table, "VARIANTS", {"small": small, "blocks": blocks})
+    monkeypatch.setattr(bench_table, "CHECKED_LENGTH", 70)
+    monkeypatch.setattr(bench_table, "CHUNK_NUMBERS", 64 * 20)
+    page = tmp_path / "page.md"
+    options = ["--out", str(tmp_path), "--lengths", "72", "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["bench_table.py", *options])
+    assert bench_table.main() == 0
+    header, *rows = (tmp_path / "bench_table.csv").read_text().splitlines()
+    assert header.split(",")[:12] == [
+        *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
+        *("backend", "ms"),
+    ]
+    assert [row.split(",")[0] for row in rows] == ["small"] * 3 + ["blocks"] * 3
+    text = page.read_text()
+    assert "## blocks: 2 query heads, 1 key-value heads of 32, 2 entries of 16" in text
+    assert f"commit {harness.commit()}" in text
+    assert "| 72 | shared by 32 |" in text
+
+
+def test_the_table_counts_and_selects_as_its_grid() -> None:
+    import bench_table
+
+    # Of its results: 4096 tokens.
+    assert bench_table.count_flops(bench_table.VARIANTS["qwen3.8"], 4096) == 154719485952
+    assert bench_table.count_flops(bench_table.VARIANTS["minimax"], 4096) == 210453397504
+    variant = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
+    rows = range(64, 128)
+    for share in (1, 32):
+        generator = torch.Generator().manual_seed(1)
+        mask = unpack_mask(bench_table.random_rows(variant, rows, share, generator), 128)[0]
+        position = torch.arange(64, 128)
+        assert not (mask & (torch.arange(128) > position[:, None])).any()
+        assert mask[torch.arange(64), position].all()
+        chosen = mask.unflatten(1, (-1, 4)).any(-1)
+        if share == 1:
+            assert (chosen.sum(-1) == 5).all()
+            assert len({tuple(row.tolist()) for row in chosen}) > 32
+        else:
+            assert torch.equal(chosen[0, :16], chosen[31, :16])
+            assert chosen[0].sum() == 5

@@ -105,7 +105,7 @@ def backward_keys(
     if splits > 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         rows = 16
-        _sum_parts_kernel[(batch * kv_heads, triton.cdiv(num_keys, rows), 2)](
+        _sum_parts_kernel[(triton.cdiv(num_keys, rows), batch * kv_heads, 2)](
             parts,
             grad_k,
             grad_v,
@@ -224,9 +224,9 @@ def _sum_parts_kernel(
     batches, length, kv_heads, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts [2, SPLITS, B, L, Hkv, D] of the gradients of k and v, in one fixed order."""
-    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
-    head = tl.program_id(0) % kv_heads
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    head = tl.program_id(1) % kv_heads
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     dims = tl.arange(0, D)[None, :]
     total = tl.zeros([ROWS, D], tl.float32)
     for split in range(SPLITS):

@@ -20,32 +20,23 @@ _ALIGNMENT = 32  # entries: 128 bytes
 _WORDS, _COLUMNS = 256, 128
 
 
-def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geometry: Geometry) -> KeyLists:
-    """Lists of all queries, in tiles of min(selection_block, 32), from the top-k of the blocks' first queries.
-
-    The tiles of a block share their keys. A tile with a query of another document than the block's first has no
-    full part, for this query does not see the top-k.
+def empty_block_lists(
+    batch: int, length: int, most_keys: int, geometry: Geometry, device: torch.device
+) -> KeyLists:
+    """Lists of all queries, in tiles of min(selection_block, 32), to be filled by `fill_block_lists`. The tiles of a
+    block share their keys.
 
     Args:
-        packed_mask: int32 [B, R, W], R = ceil(L / selection_block), at most most_keys bits in a row; contiguous
         length: L
+        most_keys: of a block's top-k
     """
-    selection_block, local_window = geometry.selection_block, geometry.local_window
-    query_start = geometry.query_start
-    document_starts = None if geometry.document_starts is None else geometry.document_starts.contiguous()
-    batch, blocks, words_per_row = packed_mask.shape
-    device = packed_mask.device
-    queries = min(selection_block, TILE_QUERIES)
-    tiles_per_block = selection_block // queries
-    tiles = ceil_div(length, queries)
-    num_keys = query_start + length
-    window_room = min(local_window + selection_block - 1, num_keys)
-    max_count = min(min(most_keys, num_keys) + window_room, num_keys)
-    key_room = _aligned(max_count)
-    # Without documents only the window has words.
-    word_room = _aligned(window_room) if document_starts is None else key_room
-
-    lists = KeyLists(
+    queries = min(geometry.selection_block, TILE_QUERIES)
+    blocks, tiles = ceil_div(length, geometry.selection_block), ceil_div(length, queries)
+    num_keys = geometry.query_start + length
+    max_count = min(min(most_keys, num_keys) + _window_room(geometry, num_keys), num_keys)
+    key_room, word_room = _rooms(max_count, geometry, num_keys)
+    tiles_per_block = geometry.selection_block // queries
+    return KeyLists(
         keys=torch.empty(batch * blocks * key_room, dtype=torch.int32, device=device),
         words=torch.empty(batch * blocks * tiles_per_block * word_room, dtype=torch.int32, device=device),
         key_starts=torch.empty((batch, tiles), dtype=torch.int64, device=device),
@@ -55,9 +46,27 @@ def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geom
         queries=queries,
         length=length,
         max_count=max_count,
-        query_start=query_start,
+        query_start=geometry.query_start,
     )
-    _block_lists_kernel[(blocks, batch)](
+
+
+def fill_block_lists(packed_mask: torch.Tensor, rows: range, lists: KeyLists, geometry: Geometry) -> None:
+    """Fill the lists of some blocks from the top-k of their first queries.
+
+    A tile with a query of another document than the block's first has no full part, for this query does not see the
+    top-k.
+
+    Args:
+        packed_mask: int32 [B, rows, W], at most most_keys bits in a row; contiguous
+        rows: the blocks
+        lists: from `empty_block_lists`
+    """
+    selection_block, query_start = geometry.selection_block, geometry.query_start
+    document_starts = None if geometry.document_starts is None else geometry.document_starts.contiguous()
+    batch, _, words_per_row = packed_mask.shape
+    num_keys = query_start + lists.length
+    key_room, word_room = _rooms(lists.max_count, geometry, num_keys)
+    _block_lists_kernel[(len(rows), batch)](
         packed_mask,
         document_starts,
         lists.keys,
@@ -66,21 +75,33 @@ def block_key_lists(packed_mask: torch.Tensor, length: int, most_keys: int, geom
         lists.word_starts,
         lists.full,
         lists.counts,
-        length,
+        rows.start,
+        ceil_div(lists.length, selection_block),
+        lists.length,
         query_start,
-        tiles,
+        lists.counts.shape[1],
         words_per_row,
-        min(local_window, num_keys),
+        min(geometry.local_window, num_keys),
         key_room,
         word_room,
         BLOCK=selection_block,
-        QUERIES=queries,
+        QUERIES=lists.queries,
         WORDS=_WORDS,
         COLUMNS=_COLUMNS,
         POPC=packed_mask.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         num_warps=8,
     )
-    return lists
+
+
+def _window_room(geometry: Geometry, num_keys: int) -> int:
+    return min(geometry.local_window + geometry.selection_block - 1, num_keys)
+
+
+def _rooms(max_count: int, geometry: Geometry, num_keys: int) -> tuple[int, int]:
+    """Of a block's keys, and of a tile's words."""
+    keys = _aligned(max_count)
+    # Without documents only the window has words.
+    return keys, _aligned(_window_room(geometry, num_keys)) if geometry.document_starts is None else keys
 
 
 def _aligned(entries: int) -> int:
@@ -104,9 +125,9 @@ def _count_bits(word, POPC: tl.constexpr):
     return count
 
 
-@triton.jit(do_not_specialize=["length", "query_start", "num_tiles"])
+@triton.jit(do_not_specialize=["first_block", "blocks", "length", "query_start", "num_tiles"])
 def _block_lists_kernel(
-    words_ptr,  # [B, R, W] int32
+    words_ptr,  # [B, blocks of the grid, W] int32
     starts_ptr,  # [B, L] int32
     keys_ptr,  # out: [B * R * key_room] int32
     masks_ptr,  # out: [B * R * tiles per block * word_room] int32
@@ -114,6 +135,8 @@ def _block_lists_kernel(
     word_starts_ptr,
     full_ptr,
     counts_ptr,
+    first_block,
+    blocks,
     length,
     query_start,
     num_tiles,
@@ -127,9 +150,9 @@ def _block_lists_kernel(
     COLUMNS: tl.constexpr,
     POPC: tl.constexpr,
 ):
-    """Grid (R, B): one block of queries, long rows first."""
-    blocks = tl.num_programs(0)
-    block = blocks - 1 - tl.program_id(0)
+    """Grid (blocks from first_block on, B): one block of queries, long rows first."""
+    local = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = first_block + local
     batch = tl.program_id(1).to(tl.int64)
     first = query_start + block * BLOCK
     last = tl.minimum(first + BLOCK, query_start + length) - 1
@@ -139,7 +162,7 @@ def _block_lists_kernel(
         visible_from = tl.load(starts_ptr + block * BLOCK)
     window_from = tl.maximum(first - local_window + 1, visible_from)
     window_count = last + 1 - window_from
-    words_ptr += (batch * blocks + block) * words_per_row
+    words_ptr += (batch * tl.num_programs(0) + local) * words_per_row
     key_start = (batch * blocks + block) * key_room
     keys_ptr += key_start
 

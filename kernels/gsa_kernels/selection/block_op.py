@@ -3,9 +3,10 @@
 import torch
 
 from gsa_kernels.devices import launching_on
-from gsa_kernels.key_lists.triton_block_lists import block_key_lists
-from gsa_kernels.limits import SELECTION_BLOCKS, SELECTION_CHUNK_BYTES
-from gsa_kernels.selection.op import select_keys
+from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
+from gsa_kernels.limits import SELECTION_BLOCKS, SELECTION_CHUNK_BYTES, ceil_div
+from gsa_kernels.selection.criteria import Outputs
+from gsa_kernels.selection.op import Selector
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 
@@ -33,9 +34,30 @@ def select_block_lists(
     """
     if geometry.selection_block not in SELECTION_BLOCKS[1:]:
         raise ValueError(f"selection_block is {geometry.selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
-    top_k = select_keys(indexer, rule, variance_ema, geometry, row_chunk_bytes=row_chunk_bytes)
-    assert top_k.packed_mask is not None
     with launching_on(indexer.queries, "the indexer"):
-        length = indexer.keys.shape[1] - geometry.query_start
-        lists = block_key_lists(top_k.packed_mask, length, rule.most_keys, geometry)
-    return Selection(None, lists, top_k.budget, top_k.variance)
+        selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, None)
+        (batch, num_rows), num_keys = indexer.queries.shape[:2], indexer.keys.shape[1]
+        device = indexer.queries.device
+        budget = torch.empty((batch, num_rows), dtype=torch.int32, device=device)
+        variance = torch.empty((batch, num_rows), dtype=torch.float32, device=device)
+        lists = empty_block_lists(
+            batch, num_keys - geometry.query_start, rule.most_keys, geometry, budget.device
+        )
+        columns = ceil_div(num_keys, 32)
+        for chunks in _together(selector.chunks, 4 * batch * columns, row_chunk_bytes):
+            rows = range(chunks[0].start, chunks[-1].stop)
+            packed_mask = torch.zeros((batch, len(rows), columns), dtype=torch.int32, device=device)
+            for chunk in chunks:
+                selector.select(chunk, Outputs(packed_mask, budget, variance, rows.start))
+            fill_block_lists(packed_mask, rows, lists, geometry)
+    return Selection(None, lists, budget, variance)
+
+
+def _together(chunks: list[range], row_bytes: int, most_bytes: int) -> list[list[range]]:
+    """Adjacent chunks of rows whose packed mask, `row_bytes` a row, takes at most `most_bytes`; at least one chunk."""
+    groups: list[list[range]] = [[]]
+    for chunk in chunks:
+        if groups[-1] and (chunk.stop - groups[-1][0].start) * row_bytes > most_bytes:
+            groups.append([])
+        groups[-1].append(chunk)
+    return groups

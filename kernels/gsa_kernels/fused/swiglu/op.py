@@ -34,8 +34,9 @@ class _SwiGLU(torch.autograd.Function):
         out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         if out.numel():
             rows, columns = out.numel() // out.shape[-1], out.shape[-1]
-            grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))
-            _swiglu_kernel[grid](x, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+            _swiglu_kernel[_grid(rows, columns)](
+                x, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+            )
         return out
 
     @staticmethod
@@ -44,18 +45,23 @@ class _SwiGLU(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         if grad.numel():
             rows, columns = grad.numel() // grad.shape[-1], grad.shape[-1]
-            grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))
-            _swiglu_backward_kernel[grid](
+            _swiglu_backward_kernel[_grid(rows, columns)](
                 x, grad.contiguous(), grad_x, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
             )
         return grad_x
 
 
+def _grid(rows: int, columns: int) -> tuple[int]:
+    """On one axis, for of the others a grid has at most 65535 programs."""
+    return (triton.cdiv(columns, COLUMNS) * triton.cdiv(rows, ROWS),)
+
+
 @triton.jit
 def _halves(rows_total, columns_total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets in an [N, F] and in an [N, 2F] tensor, and which of them exist."""
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    across = tl.cdiv(columns_total, COLUMNS)
+    rows = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = (rows < rows_total) & (columns < columns_total)
     return rows * columns_total + columns, rows * (2 * columns_total) + columns, mask
 

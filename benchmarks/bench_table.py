@@ -1,0 +1,283 @@
+"""The attention kernels on the grid of cudnn-frontend's sparse-attention benchmark, as CSV and as a page.
+
+    python benchmarks/bench_table.py [--variants qwen3.8 minimax] [--lengths 4096 8192 16384 32768 65536]
+
+The grid (github.com/NVIDIA/cudnn-frontend, benchmark/sparse_attention_training): given selections, bf16, one sequence,
+no indexer; `flops` and `tflops` count 2 products over the entries selected, as there. Its columns come first. What each
+query selects is random there. Beside it a selection that 32 queries share, as training with gsa.selection_block=32 has,
+and dense attention by cuDNN. r: keys of the lists of 32 queries over those of one query. Those of its shapes that have
+latent keys of 512 and 576 are no shapes of these kernels; `minimax` has one selection for all key-value heads here, and
+one for each there.
+
+Writes bench_table.json and bench_table.csv into --out, and with --page FILE a page of Markdown.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cases
+import harness
+import torch
+from cases import AttentionInputs, Shape
+
+from gsa_kernels import limits
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.reference import sparse_attention
+from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists, union_density
+from gsa_kernels.key_lists.triton_build import FilledLists, count_keys, fill_lists, join_lists
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+
+LENGTHS = (4096, 8192, 16384, 32768, 65536)
+SHARED = 32
+CHECKED_LENGTH = 1024
+TOLERANCE = 1e-2
+CHUNK_NUMBERS = 2**24
+"""Random numbers at a time, one for each row and entry."""
+COLUMNS = (
+    *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
+    *("backend", "ms", "tflops", "flops", "note", "selection", "r", "both_ms"),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the grid."""
+
+    shape: Shape
+    granularity: int
+    """Tokens of an entry."""
+    entries: int
+    """Of a query, at the most."""
+    forced_tail: bool
+    """The query's own entry, up to the query, is always selected."""
+    note: str = ""
+
+
+VARIANTS = {
+    "qwen3.8": Variant(Shape("qwen3.8", 24, 2, 256), 4, 512, True),
+    "minimax": Variant(Shape("minimax", 64, 4, 128), 128, 16, False, "one selection for all key-value heads"),
+}
+
+
+def random_rows(variant: Variant, rows: range, share: int, generator: torch.Generator) -> torch.Tensor:
+    """Packed masks [1, rows, ceil(rows.stop / 32)] of random entries that have begun at the query.
+
+    Args:
+        share: queries, from a multiple of it on, that select the same of the entries before them
+    """
+    size, device = variant.granularity, generator.device
+    positions = torch.arange(rows.start, rows.stop, device=device)
+    leaders = positions[::share] // share * share
+    entries = torch.arange(-(-rows.stop // size), device=device)
+    chance = torch.rand(len(leaders), len(entries), generator=generator, device=device)
+    chance = chance.masked_fill(entries > (leaders // size)[:, None], -1.0)
+    if variant.forced_tail:
+        chance[torch.arange(len(leaders), device=device), leaders // size] = 2.0
+    best = chance.topk(min(variant.entries, len(entries)), -1)
+    chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, best.indices, best.values >= 0)
+    keys = torch.arange(rows.stop, device=device)
+    selected = chosen.repeat_interleave(size, 1)[:, : rows.stop].repeat_interleave(share, 0)[: len(rows)]
+    if share > 1:  # what has come since the selection was made
+        selected = selected | (keys >= (positions // share * share)[:, None])
+    return pack_mask(selected[None] & (keys <= positions[:, None]))
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Of all queries, in the format that `select` would take at this length."""
+
+    packed_mask: torch.Tensor | None
+    lists: KeyLists | None
+    r: float
+
+    def attend(self, x: AttentionInputs) -> torch.Tensor:
+        if self.lists is not None:
+            return gathered_attention(x.q, x.k, x.v, self.lists)[0]
+        return masked_attention(x.q, x.k, x.v, self.packed_mask)[0]
+
+    def mask(self, length: int) -> torch.Tensor:
+        """bool [1, L, L]"""
+        if self.packed_mask is not None:
+            return unpack_mask(self.packed_mask, length)
+        assert self.lists is not None
+        return mask_from_key_lists(self.lists)
+
+    @property
+    def backend(self) -> str:
+        return "gsa masked" if self.lists is None else "gsa lists"
+
+
+def select(variant: Variant, length: int, share: int, seed: int = 0) -> Selected:
+    generator = torch.Generator(device=cases.DEVICE).manual_seed(seed)
+    step = max(CHUNK_NUMBERS // -(-length // variant.granularity) // 32, 1) * 32
+    masks: list[torch.Tensor] = []
+    filled: list[FilledLists] = []
+    selected = 0
+    for start in range(0, length, step):
+        rows = range(start, min(start + step, length))
+        mask = random_rows(variant, rows, share, generator)
+        selected += int(sum(((mask >> bit) & 1).sum() for bit in range(32)))
+        filled.append(fill_lists(count_keys(mask, rows).wait()))
+        if length <= limits.PACKED_MASK_MAX_TOKENS:
+            masks.append(torch.nn.functional.pad(mask, (0, -(-length // 32) - mask.shape[2])))
+    lists = join_lists(filled, length)
+    r = lists.keys.numel() / lists.counts.numel() / (selected / length)
+    measured = share > 1 or length >= limits.MEASURED_FROM_TOKENS
+    if masks and not (measured and union_density(lists) < limits.GATHERED_BELOW_DENSITY):
+        return Selected(torch.cat(masks, 1), None, r)
+    return Selected(None, lists, r)
+
+
+def count_flops(variant: Variant, length: int) -> int:
+    """Of the forward pass, as the grid counts them: whole entries, 2 products."""
+    begun = (torch.arange(length) // variant.granularity + 1).clamp(max=variant.entries)
+    tokens = int(begun.sum()) * variant.granularity
+    return 2 * tokens * variant.shape.heads * 2 * variant.shape.head_size
+
+
+def check(report: harness.Report, name: str, share: int) -> None:
+    """Output and gradients against fp64."""
+    variant = VARIANTS[name]
+    chosen = select(variant, CHECKED_LENGTH, share)
+    x = cases.attention_inputs(variant.shape, 1, CHECKED_LENGTH)
+    mask = chosen.mask(CHECKED_LENGTH)
+    exact = [each.detach().double().requires_grad_() for each in (x.q, x.k, x.v)]
+    q, k, v = exact
+    wanted = sparse_attention(q, k, v, mask).out
+    out = chosen.attend(x)
+    got = [out, *torch.autograd.grad(out, [x.q, x.k, x.v], x.grad)]
+    wanted_all = [wanted, *torch.autograd.grad(wanted, exact, x.grad.double())]
+    error = max(map(harness.relative_error, got, wanted_all))
+    report.row(check=f"{name}, {share} queries a selection", length=CHECKED_LENGTH, relative_error=error)
+    if not error < TOLERANCE:
+        report.fail(f"{name}, {share} queries a selection: relative error {error:.1e}")
+
+
+def measure(report: harness.Report, name: str, length: int) -> None:
+    variant = VARIANTS[name]
+    shape = variant.shape
+    x = cases.attention_inputs(shape, 1, length)
+    kinds: dict[str, Selected] = {
+        "random": select(variant, length, 1),
+        f"shared by {SHARED}": select(variant, length, SHARED),
+    }
+    dense = cases.cudnn(x)
+    runs: dict[str, harness.Run] = {}
+    for kind, chosen in kinds.items():
+
+        def forward(chosen: Selected = chosen) -> torch.Tensor:
+            with torch.no_grad():
+                return chosen.attend(x)
+
+        def both(chosen: Selected = chosen) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(chosen.attend(x), [x.q, x.k, x.v], x.grad)
+
+        runs |= {f"{kind} forward": forward, f"{kind} both": both}
+    refused = {}
+    for part, run in (("forward", dense.forward), ("both", dense.both)):
+        try:
+            run()
+            runs[f"dense {part}"] = run
+        except RuntimeError as refusal:  # cuDNN has no gradients of heads of 256 on some devices
+            refused[part] = str(refusal).splitlines()[0]
+    times = {key: timing.ms for key, timing in harness.measure(runs).items()}
+    flops = count_flops(variant, length)
+    for kind in (*kinds, "dense"):
+        ms = times.get(f"{kind} forward")
+        found = kinds.get(kind)
+        cells: dict[str, Any] = {
+            "variant": name,
+            "seqlen": length,
+            "h_q": shape.heads,
+            "h_kv": shape.kv_heads,
+            "d_k": shape.head_size,
+            "d_v": shape.head_size,
+            "granularity": variant.granularity,
+            "topk": variant.entries,
+            "group_scope": 1,
+            "dtype": "bfloat16",
+            "backend": "cudnn dense" if found is None else found.backend,
+            "ms": ms,
+            "tflops": None if ms is None or found is None else flops / ms / 1e9,
+            "flops": flops,
+            "note": variant.note if found is not None else "; ".join(refused.values()),
+            "selection": kind,
+            "r": None if found is None else found.r,
+            "both_ms": times.get(f"{kind} both"),
+        }
+        report.row(**cells)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(row[name]) for name in COLUMNS} for row in rows)
+    return text.getvalue()
+
+
+def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -> str:
+    """Markdown: a table for each variant, with hardware and commit."""
+    lines = [
+        "# Sparse attention on cudnn-frontend's grid",
+        "",
+        "Attention over given selections, forward and forward + backward, without indexer and selection; milliseconds.",
+        f"`make bench-table` writes this page. {harness.describe(environment)}.",
+        "",
+        "`random`: each query its own random entries, as in the grid. `shared by 32`: one random selection for 32",
+        "queries, and what has come since. `dense`: cuDNN, all keys. r: keys of the lists of 32 queries over those of",
+        "one query.",
+    ]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        mine = [row for row in rows if row["variant"] == variant]
+        first = mine[0]
+        lines += [
+            "",
+            f"## {variant}: {first['h_q']} query heads, {first['h_kv']} key-value heads of {first['d_k']}, "
+            f"{first['topk']} entries of {first['granularity']}",
+            "",
+            "| tokens | selection | kernel | r | forward | TFLOP/s | forward + backward | note |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in mine:
+            names = ("seqlen", "selection", "backend", "r", "ms", "tflops", "both_ms", "note")
+            lines.append("| " + " | ".join(_cell(row[name]) for name in names) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--page", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    harness.require_cuda()
+    torch.manual_seed(0)
+    report = harness.Report("bench_table", arguments)
+    for name in arguments.variants:
+        for share in (1, SHARED):
+            check(report, name, share)
+    for name in arguments.variants:
+        for length in arguments.lengths:
+            measure(report, name, length)
+    rows = [row for row in report.rows if "variant" in row]
+    report.path.with_suffix(".csv").write_text(as_csv(rows), encoding="utf-8")
+    if arguments.page is not None:
+        arguments.page.write_text(as_page(rows, report.environment), encoding="utf-8")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Kernels at lengths that no test can calculate: of each launch run the programs at the corners of its grid alone, over
+memory that is reserved and mostly never touched.
+
+A launch fails where a GPU would refuse its grid, and where a product of two int32 does not fit: an offset that would
+point elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from triton.language import core
+from triton.runtime import interpreter
+
+MOST_PROGRAMS = 2**31 - 1, 65535, 65535
+"""Of a grid, along its axes (CUDA C++ Programming Guide, Compute Capabilities)."""
+
+
+def run_corners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", _launch)
+    multiply = interpreter.InterpreterBuilder.create_mul
+
+    def checked(self: Any, left: Any, right: Any) -> Any:
+        if left.dtype.scalar == core.int32:
+            exact = left.data.astype(np.int64) * right.data.astype(np.int64)
+            fits = exact == exact.astype(np.int32)
+            doubled = right.data.size == 1 and right.data.item() == 2  # bits of a mask, and no offset
+            assert doubled or fits.all(), f"{left.data.max()} * {right.data.max()} does not fit int32"
+        return multiply(self, left, right)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_mul", checked)
+
+
+def _launch(self: Any, *given: Any, **named: Any) -> None:
+    """`GridExecutor.__call__` without copies of the arguments, which would touch all of their memory."""
+    names = inspect.getfullargspec(self.fn).args
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        bound = inspect.getcallargs(self.fn, *given, **{n: x for n, x in named.items() if n in names})
+        bound = {n: x if n in self.constexprs else interpreter._implicit_cvt(x) for n, x in bound.items()}
+        grid = self.grid(bound) if callable(self.grid) else self.grid
+        grid = (*grid, 1, 1)[:3]
+        name = self.fn.__name__
+        assert all(0 < n <= most for n, most in zip(grid, MOST_PROGRAMS, strict=True)), f"{name}: {grid}"
+        interpreter.interpreter_builder.set_grid_dim(*grid)
+        for place in product(*(sorted({0, n - 1}) for n in grid)):
+            interpreter.interpreter_builder.set_grid_idx(*place)
+            self.fn(**bound)
+    finally:
+        scope.restore()
