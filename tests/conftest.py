@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,68 +27,83 @@ else:
 os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
 
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
-
+TESTS = Path(__file__).parent
 
 LONGEST_FILES = (
     "distributed/test_many_layouts.py",
     "resume/test_faults.py",
-    "e2e/test_demo.py",
-    "resume/test_runs_with_spikes.py",
     "resume/test_other_layouts.py",
     "distributed/test_expert_layouts.py",
-    "distributed/test_three_way_layouts.py",
-    "distributed/test_fused_tensor_parallel.py",
-    "unit/model/test_triton_core.py",
-    "distributed/test_layouts.py",
     "unit/test_memory_trace.py",
-    "resume/test_wrong_bits.py",
-    "unit/test_zero.py",
-    "unit/data/test_data_memory.py",
-    "distributed/test_layouts_on_gpu.py",
+    "resume/test_runs_with_spikes.py",
+    "distributed/test_three_way_layouts.py",
+    "e2e/test_demo.py",
     "unit/data/test_data_stream.py",
+    "unit/model/test_triton_core.py",
+    "e2e/test_wrong_configs.py",
+    "unit/test_wandb_outage.py",
     "resume/test_data_survives_kills.py",
-    "unit/test_spikes.py",
+    "unit/test_zero.py",
+    "distributed/test_fused_tensor_parallel.py",
+    "kernels/test_bench_harness.py",
+    "resume/test_wrong_bits.py",
+    "resume/test_kills.py",
     "kernels/test_nonfinite.py",
     "e2e/test_notebooks.py",
-    "distributed/test_chat_layouts.py",
+    "unit/data/test_data_memory.py",
     "unit/hf/test_generation.py",
-    "unit/data/test_source_weights.py",
+    "unit/test_spikes.py",
     "unit/test_packaging.py",
-    "e2e/test_ctrl_c.py",
-    "resume/test_kills.py",
-    "kernels/test_fused_indexer_loss.py",
-    "unit/test_wandb_outage.py",
-    "unit/test_checkpoint_optimizer.py",
-    "unit/test_plots.py",
-    "unit/hf/test_hf_generate.py",
-    "unit/evaluation/test_needle.py",
-    "unit/test_damage_walk.py",
-    "kernels/test_indexer_loss.py",
     "resume/test_run_folders.py",
-    "kernels/test_layer.py",
     "unit/data/test_data_tokens.py",
-    "unit/model/test_triton_core_distillation.py",
-    "unit/hf/test_hf_training.py",
+    "unit/data/test_source_weights.py",
+    "unit/test_checkpoint_optimizer.py",
+    "e2e/test_ctrl_c.py",
+    "distributed/test_chat_layouts.py",
+    "unit/test_weights_of_another_run.py",
+    "kernels/test_indexer_loss.py",
+    "unit/test_plots.py",
+    "resume/test_study_kills.py",
     "unit/data/test_data_oracle.py",
-    "e2e/test_wrong_configs.py",
+    "unit/test_damage_walk.py",
     "unit/model/test_layer_oracle.py",
     "resume/test_stops.py",
+    "unit/model/test_triton_core_distillation.py",
     "unit/evaluation/test_beside_a_run.py",
-    "unit/evaluation/test_ruler.py",
-    "distributed/test_data_wait.py",
-    "resume/test_study_kills.py",
-    "kernels/test_triton_candidates.py",
-    "unit/model/test_future_leak.py",
     "unit/test_optim.py",
-    "unit/hf/test_hf_saving.py",
-    "unit/evaluation/test_harness.py",
-    "resume/test_deepspeed.py",
-    "unit/model/test_fused_ops.py",
-    "kernels/test_triton_attention.py",
+    "kernels/test_fused_indexer_loss.py",
+    "unit/model/test_future_leak.py",
+    "kernels/test_layer.py",
+    "unit/hf/test_bench_step.py",
     "kernels/test_triton_gathered_attention.py",
+    "unit/evaluation/test_ruler.py",
+    "unit/evaluation/test_needle.py",
+    "resume/test_deepspeed.py",
+    "unit/hf/test_hf_generate.py",
+    "distributed/test_layouts_on_gpu.py",
+    "unit/data/test_data_listing.py",
+    "unit/test_stopping.py",
+    "kernels/test_triton_candidates.py",
+    "unit/hf/test_hf_training.py",
+    "resume/test_watching.py",
+    "kernels/test_triton_attention.py",
+    "unit/evaluation/test_perplexity.py",
+    "distributed/test_data_wait.py",
+    "unit/data/test_data_faults.py",
+    "unit/evaluation/test_results.py",
+    "unit/test_main_weights.py",
+    "unit/model/test_row_fraction.py",
+    "kernels/test_triton_decode.py",
     "kernels/test_api.py",
+    "unit/test_job_script.py",
+    "unit/test_tasks.py",
+    "unit/evaluation/test_harness.py",
+    "unit/test_trainer.py",
+    "unit/hf/test_hf_saving.py",
+    "resume/test_failed_saves.py",
+    "resume/test_goodput.py",
 )
-"""By CPU time and, for the second, time spent waiting; what comes after them fills the gaps at the end."""
+"""By CPU seconds and seconds spent waiting, down to 5; what comes after them fills the gaps at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,8 +119,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; the others stay in their order."""
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
+    if gone := [name for name in LONGEST_FILES if not (TESTS / name).is_file()]:
+        raise pytest.UsageError(
+            f"tests/conftest.py: LONGEST_FILES names no file of tests/: {', '.join(gone)}"
+        )
+    places = {TESTS / name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -59,14 +59,14 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
 def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
     report = tmp_path / "layouts.json"
     layouts = ["tp 2, sp", "pp 2"]
-    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", "--steps", str(STEPS), "--json", str(report)]
+    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", "--steps", "1", "--json", str(report)]
     output = run_script([*command, "--only", *layouts], tmp_path / "log", ranks=2)
     found = json.loads(report.read_text())
     assert set(found["one_rank"]) == set(ONE_RANK)
     assert list(found["layouts"]) == layouts
     for row in found["layouts"].values():
         assert row["passed"]
-        assert len(row["series"]) == 2 * STEPS
+        assert len(row["series"]) == 2  # a step of each phase: those after it are many_layouts.py's
     # bf16 rounds, and the runs of one rank show it: the bounds are not just the floor.
     off = deviations(found["one_rank"]["products in 2 parts"], found["one_rank"][BASELINE], "grad_norm")
     assert 1e-5 < max(off) < 1e-1

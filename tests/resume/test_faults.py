@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from gsa_train.goodput.ledger import read_account
+from gsa_train.run.hang_limit import LEAST_SECONDS
 from helpers.launchers import launch, ranks_of
 from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of
 
@@ -60,7 +61,8 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     assert account is not None
     frozen, after = account.starts
     assert (frozen.ended, frozen.last_step, after.ended) == ("lost", 7, "complete")
-    assert frozen.detection_seconds > 39  # the limit of a step, less the main rank's way to where it waits
+    # The limit of a step, less the main rank's way to where it waits, which a busy machine makes long.
+    assert frozen.detection_seconds > LEAST_SECONDS / 2
     for file, title in ((hung, "The run hangs"), (restarted, "Restarted after a hang")):
         sent = file.read_bytes()
         assert title.encode() in sent

@@ -114,7 +114,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
             goes_on("text, log", "clean", **TEXT),
             run("hot", stop, "phases.0.lr=6", "phases.0.warmup_steps=55"),
         ],
-        [run("split", skip, "parallel.tensor=2", ranks=2, **TEXT)],
+        [goes_on("split", "skip", skip, "parallel.tensor=2", ranks=2)],
         [goes_on("nan", "clean", skip, halves, ranks=2, nan_gradient=[NAN_STEP, 1])],
         [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
     ]
@@ -171,10 +171,10 @@ def test_two_ranks_decide_as_one(runs):
     split, one = runs["split"], runs["skip"]
     assert split.codes == [0, 0]
     assert split.spikes() == POISONED
-    for step in range(1, 33):
-        assert split.losses()[step] == pytest.approx(one.losses()[step], rel=1e-4)
-    for mine, its in zip(split.records()[:15], one.records()[:15], strict=True):
-        assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
+    for mine, its in zip(split.records(), one.records(), strict=True):
+        if mine["step"] <= 44:  # up to 40 one rank's own; what differs by rounding grows
+            assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
+            assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
 
 
 def test_a_rewind_goes_on_behind_the_spike(runs):

@@ -153,7 +153,7 @@ def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, 
     service.suspend()
     sink.close(0)
     assert "W&B has not taken the last records in 1 s" in said(caplog)[-1]
-    assert service.status() == psutil.STATUS_ZOMBIE
+    assert psutil.wait_procs([service], 100)[1] == []  # killed; how soon it is gone, the machine decides
 
 
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
