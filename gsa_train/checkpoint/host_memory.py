@@ -28,7 +28,8 @@ class HostMemory:
         """Begin to make room for tensors of about these sizes, in bytes; whoever asks for some then waits for it. What
         is there counts."""
         self._end_reserving()
-        self._reserving = self._thread.submit(self._reserve, list(sizes))
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
     def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and types, where those of the last call were. Each has a storage of its own, for that
@@ -66,7 +67,9 @@ class HostMemory:
         if reserving is not None:
             reserving.result()
 
-    def _reserve(self, sizes: Sequence[int]) -> None:
+    def _reserve(self, sizes: Sequence[int], device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread's own is the first one
         length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
         _, left = _into(sizes, [block.numel() for block in self._blocks])
         for _ in _first_fit([_rounded(sizes[index]) for index in left], length)[0]:

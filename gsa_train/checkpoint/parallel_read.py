@@ -72,8 +72,13 @@ class ParallelReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         log, lock, folder = _LOG.get(), threading.Lock(), Path(self.path)
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def read(item: ReadItem) -> None:
+            with torch.cuda.stream(stream):  # a thread has another, which does not wait for this one
+                read_one(item)
+
+        def read_one(item: ReadItem) -> None:
             place = self.storage_data[item.storage_index]
             try:
                 content = _bytes_of(folder / place.relative_path, place.offset, place.length)

@@ -123,10 +123,16 @@ class FakeNvml:
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8
 
-    class NVMLError_NotSupported(Exception):
+    class NVMLError(Exception):
         pass
 
-    class NVMLError_Timeout(Exception):
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    class NVMLError_GpuIsLost(NVMLError):
+        pass
+
+    class NVMLError_Timeout(NVMLError):
         pass
 
     def __init__(
@@ -161,7 +167,14 @@ class FakeNvml:
         pass
 
 
-def test_what_the_driver_says() -> None:
+def raising(error: type[Exception]) -> Any:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.faults_by_driver(FakeNvml(), "GPU-1") == []
     assert driver.faults_by_driver(FakeNvml(ecc=None), "GPU-1") == []
     assert driver.faults_by_driver(FakeNvml(ecc=2, rows=(4, 0, 1, 1)), "GPU-1") == [
@@ -169,6 +182,9 @@ def test_what_the_driver_says() -> None:
         "rows of its memory wait to be remapped: it needs a reset",
         "rows of its memory could not be remapped",
     ]
+    lost = FakeNvml()
+    monkeypatch.setattr(lost, "nvmlDeviceGetRemappedRows", raising(lost.NVMLError_GpuIsLost))
+    assert driver.faults_by_driver(lost, "GPU-1") == ["the driver has lost it"]
     assert driver.XidWatch(FakeNvml(xids=[79, 48]), "GPU-1").faults() == ["XID 79", "XID 48"]
 
 
@@ -181,6 +197,9 @@ def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(monkeypatch: pytest.Mo
     assert found.in_words().startswith("GPU 3 (GPU-abc) on ")
     assert found.faults == ["1 uncorrected ECC errors since the driver was loaded", "XID 63"]
     assert set(nvml.asked) == {b"GPU-abc"}
+    monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", raising(nvml.NVMLError))
+    silent = check.check_device(torch.device("cuda", 3), 3, 1.0)
+    assert (silent.faults, silent.without_driver) == ([], True)
     monkeypatch.setattr(check, "open_driver", lambda: None)
     assert check.check_device(torch.device("cuda", 3), 3, 1.0).without_driver
 

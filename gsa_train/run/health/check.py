@@ -58,9 +58,15 @@ def check_device(device: torch.device, index: int, seconds: float) -> Finding:
     nvml = open_driver() if uuid else None
     if nvml is None:
         return Finding(node, index, uuid, faults_of_device(device, seconds), without_driver=bool(uuid))
-    xids = XidWatch(nvml, uuid)
-    faults = [*faults_of_device(device, seconds), *faults_by_driver(nvml, uuid), *xids.faults()]
-    return Finding(node, index, uuid, faults)
+    faults, asked = [], True
+    try:
+        xids = XidWatch(nvml, uuid)
+    except nvml.NVMLError:  # a container that may not, a part of a device
+        asked = False
+    faults += faults_of_device(device, seconds)
+    if asked:
+        faults += [*faults_by_driver(nvml, uuid), *xids.faults()]
+    return Finding(node, index, uuid, faults, without_driver=not asked)
 
 
 def check_health(parallel: Parallel, seconds: float) -> None:

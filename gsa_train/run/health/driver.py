@@ -8,7 +8,7 @@ import torch
 
 MISSING = (
     "ECC errors, remapped rows and XIDs are not asked for: the package nvidia-ml-py is not installed "
-    "(pip install nvidia-ml-py)"
+    "(pip install nvidia-ml-py), or the driver does not tell"
 )
 
 
@@ -51,22 +51,28 @@ def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
     """Uncorrected ECC errors since the driver was loaded, and remapped rows that failed or wait for a reset."""
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     found = []
-    try:
+
+    def ecc() -> None:
         errors = nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
         if errors:
             found.append(f"{errors} uncorrected ECC errors since the driver was loaded")
-    except nvml.NVMLError_NotSupported:  # ECC is off, or the device has none
-        pass
-    try:
+
+    def rows() -> None:
         _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if pending:
             found.append("rows of its memory wait to be remapped: it needs a reset")
         if failed:
             found.append("rows of its memory could not be remapped")
-    except nvml.NVMLError_NotSupported:
-        pass
+
+    for ask in (ecc, rows):
+        try:
+            ask()
+        except nvml.NVMLError_GpuIsLost:
+            found.append("the driver has lost it")
+        except nvml.NVMLError:  # ECC is off, the device has no such rows, or who asks may not
+            continue
     return found
 
 

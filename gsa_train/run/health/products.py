@@ -66,13 +66,19 @@ def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, i
         Elements that were wrong, over all products, and the number of products.
     """
     device, count = problem.a.device, 0
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    deadline = time.monotonic() + seconds
-    while count < least or time.monotonic() < deadline:
-        result = multiply(problem)
-        wrong += (result != problem.expected).sum()  # a NaN is wrong, too
-        count += 1
-        if count % 32 == 0 and device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that the clock above is the device's
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False  # cuBLAS might add up parts of a sum in bf16
+    try:
+        wrong, result = torch.zeros((), dtype=torch.int64, device=device), problem.expected
+        deadline = time.monotonic() + seconds
+        while count < least or time.monotonic() < deadline:
+            result = multiply(problem)
+            wrong += (result != problem.expected).sum()  # a NaN is wrong, too
+            count += 1
+            if count % 32 == 0 and device.type == "cuda":
+                torch.cuda.synchronize(device)  # so that the clock above is the device's
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
     on_host = int((result[:CHECKED_ROWS].cpu() != problem.expected_rows).sum())
     return int(wrong) + on_host, count
