@@ -13,7 +13,10 @@ import torch
 pytest.importorskip("triton")
 
 from gsa_kernels import api, limits, operations_triton, sampling, types
+from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
+from gsa_kernels.indexer_loss import triton_gathered_launch
+from gsa_kernels.key_lists import triton_reduce_keys
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
 
@@ -453,3 +456,26 @@ def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(ValueError, match=r"activation is 'softplus', which the kernels do not have"):
             call()
+
+
+def test_lists_are_turned_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loss, for attention's backward pass, too: with the same bits as by each for itself."""
+    case = Case(selection_block=16, local_window=16)
+    given, calls = problem(case), []
+    for module in (triton_gathered_backward, triton_gathered_launch):
+
+        def noted(*arguments: Any, name: str = module.__name__) -> Any:
+            calls.append(name.rsplit("_", 1)[-1])
+            return triton_reduce_keys.find_key_hits(*arguments)
+
+        monkeypatch.setattr(module, "find_key_hits", noted)
+    selection = select(case, given, "triton")
+    shared = results(case, given, selection, "triton")
+    assert calls == ["launch"]
+    assert selection.key_lists is not None
+    assert selection.key_lists.kept_hits.of_all is None  # taken
+    monkeypatch.setattr(type(selection.key_lists.kept_hits), "take", lambda _: None)
+    alone = results(case, given, selection, "triton")
+    assert calls == ["launch", "launch", "backward"]
+    for name, value in alone.items():
+        assert torch.equal(value.nan_to_num(), shared[name].nan_to_num()), name

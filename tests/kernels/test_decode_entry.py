@@ -12,7 +12,7 @@ from gsa_kernels.decode import entry
 from gsa_kernels.decode import entry_reference as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H, HKV, D, DI, ROOM = 4, 2, 32, 24, 7
+H, HKV, DI, ROOM = 4, 2, 24, 7
 
 
 def make(
@@ -24,6 +24,7 @@ def make(
     norms: bool,
     wide: bool,
     dtype: torch.dtype,
+    size: int = 32,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
     """Arguments but for the cache, and the cache."""
     generator = torch.Generator().manual_seed(channels + batch)
@@ -33,7 +34,7 @@ def make(
 
     value_gate, gate = gates
     sizes = reference.EntrySizes(
-        H * D, HKV * D, value_gate * HKV * D, gate * H * D, index_heads, D, DI, eps=1e-5
+        H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, DI, eps=1e-5
     )
     turned = (normal(batch, index_channels), normal(batch, index_channels)) if index_channels else ()
     width = (1 + index_heads) * DI + index_heads + 5 if wide else DI
@@ -42,10 +43,10 @@ def make(
         "sizes": sizes,
         "angles": reference.Angles(normal(batch, channels), normal(batch, channels), *turned),
         "slot": torch.tensor([3], device=DEVICE),
-        "norms": (normal(D), normal(D)) if norms else None,
+        "norms": (normal(size), normal(size)) if norms else None,
     }
     rows = normal(batch, ROOM, width) if index_heads else None
-    return given, reference.EntryCache(normal(batch, HKV, ROOM, D), normal(batch, HKV, ROOM, D), rows)
+    return given, reference.EntryCache(*(normal(batch, HKV, ROOM, size) for _ in range(2)), rows)
 
 
 @covered(
@@ -58,6 +59,7 @@ def make(
     norms=[False, True],
     wide=[False, True],
     dtype=[torch.float32, torch.bfloat16],
+    size=[32, 256],
 )
 def test_entry(options: dict[str, Any]) -> None:
     """Also that nothing but its slot of the cache is written."""

@@ -140,6 +140,12 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
     check(options | {"bias": True, "wide": True, "dtype": dtype}, Tiling(2, programs=5), groups)
 
 
+def test_heads_of_256() -> None:
+    """A quarter of whose channels turn, as in Qwen3.5."""
+    options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
+    check(options | {"channels": (64, 8), "wide": True, "dtype": torch.bfloat16}, Tiling(16))
+
+
 @pytest.mark.parametrize("tiling", [None, Tiling(4), Tiling(4, 8, programs=264)], ids=str)
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_sizes_of_a_model(tiling: Tiling | None, marked: None) -> None:

@@ -67,7 +67,7 @@ def empty(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("length", "heads", "budget", "operations", "launches"),
-    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 33, 18), (32768, (16, 4, 128), RULE, 69, 64)],
+    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 27, 15), (32768, (16, 4, 128), RULE, 69, 64)],
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, monkeypatch):

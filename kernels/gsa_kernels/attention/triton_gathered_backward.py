@@ -56,15 +56,19 @@ def gathered_backward(
     members = heads_per_program(group, lists.queries, tiles.queries)
     splits = triton.cdiv(group, members)
     rows = scratch_bytes // (2 * head_size * q.element_size())
-    # One program has room on a multiprocessor: whole waves of them.
-    ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
+    kept = lists.kept_hits.take()
+    if lists.host_counts is None and kept is not None and kept[0].num_rows <= rows:
+        ranges = [kept[0]]
+    else:
+        # One program has room on a multiprocessor: whole waves of them.
+        kept, ranges = None, split_tiles(lists, rows, count_multiprocessors(q.device))
     scratch_rows = max(each.num_rows for each in ranges)
     # Where a range leaves room for them, several key-value heads go in one launch: short lists fill no device alone.
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     together = max(n for n in divisors if n == 1 or n * scratch_rows <= rows)
     scratch = torch.empty(together * scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
     for each in ranges:
-        hits = find_key_hits(lists, each)
+        hits = kept[1] if kept is not None else find_key_hits(lists, each)
         partials = scratch[: together * each.num_rows].view(together, each.num_rows, 2 * head_size)
         for first in range(0, kv_heads, together):
             for split in range(splits):

@@ -5,13 +5,28 @@ The format of the attention and loss kernels for long contexts, where a packed m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from gsa_kernels.checks import check_at_least, check_mask
 from gsa_kernels.limits import TILE_QUERIES, TILE_SIZES
 from gsa_kernels.packed_mask import int32_words
+
+
+@dataclass
+class KeptHits:
+    """The lists turned round, as `find_key_hits` gives them for all tiles in rows of `max_count`: what the indexer loss
+    has made, attention's backward pass need not make again."""
+
+    of_all: Any = None
+    """(TileRows, KeyHits) of triton_reduce_keys.py."""
+
+    def take(self) -> Any:
+        """Once: the memory is free after the backward pass that has it."""
+        kept, self.of_all = self.of_all, None
+        return kept
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class KeyLists:
     host_counts: torch.Tensor | None = None
     """`counts` on the host, where they are known there: buffers then have the size of the lists and not of
     T * max_count entries."""
+
+    kept_hits: KeptHits = field(default_factory=KeptHits, compare=False, repr=False)
 
     @property
     def num_keys(self) -> int:
