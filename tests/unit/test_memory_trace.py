@@ -27,7 +27,9 @@ LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_
 PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tensor=4"
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
-SHORT = ["train.micro_batch_size=2", "train.global_batch_size=16"]
+SHORT = ["train.micro_batch_size=2"]
+"""Four micro-batches: as many are on their way at most in a first stage of 4, and in the last one of two chunks."""
+EIGHT = "train.global_batch_size=16"
 
 EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
 EXPERTS = [
@@ -84,7 +86,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     ),
     "interleaved, inner stage, recomputed": (
         GSA,
-        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", "train.recompute=full", *SHORT],
+        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", "train.recompute=full", *SHORT, EIGHT],
         2,
         4,
         SPARSE,
