@@ -146,6 +146,42 @@ def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
     return found
 
 
+SICK = """
+
+if __import__("os").environ["SLURMD_NODENAME"] == "n1":
+    multiply_well = multiply
+
+    def multiply(problem: Problem) -> torch.Tensor:
+        result = multiply_well(problem)
+        result[0, 0] += 1
+        return result
+"""
+"""Behind the check's own products, in the job's copy of the source."""
+
+
+def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.command("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
+    job = Job(cluster, tmp_path, "--nodes=1", "--chain=2", "--time=30", *SMALL)
+    with (job.logs[0].parent / "source/gsa_train/run/health/products.py").open("a") as file:
+        file.write(SICK)
+    cluster.command("scontrol", "update", "NodeName=n1", "State=RESUME")
+    job.wait_for(lambda: "starting on n1" in job.log)
+    cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+    job.wait_for(lambda: re.search(r"job \d+ goes on without n1$", job.log, re.MULTILINE))
+    heir = re.findall(r"job (\d+) goes on without n1$", job.log, re.MULTILINE)[0]
+    assert re.search(
+        r"1 of 1 devices are not healthy:\n  CPU of local rank 0 on n1: \d+ wrong elements", job.log
+    )
+    job.wait_for(lambda: all(cluster.state(each) == "COMPLETED" for each in (heir, job.jobs[1])))
+    of_heir = (job.logs[0].parent / f"job_{heir}.log").read_text()
+    assert "starting on n2" in of_heir
+    assert "the run is complete" in of_heir
+    assert "starting on" not in job.logs[1].read_text()  # it waited, and found the run complete
+    assert [each["step"] for each in job.records() if "event" not in each] == list(range(1, STEPS + 1))
+
+
 def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_back(
     cluster: Cluster, tmp_path: Path
 ) -> None:
