@@ -153,12 +153,18 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
     them, or the server was away."""
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
+    left.sort(key=_when_written)
     if left:
         logger.warning(
             "W&B may lack records of earlier starts of this run (%d); to send them: %s",
             len(left),
-            _sync_each(" ".join(map(str, sorted(left, key=lambda each: each.name.split("run-")[-1])))),
+            _sync_each(" ".join(map(str, left))),
         )
+
+
+def _when_written(folder: Path) -> tuple[str, int]:
+    """W&B's name of a start's folder has its second; for starts within one second, when their records ended."""
+    return folder.name.split("run-")[-1], max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
 
 
 def why_no_answer(url: str, seconds: float) -> str | None:

@@ -224,7 +224,8 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(
     if percent < 100:
         found = trained(tmp_path / "with", places, tasks_max_time_percent=percent)
         assert of_event(found, "tasks") == []
-        assert [message.split(":")[0] for message in found["messages"]] == [
+        of_tasks = [message.split(":")[0] for message in found["messages"] if message.startswith("tasks")]
+        assert of_tasks == [
             "tasks left out at step 2",
             "tasks left out at step 4",
         ]
