@@ -110,7 +110,7 @@ elif [ "$end" = 15 ] && [ -s "$folder/bad_nodes" ]; then
         exit 15
     fi
     next=${next%%;*}
-    for waiting in $(squeue -h -u "$USER" -t PENDING -o '%i %E' | grep "afterany:$SLURM_JOB_ID\b" | cut -d ' ' -f 1); do
+    for waiting in $(squeue -h -u "$(id -un)" -t PENDING -o '%i %E' | grep "afterany:$SLURM_JOB_ID\b" | cut -d ' ' -f 1); do
         [ "$waiting" = "$next" ] || scontrol update JobId="$waiting" Dependency=afterany:"$next"
     done
     say "a device is not healthy, see above; job $next goes on without $bad"
