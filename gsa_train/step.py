@@ -79,9 +79,9 @@ def train_step(
     """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages,
     routers' loads.
 
-    On a GPU the host never waits for the device, but in the first step that measures the attention or one that captures
-    a graph. A step that the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model
-    and optimizer.
+    On a GPU the host never waits for the device, but in the first step that measures the attention, in one that
+    captures a graph, and for how many tokens go where if ranks share experts out or these have a capacity. A step that
+    the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
 
     Args:
         step: optimizer steps before this one, in the whole run; draws what this step samples.

@@ -111,7 +111,7 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
         shown = "".join(f"\n  {line}" for line in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if problems[8:] else ""
         raise ResumeError(
-            f"{FIELD} = {folder}: {checkpoint} holds another model:{shown}{more}\nSet model and gsa as they were "
+            f"{FIELD} = {folder}: {checkpoint} holds another model:{shown}{more}\nSet model, moe and gsa as they were "
             "(gates and indexer may be new)."
         )
     load_weights(checkpoint, model, parallel, names=saved.keys())
