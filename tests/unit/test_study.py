@@ -1,10 +1,9 @@
-"""Studies: the study file, what is finished, next and refused, and what is made of the runs' records."""
+"""Studies: the study file, what is finished, next and refused, and the files that are shipped."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,8 @@ from gsa_train.commands.study import main
 from gsa_train.config import ConfigError, config_to_yaml
 from gsa_train.model.flops import count_parameters
 from gsa_train.run import exit_codes
-from gsa_train.study.cost import arm_costs
 from gsa_train.study.jobs import Job, jobs_of
 from gsa_train.study.plan import Ended, StudyError, judge, next_job, plan_study
-from gsa_train.study.spread import Spread, close_pairs, closer_than_spread, spread_of, written
 from gsa_train.study.states import (
     FAILURES,
     JobState,
@@ -30,39 +27,8 @@ from gsa_train.study.states import (
     read_failures,
     read_state,
 )
-from gsa_train.study.study_file import Study, StudyRun, load_study
-from gsa_train.study.tables import arms_csv, close_lines, markdown, notes, read_results, run_rows, values_csv
-from gsa_train.study.values import interpolate, time_knots
-
-ROOT = Path(__file__).parents[2]
-BASE = {
-    "phases": [
-        {"name": "dense", "steps": 6, "attention": "dense", "train": "base"},
-        {"name": "sparse", "steps": 4},
-    ],
-    "train": {"seq_len_tokens": 64, "global_batch_size": 4},
-    "gsa": {"k_min": 8, "k_base": 16, "k_max": 32},
-}
-TOKENS_A_STEP = 256
-STUDY: dict[str, Any] = {
-    "name": "small",
-    "config": "base.yaml",
-    "seeds": [1, 2],
-    "arms": [{"name": "one"}, {"name": "two", "set": {"phases.0.lr": "1e-4"}}],
-    "metrics": [{"key": "loss", "equal_time": True}],
-}
-
-
-def write(folder: Path, **changes: Any) -> Path:
-    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump({**STUDY, "dir": str(folder / "runs"), **changes}))
-    return path
-
-
-def load(folder: Path, **changes: Any) -> Study:
-    return load_study(write(folder, **changes))
-
+from gsa_train.study.study_file import StudyRun, load_study
+from helpers.studies import ROOT, TOKENS_A_STEP, load, log_run, record, write
 
 # ---- the file
 
@@ -293,22 +259,6 @@ def test_how_a_job_ended_decides_what_follows(changes: Mapping[str, Any], what: 
 # ---- states
 
 
-def log_run(run: StudyRun, records: Sequence[dict[str, Any]], summary: dict[str, Any] | None = None) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200", "step": 0}
-    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    if summary is not None:
-        (run.folder / "summary.json").write_text(json.dumps({"steps": run.steps, **summary}))
-
-
-def record(step: int, loss: float | str, seconds: float = 1.0, **others: Any) -> dict[str, Any]:
-    phase = "dense" if step <= 6 else "sparse"
-    tokens = step * TOKENS_A_STEP
-    return {"step": step, "phase": phase, "loss": loss, "tokens": tokens, "step_seconds": seconds, **others}
-
-
 def test_a_run_is_finished_when_its_summary_has_all_steps(runs: Sequence[StudyRun]) -> None:
     run = runs[0]
     assert not is_complete(run)
@@ -363,197 +313,7 @@ def test_failures_are_kept_and_forgotten(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == {"two-seed1 train": "diverged", "three-seed1 train": "refused"}
 
 
-# ---- aggregation
-
-
-def test_mean_and_deviation_by_hand() -> None:
-    assert spread_of([1.0, 2.0, 6.0]) == Spread(3, 3.0, math.sqrt(7.0), 0)  # (4 + 1 + 9) / 2
-    assert spread_of([4.0]) == Spread(1, 4.0, None, 0)
-    assert spread_of([None]) == Spread(0, None, None, 0)
-    assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
-
-
-def test_arms_are_close_where_their_means_differ_by_no_more_than_the_pooled_deviation() -> None:
-    one, other = (
-        spread_of([1.0, 3.0]),
-        spread_of([2.0, 4.0, 6.0]),
-    )  # deviations sqrt(2) and 2: pooled sqrt(10 / 3)
-    assert closer_than_spread(one, spread_of([3.0, 5.0])) is False  # 2 apart, pooled sqrt(2)
-    assert closer_than_spread(one, other) is False  # 2 apart, pooled 1.826
-    assert closer_than_spread(one, Spread(3, 3.8, 2.0, 0)) is True  # 1.8 apart
-    assert closer_than_spread(one, spread_of([2.0])) is None
-    (line,) = close_pairs({"a": one, "b": Spread(3, 3.8, 2.0, 0), "c": spread_of([9.0])})
-    assert line.startswith("a and b are closer than their spread (1.8 apart")
-
-
-@pytest.mark.parametrize(
-    ("spread", "text"),
-    [
-        (Spread(3, 3.52149, 0.01234, 0), "3.521 ± 0.012"),
-        (Spread(2, 12345.6, 678.9, 1), "12350 ± 680; 1 diverged"),
-        (Spread(2, 95.26, 12.9, 0), "95 ± 13"),
-        (Spread(2, 2.0, 0.0, 0), "2 ± 0"),
-        (Spread(1, 3.521494, None, 0), "3.5215"),
-        (Spread(0, None, None, 2), "2 diverged"),
-        (Spread(0, None, None, 0), "–"),
-    ],
-)
-def test_numbers_have_the_digits_that_count(spread: Spread, text: str) -> None:
-    assert written(spread) == text
-
-
-def test_interpolation_is_on_the_line_between_neighbours() -> None:
-    points = [(100.0, 5.0), (200.0, 4.0), (400.0, 3.0)]
-    assert interpolate(points, 200) == 4.0
-    assert interpolate(points, 250) == 3.75
-    assert interpolate(points, 99) is None
-    assert interpolate(points, 401) is None
-    unknown = interpolate([(1.0, math.nan), (3.0, 1.0)], 2)
-    assert unknown is not None
-    assert math.isnan(unknown)
-
-
-def test_training_time_counts_each_step_with_the_median_of_its_phase() -> None:
-    seconds = {2: 90.0, 4: 1.0, 6: 2.0, 8: 3.0, 10: 5.0}  # the first compiles
-    records = [record(step, 1.0, each) for step, each in seconds.items()]
-    events = [{"event": "validation", "step": 10, "phase": "sparse", "validation_loss": 1.0}]
-    assert time_knots([*records, *events]) == [(0.0, 0.0), (6.0, 12.0), (10.0, 28.0)]
-    assert time_knots([]) == []
-
-
-@pytest.fixture
-def compared(tmp_path: Path) -> Study:
-    """Arm one takes 1 s a step, arm two 2 s; the loss falls by the step; one run of arm two is not finished."""
-    metrics = [
-        {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
-        {"key": "loss", "equal_time": True},
-        {"key": "val_loss", "source": "summary", "label": "validation"},
-        {"key": "recal"},
-    ]
-    study = load(tmp_path, metrics=metrics)
-    offsets = {"one-seed1": 0.0, "one-seed2": 1.0, "two-seed1": 0.5}
-    for run in study.runs:
-        pace = 1.0 if run.arm == "one" else 2.0
-        offset = offsets.get(run.name)
-        last = 10 if offset is not None else 6
-        records = [
-            record(step, 20.0 - step + (offset or 0.0), pace, recall=0.5) for step in range(2, last + 1, 2)
-        ]
-        log_run(run, records, None if offset is None else {"val_loss": 8.0 + offset})
-    return study
-
-
-def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
-    results = read_results(compared, {"two-seed2 train": "exit code 1: out of memory"})
-    at_tokens, at_the_end, at_time, validation, unknown = results.columns
-    assert at_tokens.values == {"one-seed1": 15.0, "one-seed2": 16.0, "two-seed1": 15.5}
-    assert at_the_end.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 10.5}
-    # all have 10 s: of arm two these are 5 steps
-    assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
-    assert at_time.at == "at 10s of training"
-    assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
-    assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
-    assert set(unknown.values.values()) == {None}
-    assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
-    assert [results.state(each) for each in results.values] == [
-        "finished", "finished", "finished", "failed: exit code 1: out of memory",
-    ]  # fmt: skip
-    said = "\n".join(notes(results))
-    assert "1 of 4 runs are not finished and in no mean: two-seed2" in said
-    assert "No run has recal (at 2.56k tokens); did you mean recall?" in said
-    assert "several" not in said
-    with (compared.runs[0].folder / "starts.jsonl").open("a") as file:
-        file.write(
-            '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
-        )
-    said = "\n".join(notes(read_results(compared, {})))
-    assert "of several commits: 0123456789ab, fedcba987654+." in said
-    assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
-    assert "texts" not in said
-    for run, text in zip(compared.runs, ("1f", "2e", "1f"), strict=False):
-        summary = json.loads((run.folder / "summary.json").read_text())
-        (run.folder / "summary.json").write_text(json.dumps({**summary, "data_fingerprint": text}))
-    assert "of several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
-    assert close_lines(results) == [], "of one arm only a single seed is there"
-
-
-def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path) -> None:
-    results = read_results(compared, {})
-    text = markdown(results, tmp_path / "report")
-    assert "| one | " in text
-    assert "8.50 ± 0.71" in text
-    assert "[config](../runs/small/one-seed1/config.yaml)" in text
-    line = next(each for each in values_csv(results).splitlines() if each.startswith("one,2,validation"))
-    folder = tmp_path / "runs/small/one-seed2"
-    assert line == f"one,2,validation,val_loss,at the end,9.0,{folder},{folder}/config.yaml,0123456789abcdef"
-    assert f"one,validation,val_loss,at the end,2,8.5,{math.sqrt(0.5)!r},0" in arms_csv(results)
-    assert run_rows(results)[4][1] == "after step 6 of 10"
-
-
-def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
-    metrics: list[dict[str, Any]] = [
-        {"key": f"data.text.loss_by_position.{place}", "source": "evaluation"}
-        for place in ("1.loss", "7.loss")
-    ]
-    metrics[1]["evaluations"] = ["end"]
-    evaluations = [{"name": "end"}, {"name": "more"}]
-    study = load(tmp_path, seeds=[1], evaluations=evaluations, metrics=metrics)
-    run = study.runs[0]
-    log_run(run, [record(2, 5.0)], {})
-    (run.folder / "evaluations" / "end").mkdir(parents=True)
-    content = {"data": {"text": {"loss_by_position": [{"loss": 4.0}, {"loss": 3.0}]}}}
-    (run.folder / "evaluations" / "end" / "results.json").write_text(json.dumps(content))
-    there, of_more, beyond = read_results(study, {}).columns
-    assert (there.at, of_more.at, beyond.at) == ("evaluation end", "evaluation more", "evaluation end")
-    assert [each.values["one-seed1"] for each in (there, of_more, beyond)] == [3.0, None, None]
-    assert "No run has data.text.loss_by_position.7.loss (evaluation end)." in notes(read_results(study, {}))
-
-
-def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:
-    run = compared.runs[0]
-    log_run(run, [record(2, 18.0), record(10, "NaN")], {"val_loss": "NaN"})
-    results = read_results(compared, {})
-    validation = next(column for column in results.columns if column.title == "validation")
-    assert results.spread("one", validation) == Spread(1, 9.0, None, 1)
-
-
-def test_the_report_is_one_page_with_all_links(
-    compared: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out, tables = compared.folder / "report", tmp_path / "tables"
-    words = ["study.py", "--study", str(compared.path), "--report", "--tables", str(tables)]
-    monkeypatch.setattr("sys.argv", words)
-    assert main() == 0
-    assert {path.name for path in tables.iterdir()} == {"tables.md", "arms.csv", "values.csv"}
-    text = (tables / "tables.md").read_text()
-    assert f"`{compared.runs[0].folder}/config.yaml`" in text
-    assert "](" not in text, "no links to folders that are not there"
-    page = (out / "index.html").read_text()
-    assert {path.name for path in out.iterdir()} == {"index.html", "tables.md", "arms.csv", "values.csv"}
-    for run in compared.runs:
-        assert f'id="run-{run.name}"' in page
-        assert f'href="../{run.name}/config.yaml"' in page
-    assert "0123456789ab" in page
-    assert "loss by tokens" in page
-    assert "loss by training time" in page
-    assert "http://" not in page.split("</head>")[1].replace("http://www.w3.org", "")
-
-
-def test_the_cost_is_that_of_the_dry_run(compared: Study) -> None:
-    values = read_results(compared, {}).values
-    one, two = arm_costs(values, "NVIDIA H200", 0.25)
-    assert (one.runs, one.finished, two.finished) == (2, 2, 1)
-    assert one.tokens == 2 * 10 * TOKENS_A_STEP
-    assert one.gpu_hours == pytest.approx(one.operations / (989e12 * 0.25) / 3600)
-    assert one.gpu_hours_left == 0
-    assert two.gpu_hours is not None
-    assert two.gpu_hours_left == pytest.approx(two.gpu_hours / 2 * 0.4)
-    (unknown, _) = arm_costs(values, "NVIDIA H200", None)
-    assert (unknown.gpu_hours, unknown.source) == (None, "unknown: give --mfu")
-    log_run(compared.runs[0], [record(2, 1.0, mfu=0.2), record(10, 1.0, mfu=0.4)], {})
-    (measured, _) = arm_costs(read_results(compared, {}).values, "NVIDIA H200", None)
-    assert measured.source == "measured in one-seed1"
-    assert measured.gpu_hours == pytest.approx(one.gpu_hours * 0.25 / 0.3)
+# ---- the shipped ones
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda path: path.name)
