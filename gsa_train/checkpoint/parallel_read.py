@@ -87,7 +87,8 @@ class ParallelReader(FileSystemReader):
                     log.parts.append(Part(place.relative_path, place.offset, end, zlib.crc32(content)))
                 _fill(item, content, planner, lock)
             except Exception as error:
-                if log is None:
+                # Without room for it nothing is known of the file.
+                if log is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
                 log.faults.append(f"{place.relative_path} cannot be read: {_first_line(error)}")
                 if item.type == LoadItemType.BYTE_IO:  # megatron-core looks into it

@@ -107,14 +107,11 @@ def test_the_four_models_differ_where_the_paper_says(size):
 
 
 def test_the_mixture_of_experts_has_the_size_of_the_published_one():
-    """arXiv 2505.06708: 15B parameters, 2.54B of them active, 128 experts, top 8; G1 adds 201M, G2 25M."""
+    """arXiv 2505.06708: 15B parameters, 2.54B of them active, 128 experts, top 8."""
     config = load_config(CONFIGS / "standard_moe_15b_a2b.yaml", world_size=8, need_data=False)
     count = count_parameters(config.model, config.gsa, config.moe)
     assert (round(count.total / 1e9, 1), round(count.active / 1e9, 2)) == (15.0, 2.54)
     assert (config.moe.experts, config.moe.top_k, config.moe.balancing) == (128, 8, "global_batch")
-    layers, heads, groups = config.model.num_layers, config.model.num_heads, config.model.num_kv_heads
-    of_head = layers * config.model.hidden_size * config.model.head_dim
-    assert [round(of_head * each / 1e6) for each in (heads, groups)] == [201, 25]
 
 
 def test_the_demo_with_experts_is_the_demo_of_as_many_active_parameters():
