@@ -119,4 +119,6 @@ def test_a_dry_run_tells_of_experts() -> None:
     ):
         assert line in report
     assert "expert" not in describe(load([]), 8).replace("--mfu", "")
-    assert max(map(len, report.splitlines())) < 120
+    # A line may name the current folder, whose length is not ours.
+    lines = report.replace(str(Path.cwd()), "").splitlines()
+    assert max(map(len, lines)) < 120
