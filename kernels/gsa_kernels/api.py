@@ -116,6 +116,7 @@ def indexer_loss(
     """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])): GSA, equations 14 and 15.
 
     p_t is the attention of query t, averaged over the heads; of a block that shares a selection, over its queries, too.
+    With `key_pool` p_t is summed over each group, and S_t are the groups before the query's own that it reads whole.
     Gradients go to the indexer's tensors only, the inverse temperature among them.
 
     Args:
@@ -158,11 +159,13 @@ def sparse_attention_with_loss(
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
-    """Whether `sparse_attention_with_loss` takes these by Triton: a packed mask, bf16, and a multiple of
-    limits.FUSED_LOSS_HEADS query heads for each key-value head, on Hopper (or in Triton's interpreter)."""
+    """Whether `sparse_attention_with_loss` takes these by Triton: a packed mask of keys selected one by one, bf16, and a
+    multiple of limits.FUSED_LOSS_HEADS query heads for each key-value head, on Hopper (or in Triton's interpreter)."""
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
-    return selection is not None and selection.packed_mask is not None and takes(q, k)
+    if selection is None or selection.packed_mask is None or selection.group_mask is not None:
+        return False
+    return takes(q, k)
 
 
 def sampled_lse(
@@ -211,6 +214,8 @@ def decode_step(
     Returns:
         [B, H, D]; zeros for a sequence of length 0
     """
+    if geometry.key_pool > 1:
+        raise ValueError(f"geometry has key_pool {geometry.key_pool}; pass 1: decoding selects single keys")
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
             f"geometry has document_starts or query_start {geometry.query_start}; pass selection_block and "

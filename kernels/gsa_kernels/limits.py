@@ -40,6 +40,10 @@ SELECTION_BLOCKS = (1, 16, 32, 64, 128)
 """Queries that share a selection. Beyond 1, a block is a tile of the key lists, or whole tiles of 32; the kernel of the
 target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
 
+KEY_POOLS = (1, 2, 4, 8, 16, 32)
+"""Neighbouring keys that are selected together. Beyond 1 a power of two that divides a word of the packed mask, so that a
+word holds whole groups (selection/triton_group_keys.py)."""
+
 STRETCH_ROWS = 128
 """Neighbouring rows of the indexer loss that an estimate takes or leaves together: whole tiles of the loss kernels
 (sampling.py)."""

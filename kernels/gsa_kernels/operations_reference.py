@@ -14,6 +14,13 @@ from gsa_kernels.attention import reference as attention
 from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
+from gsa_kernels.indexer.pool import (
+    earlier_groups,
+    group_firsts,
+    keys_of_groups,
+    sum_over_groups,
+    whole_groups,
+)
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.indexer_loss.reference import indexer_kl, renormalise_target, sum_over_blocks
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
@@ -39,7 +46,9 @@ def select(
     causal = _causal(geometry, positions, num_keys)
     block, window = geometry.selection_block, geometry.local_window
     scores, of_rows = _scores(indexer), causal[:, ::block]
-    _, variance = score_moments(scores, of_rows)
+    firsts = _group_firsts(geometry, indexer.keys)
+    candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows)
+    _, variance = score_moments(scores, candidates)
     budget = adaptive_budget(
         variance,
         variance_ema,
@@ -50,7 +59,10 @@ def select(
         mode=rule.mode,
         dense_below=rule.dense_below,
     )
-    chosen = expand_block_selection(select_top_k(scores, of_rows, budget), block, len(positions))
+    chosen = select_top_k(scores, candidates, budget // geometry.key_pool)
+    if firsts is not None:
+        chosen = keys_of_groups(chosen, firsts, of_rows)
+    chosen = expand_block_selection(chosen, block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
     if with_log_sum:
@@ -91,8 +103,15 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
     probs = attention.head_sum_probs(q, k, lse, mask)
-    attended = mask[:, ::block]
-    target = renormalise_target(sum_over_blocks(probs, block), attended)
+    firsts = _group_firsts(geometry, indexer.keys)
+    if firsts is None:
+        attended, probs = mask[:, ::block], sum_over_blocks(probs, block)
+    else:
+        positions = torch.arange(k.shape[1], device=k.device)
+        candidates = earlier_groups(firsts, _causal(geometry, positions, k.shape[1]))
+        attended = whole_groups(mask, candidates, firsts, geometry.key_pool)
+        probs = sum_over_groups(probs, firsts)
+    target = renormalise_target(probs, attended)
     kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
     if taken is None:
@@ -215,6 +234,16 @@ def _scores(indexer: Indexer) -> torch.Tensor:
     )
 
 
+def _group_firsts(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
+    """int64 [B, Lk]: the first key of each key's group; None without groups."""
+    if geometry.key_pool == 1:
+        return None
+    starts = geometry.document_starts
+    if starts is None:
+        starts = torch.zeros(keys.shape[:2], dtype=torch.int32, device=keys.device)
+    return group_firsts(starts, geometry.key_pool)
+
+
 def _temperature(indexer: Indexer) -> float | torch.Tensor:
     beta = indexer.inverse_temperature
     return beta.reshape(()) if isinstance(beta, torch.Tensor) else beta
@@ -228,6 +257,14 @@ def _taken_rows(
     The kernels over key lists take whole tiles of the lists, those over packed masks stretches of STRETCH_ROWS.
     """
     rank, size = rows.share
+    pool = geometry.key_pool
+    if pool > 1:
+        # The kernels' rows are groups of queries: the i-th are those of the (i + 1)-th group of keys.
+        sample, factor = sample_rows(max((num_rows - 1) // pool, 1), rows.fraction, rows.seed, rows.share)
+        if sample.every == 1:
+            return None, factor
+        queries = ((sample.rows()[:, None] + 1) * pool + torch.arange(pool)).flatten()
+        return queries[queries < num_rows], factor
     if selection is None or selection.key_lists is None:
         sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
         return (None if sample.every == 1 else sample.rows()), factor

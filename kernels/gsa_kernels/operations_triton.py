@@ -16,10 +16,12 @@ from gsa_kernels.decode import op as decode
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
+from gsa_kernels.indexer_loss.groups import group_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, union_density
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSample, Selection
@@ -35,6 +37,8 @@ def select(
     with_log_sum: bool,
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
+    if geometry.key_pool > 1:
+        return select_groups(indexer, rule, variance_ema, geometry, kernel)
     if geometry.selection_block > 1:
         return select_block_lists(indexer, rule, variance_ema, geometry)
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
@@ -77,6 +81,8 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if geometry.key_pool > 1:
+        return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
     if selection is not None and selection.key_lists is not None:
         return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)
     return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)

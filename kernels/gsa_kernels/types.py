@@ -139,11 +139,21 @@ class Geometry:
     """Queries in aligned blocks of this many share the top-k of the block's first query; 1 in the paper."""
     local_window: int = 0
     """Latest keys, the query's own included, that are selected beside the budget; 0 in the paper."""
+    key_pool: int = 1
+    """Neighbouring keys, aligned in their document, that are selected together, by their mean (indexer/pool.py); 1 in
+    the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
+    itself. The indexer's keys are `pool_keys`."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
         check_at_least("selection_block", self.selection_block, 1)
         check_at_least("local_window", self.local_window, 0)
+        check_at_least("key_pool", self.key_pool, 1)
+        if self.key_pool > 1 and (self.selection_block > 1 or self.query_start > 0):
+            raise ValueError(
+                f"key_pool is {self.key_pool} with selection_block {self.selection_block} and query_start "
+                f"{self.query_start}; pass selection_block 1 and whole sequences"
+            )
         if self.query_start % self.selection_block:
             raise ValueError(
                 f"query_start is {self.query_start} with selection_block {self.selection_block}; pass a multiple of "
@@ -202,6 +212,9 @@ class Selection:
     log_sum: torch.Tensor | None = None
     """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which spares the indexer loss a pass; where asked for, with a
     packed mask only."""
+    group_mask: torch.Tensor | None = None
+    """int32 [B p, C, ceil(C / 32)], with `Geometry.key_pool` p by Triton: the groups chosen, a bit each, in the order of
+    `selection/groups.py`."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -1,0 +1,69 @@
+"""The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.key_pool` p).
+
+The rows are those of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention that
+the keys of each group get together. The loss itself is 1 / p of the work of one over single keys; its target is not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gsa_kernels import sampling
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.limits import LOSS_CHUNK_BYTES
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.selection.groups import by_query, check_groups, indexer_of_groups
+from gsa_kernels.types import Geometry, Indexer, RowSample, Selection
+
+
+def group_indexer_loss(
+    indexer: Indexer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    selection: Selection | None,
+    geometry: Geometry,
+    rows: RowSample,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results are those of `api.indexer_loss`. A sample is one of groups of queries."""
+    pool, length = geometry.key_pool, q.shape[1]
+    check_groups(geometry, length)
+    num_groups = length // pool - 1
+    group_mask = packed_mask = None
+    if selection is not None:
+        group_mask, packed_mask = selection.group_mask, selection.packed_mask
+        if group_mask is None:
+            raise ValueError(
+                "selection has no group_mask; pass what select makes by Triton with this geometry"
+            )
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+
+    def of_stretch(first: int, count: int) -> torch.Tensor:
+        """Of `count` rows: fp32 [B p, count, C]."""
+        queries = SampledRows((first + 1) * pool, count * pool)
+        # Of key lists there is no mask: what a query did not select the loss leaves out, group by group.
+        probs = head_sum_probs_rows(q, k, lse, packed_mask, queries, dtype=dtype, fill=False)
+        sums = probs[..., : num_groups * pool].unflatten(-1, (num_groups, pool)).sum(-1, dtype=torch.float32)
+        return sums.unflatten(1, (count, pool)).transpose(1, 2).flatten(0, 1)
+
+    def target(chunk: SampledRows) -> torch.Tensor:
+        if chunk.every == 1:
+            return of_stretch(chunk.start, chunk.count)
+        numbers = range(0, chunk.count, sampling.STRETCH_ROWS)
+        pieces = [
+            of_stretch(chunk.row(number), min(sampling.STRETCH_ROWS, chunk.count - number))
+            for number in numbers
+        ]
+        return torch.cat(pieces, dim=1)
+
+    total, kl_of_rows = masked_indexer_loss(
+        indexer_of_groups(indexer, pool),
+        Target(target),
+        Attended(group_mask),
+        rows,
+        # The probabilities of single keys are p times as many.
+        row_chunk_bytes=LOSS_CHUNK_BYTES // pool,
+    )
+    left_out = float("nan") if rows != RowSample() else 0.0
+    return total, by_query(kl_of_rows, pool, left_out)
