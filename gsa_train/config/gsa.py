@@ -72,7 +72,8 @@ class GSAConfig:
     """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
     indexer_pool: int = 1
     """The indexer scores the mean key of each group of so many neighbours, aligned in their document, and groups are
-    selected, within the same budget of keys; the query's own group is always read. In plain torch. 1 = the paper."""
+    selected, within the same budget of keys; the query's own group is always read. The kernels take powers of two up to
+    32, one document per sequence, no window. 1 = the paper."""
     selection_query: Literal["first", "previous_mean"] = "first"
     """What scores the keys for a block of `selection_block`: `first`, its first query; `previous_mean`, the mean of the
     indexer's queries and head weights over the block before it, as far as that is of the same document."""

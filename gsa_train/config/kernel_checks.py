@@ -37,7 +37,7 @@ def unsupported_by_kernels(config: Config) -> list[str]:
             f"{' and '.join(limits.INDEXER_ACTIVATIONS)}"
         )
     if gsa.indexer_pool > 1:
-        reasons.append(f"gsa.indexer_pool = {gsa.indexer_pool}: the kernels have 1")
+        reasons += _unsupported_pool(config)
     if gsa.reuse_teacher == "group":
         reasons.append("gsa.reuse_teacher = group: an indexer of the kernels learns from one layer")
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
@@ -48,6 +48,26 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         reasons.append(
             f"gsa.indexer_dim = {gsa.indexer_dim}: the kernels have {_range(limits.INDEXER_HEAD_SIZES)}"
         )
+    return reasons
+
+
+def _unsupported_pool(config: Config) -> list[str]:
+    """Groups of keys go to the kernels as whole words and sequences (gsa_kernels/selection/groups.py)."""
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    pool, name = gsa.indexer_pool, f"gsa.indexer_pool = {gsa.indexer_pool}"
+    if pool not in limits.KEY_POOLS:
+        return [f"{name}: the kernels have {_listed(limits.KEY_POOLS)}"]
+    reasons = []
+    if length % pool or length < 2 * pool:
+        reasons.append(f"train.seq_len_tokens = {length}: no multiple of {name} from {2 * pool} on")
+    if gsa.k_base % pool:
+        reasons.append(f"gsa.k_base = {gsa.k_base}: no multiple of {name}")
+    if not config.data.attend_across_documents:
+        reasons.append(f"data.attend_across_documents = false: with {name} a sequence is one document")
+    if gsa.local_window > 0:
+        reasons.append(f"gsa.local_window = {gsa.local_window}: with {name} the kernels have 0")
+    if gsa.dense_below > 0:
+        reasons.append(f"gsa.dense_below = {gsa.dense_below}: with {name} the kernels have 0")
     return reasons
 
 

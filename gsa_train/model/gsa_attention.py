@@ -140,7 +140,7 @@ class GSASelfAttention(MegatronModule):
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
         gsa = self.gsa
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer, gsa.indexer_pool)
+        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
         core = build_core(settings, context.implementation, context.dense_attention)
         self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
 

@@ -159,8 +159,9 @@ def sparse_attention_with_loss(
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
-    """Whether `sparse_attention_with_loss` takes these by Triton: a packed mask of keys selected one by one, bf16, and a
-    multiple of limits.FUSED_LOSS_HEADS query heads for each key-value head, on Hopper (or in Triton's interpreter)."""
+    """Whether `sparse_attention_with_loss` takes these by Triton: a packed mask of keys that are selected singly, bf16,
+    and a multiple of limits.FUSED_LOSS_HEADS query heads for each key-value head, on Hopper (or in Triton's
+    interpreter)."""
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
     if selection is None or selection.packed_mask is None or selection.group_mask is not None:

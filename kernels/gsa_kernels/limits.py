@@ -41,8 +41,8 @@ SELECTION_BLOCKS = (1, 16, 32, 64, 128)
 target (attention/triton_block_probs.py) sums blocks of up to 128 queries."""
 
 KEY_POOLS = (1, 2, 4, 8, 16, 32)
-"""Neighbouring keys that are selected together. Beyond 1 a power of two that divides a word of the packed mask, so that a
-word holds whole groups (selection/triton_group_keys.py)."""
+"""Neighbouring keys that are selected together. A power of two up to the size of a packed mask's word, so that a word
+holds whole groups (selection/triton_group_keys.py)."""
 
 STRETCH_ROWS = 128
 """Neighbouring rows of the indexer loss that an estimate takes or leaves together: whole tiles of the loss kernels

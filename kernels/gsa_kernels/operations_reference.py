@@ -110,7 +110,7 @@ def indexer_loss(
         positions = torch.arange(k.shape[1], device=k.device)
         candidates = earlier_groups(firsts, _causal(geometry, positions, k.shape[1]))
         attended = whole_groups(mask, candidates, firsts, geometry.key_pool)
-        probs = sum_over_groups(probs, firsts)
+        probs = sum_over_groups(probs, firsts, geometry.key_pool)
     target = renormalise_target(probs, attended)
     kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)

@@ -213,8 +213,8 @@ class Selection:
     """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which spares the indexer loss a pass; where asked for, with a
     packed mask only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)], with `Geometry.key_pool` p by Triton: the groups chosen, a bit each, in the order of
-    `selection/groups.py`."""
+    """int32 [B p, C, ceil(C / 32)], with `Geometry.key_pool` p by Triton: a bit for each group that is chosen, in the
+    order of `selection/groups.py`."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -71,8 +71,6 @@ class CoreSettings:
     tp_group: dist.ProcessGroup
     layer: int
     """For log lines."""
-    indexer_pool: int = 1
-    """`gsa.indexer_pool`"""
 
 
 class AttentionCore(Protocol):

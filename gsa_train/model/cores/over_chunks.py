@@ -236,13 +236,14 @@ class CoreOverChunks:
         sample = self._sample(length, chunk, attention_pass)
         if sample is None:
             return None
-        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end, self.gsa.indexer_pool)
+        make = partial(MeasuredQueries, sample, geometry, batch, chunk.end)
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         """Where a chunk's queries stand, and what they see."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
-        return Geometry(starts, chunk.start, self.gsa.selection_block, self.gsa.local_window)
+        gsa = self.gsa
+        return Geometry(starts, chunk.start, gsa.selection_block, gsa.local_window, gsa.indexer_pool)
 
     def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
         """With a row for each block of queries that share a selection: `gsa.selection_query`."""

@@ -73,7 +73,7 @@ class ReferenceCore:
         rule = self.settings.rule
         causal = _causal_keys(geometry, indexer.keys.shape[1], indexer.keys.device)
         rows, scores = causal[:, :: geometry.selection_block], _scores(indexer)
-        firsts = self._group_firsts(geometry, indexer.keys)
+        firsts = _group_firsts(geometry, indexer.keys)
         candidates = rows if firsts is None else earlier_groups(firsts, rows)
         _, variance = score_moments(scores, candidates)
         if not (attention_pass.sparse or attention_pass.measuring):
@@ -91,7 +91,7 @@ class ReferenceCore:
         if firsts is None:
             chosen = select_top_k(scores, rows, budget)
         else:
-            groups = select_top_k(scores, candidates, budget // self.settings.indexer_pool)
+            groups = select_top_k(scores, candidates, budget // geometry.key_pool)
             chosen = keys_of_groups(groups, firsts, causal)
         selected = _complete(chosen, causal, geometry)
         statistics = Statistics()
@@ -171,25 +171,15 @@ class ReferenceCore:
 
         With groups of keys p is summed over each, and the set is that of the groups which the query attends to whole.
         """
-        block, firsts = geometry.selection_block, self._group_firsts(geometry, indexer.keys)
+        block, firsts = geometry.selection_block, _group_firsts(geometry, indexer.keys)
         if firsts is None:
             rows, target = attended[:, ::block], sum_over_blocks(probs, block)
         else:
             candidates = earlier_groups(firsts, causal)
-            rows = whole_groups(attended, candidates, firsts, self.settings.indexer_pool)
-            target = sum_over_groups(probs, firsts)
+            rows = whole_groups(attended, candidates, firsts, geometry.key_pool)
+            target = sum_over_groups(probs, firsts, geometry.key_pool)
         target = renormalise_target(target, rows)
         return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
-
-    def _group_firsts(self, geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
-        if self.settings.indexer_pool == 1:
-            return None
-        assert geometry.query_start == 0
-        assert geometry.selection_block == 1
-        starts = geometry.document_starts
-        if starts is None:
-            starts = keys.new_zeros(keys.shape[:2], dtype=torch.int32)
-        return group_firsts(starts, self.settings.indexer_pool)
 
     def _sink_statistics(
         self,
@@ -216,6 +206,15 @@ def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) ->
     if block > 1 or window > 0:
         chosen = chosen & causal
     return chosen
+
+
+def _group_firsts(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
+    if geometry.key_pool == 1:
+        return None
+    starts = geometry.document_starts
+    if starts is None:
+        starts = keys.new_zeros(keys.shape[:2], dtype=torch.int32)
+    return group_firsts(starts, geometry.key_pool)
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:

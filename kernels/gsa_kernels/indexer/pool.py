@@ -33,8 +33,8 @@ def pool_keys(keys: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tens
     """
     check_shape("keys", keys, "[B, Lk, DI]", (*firsts.shape, None))
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    sums = torch.zeros_like(keys, dtype=dtype)
-    return (sums.scatter_add(1, firsts[..., None].expand_as(keys), keys.to(dtype)) / pool).to(keys.dtype)
+    summed = sum_over_groups(keys.to(dtype).transpose(1, 2), firsts, pool).transpose(1, 2)
+    return (summed / pool).to(keys.dtype)
 
 
 def earlier_groups(
@@ -62,14 +62,24 @@ def keys_of_groups(groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Ten
     return (groups.gather(-1, firsts[:, None].expand_as(groups)) | own) & causal
 
 
-def sum_over_groups(values: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-    """[B, L, Lk] of keys -> the sum over each group, at its first key, else 0."""
-    check_shape("values", values, "[B, L, Lk]", (len(firsts), None, firsts.shape[1]))
-    return torch.zeros_like(values).scatter_add(-1, firsts[:, None].expand_as(values), values)
+def sum_over_groups(values: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tensor:
+    """[B, any, Lk] of keys -> the sum over each group, at its first key, else 0.
+
+    From the group's first key to its last: a scatter would add in any order on a GPU.
+    """
+    check_shape("values", values, "[B, any, Lk]", (len(firsts), None, firsts.shape[1]))
+    num_keys = firsts.shape[1]
+    positions = torch.arange(num_keys, device=firsts.device)
+    total = torch.where((firsts == positions)[:, None], values, 0)
+    for i in range(1, min(pool, num_keys)):
+        same_group = (firsts[:, i:] == positions[:-i])[:, None]
+        of_member = torch.where(same_group, values[..., i:], 0)
+        total = total + torch.nn.functional.pad(of_member, (0, i))
+    return total
 
 
 def whole_groups(
     attended: torch.Tensor, candidates: torch.Tensor, firsts: torch.Tensor, pool: int
 ) -> torch.Tensor:
     """Those of the `candidates` of which a query attends to every key: bool [B, L, Lk], at first keys."""
-    return candidates & (sum_over_groups(attended.expand(len(firsts), -1, -1).int(), firsts) == pool)
+    return candidates & (sum_over_groups(attended.expand(len(firsts), -1, -1).int(), firsts, pool) == pool)

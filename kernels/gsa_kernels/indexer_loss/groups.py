@@ -1,7 +1,7 @@
 """The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.key_pool` p).
 
-The rows are those of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention that
-the keys of each group get together. The loss itself is 1 / p of the work of one over single keys; its target is not.
+The rows are those of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention
+that the keys of each group get together. The loss is 1 / p of the work of one over single keys; its target is not.
 """
 
 from __future__ import annotations

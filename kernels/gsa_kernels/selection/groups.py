@@ -1,9 +1,9 @@
 """Selection of groups of neighbouring keys (`Geometry.key_pool` p), by the kernels that select single keys.
 
 A query chooses among the groups before its own. So of the queries t = p (i + 1) + j, those with one remainder j are the
-rows i of a causal problem like any other: row i sees the groups 0 .. i. The p remainders of each sequence are p sequences
-of C = L / p - 1 rows and C groups; the last group is nobody's to choose, and the queries of the first choose nothing.
-Selection's work is 1 / p of that for single keys.
+rows i of a causal problem like any other: row i sees the groups 0 .. i. The p remainders of each sequence are p
+sequences of C = L / p - 1 rows and C groups; the last group is nobody's to choose, and the queries of the first choose
+nothing. Selection's work is 1 / p of that for single keys.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def by_query(of_rows: torch.Tensor, pool: int, of_first_group: float) -> torch.T
 
 
 def _rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
-    """k_t // p as a rule of its own, exact: p is a power of two, so that k_base / p times a number is rounded like k_base
-    times it, and floor(floor(x) / p) = floor(x / p)."""
+    """k_t // p as a rule of its own. Exact: p is a power of two, so that k_base / p times a number is rounded like
+    k_base times it, and floor(floor(x) / p) = floor(x / p)."""
     if rule.k_base % pool or rule.k_min < pool or rule.dense_below > 0:
         raise ValueError(
-            f"rule has k_base {rule.k_base}, k_min {rule.k_min} and dense_below {rule.dense_below} with key_pool {pool}; "
-            f"pass a multiple of {pool}, {pool} or more, and 0, or use implementation='reference'"
+            f"rule has k_base {rule.k_base}, k_min {rule.k_min} and dense_below {rule.dense_below} with key_pool "
+            f"{pool}; pass a multiple of {pool}, {pool} or more, and 0, or use implementation='reference'"
         )
     return replace(rule, k_base=rule.k_base // pool, k_min=rule.k_min // pool, k_max=rule.k_max // pool)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,44 @@ CASES = [  # each option once: the interpreter is slow
 def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
+def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
+    """Of one document, since the kernels have no other."""
+    gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
+    steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
+    assert_same_step(*steps)
+    assert "indexer_kl" in steps[0][2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"gsa": {"indexer_pool": 3}}, "the kernels have 1, 2, 4, 8, 16 and 32"),
+        ({"gsa": {"local_window": 2}}, "gsa.local_window = 2"),
+        ({"gsa": {"dense_below": 9}}, "gsa.dense_below = 9"),
+        ({"gsa": {"k_base": 5}}, "gsa.k_base = 5"),
+        ({"data": {"attend_across_documents": False}}, "data.attend_across_documents = false"),
+        ({"train": {"seq_len_tokens": 22}}, "train.seq_len_tokens = 22"),
+    ],
+)
+def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
+    changes: dict[str, dict[str, Any]], reason: str | None
+) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"head_dim": 32},
+        "gsa": {"indexer_pool": 4, "indexer_dim": 16, "k_base": 8, "k_min": 4, "k_max": 16},
+        "data": {"attend_across_documents": True},
+        "train": {"seq_len_tokens": 24},
+    }
+    for name, fields in changes.items():
+        sections[name] = {**sections[name], **fields}
+    reasons = unsupported_by_kernels(tiny_config(**sections))
+    assert len(reasons) == (0 if reason is None else 1)
+    assert reason is None or reason in reasons[0]
 
 
 IN_RUNS = [CASES[0], *CASES[3:6]]
