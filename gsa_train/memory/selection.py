@@ -13,19 +13,23 @@ from gsa_train.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word."""
+    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word; with
+    groups of keys also a packed mask of them."""
     if config.gsa.selection_block > 1:
         return 4 * sizes.tokens * sum(_block_entries(config))
+    of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
     if gathers(config):
-        return 8 * _list_entries(config)
-    return sizes.pairs / 8
+        return 8 * _list_entries(config) + of_groups
+    return sizes.pairs / 8 + of_groups
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
     the lists of a chunk of queries in pieces, before they are joined; of blocks one mask of some chunks."""
-    block = config.gsa.selection_block
-    scores = min(4 * sizes.pairs_of_chunk / block, limits.SELECTION_CHUNK_BYTES)
+    block, pool = config.gsa.selection_block, config.gsa.indexer_pool
+    scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
+    if pool > 1:
+        return max(scores + _of_groups(config, sizes), _listing_groups(config, sizes))
     if block > 1:
         return scores + min(sizes.pairs_of_chunk / 8 / block, limits.SELECTION_CHUNK_BYTES)
     if not gathers(config):
@@ -36,6 +40,19 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
     return max(
         listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
     )
+
+
+def _of_groups(config: Config, sizes: Sizes) -> float:
+    """Queries, weights and keys in the order of the groups' rows (gsa_kernels/selection/groups.py)."""
+    gsa = config.gsa
+    return sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1) + gsa.indexer_dim)
+
+
+def _listing_groups(config: Config, sizes: Sizes) -> float:
+    """Two chunks' packed masks of keys, and the lists in pieces."""
+    if not gathers(config):
+        return 0.0
+    return min(sizes.pairs / 8, limits.SELECTION_CHUNK_BYTES / 2) + 8 * _list_entries(config)
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
@@ -94,6 +111,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
     )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
+    if gsa.indexer_pool > 1:
+        return max(gathering, heads + _of_groups(config, sizes) + _group_learning_bytes(config, sizes, share))
     if phase.attention == "sparse" and gathers(config):
         # Per entry of a list: the target of each query that has one of its own, and the key's gradient, fp32.
         per_entry = 4 * ((limits.TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
@@ -108,6 +127,16 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     return max(gathering, heads + pairs * (target + gradients))
 
 
+def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
+    """Of a chunk of rows: probabilities of single keys, their sums over groups in fp32, as added up and in the order of
+    the rows, and partial gradients; and the gradients of what the rows are made of."""
+    gsa, pool = config.gsa, config.gsa.indexer_pool
+    pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
+    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    probabilities = pool * (2 if sizes.value == 2 else 4)
+    return pairs * max(probabilities + 4, 8, 4 + gradients) + _of_groups(config, sizes)
+
+
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
     model = config.model
@@ -115,6 +144,7 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
         phase.attention == "sparse"
         and phase.train == "all"
         and not gathers(config)
+        and config.gsa.indexer_pool == 1
         and sizes.value == 2
         and config.gsa.indexer_loss_row_fraction == 1
         and config.parallel.tensor == 1

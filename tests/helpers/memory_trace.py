@@ -39,7 +39,7 @@ from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
-from gsa_kernels.selection import lists_op
+from gsa_kernels.selection import groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import cpu_backend, step
 from gsa_train.config import Config, load_config
@@ -210,6 +210,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),
+            (groups, "count_keys", longest),
+            (groups, "union_density", _with_contents(union_density)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place, and what follows the backward pass has more room and reads its results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),

@@ -24,6 +24,8 @@ WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
+GROUPS = ["gsa.indexer_pool=4", "data.attend_across_documents=true"]
+
 PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tensor=4"
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
@@ -107,6 +109,9 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     ),
     "tensor 8, warm-up": (GSA_7B, ["parallel.tensor=8"], 0, 8, WARM_UP),
     "norms of Q and K": (GSA, ["model.qk_norm=on", PP_2], 0, 2, SPARSE),
+    "groups of keys": (GSA, GROUPS, 0, 1, SPARSE),
+    "groups of keys, warm-up": (GSA, GROUPS, 0, 1, WARM_UP),
+    "groups of keys over lists": (GSA, [*GROUPS, *LONG], 0, 1, SPARSE),
     "8 indexer heads": (GSA, ["gsa.indexer_heads=8", PP_2], 0, 2, SPARSE),
     "standard": (STANDARD, [], 0, 1, SPARSE),
     "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
