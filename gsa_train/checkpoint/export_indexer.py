@@ -38,17 +38,14 @@ def export_indexer(
         seq_len_tokens: L, which need not be the length the model was trained at.
         layers: from 0; each must have an indexer.
         out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}},
-            tensors being `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], `weight_logits` [1, L, H_I],
-            `score_bias` and `weight_bias` [H_I] or None, and `variance_ema`, 0-d.
+            tensors being `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], with `gsa.indexer_pool` those of groups at
+            their first tokens, `weight_logits` [1, L, H_I], `score_bias` and `weight_bias` [H_I] or None, and
+            `variance_ema`, 0-d.
 
     Raises:
         ValueError: a selection that the benches do not make of projections, no checkpoint there, a layer without an
             indexer, or too little validation text.
     """
-    if config.gsa.indexer_pool > 1:
-        raise ValueError(
-            f"gsa.indexer_pool = {config.gsa.indexer_pool}: the kernels score single keys; give a run with 1"
-        )
     if config.gsa.selection_query != "first":
         raise ValueError(
             f"gsa.selection_query = {config.gsa.selection_query}: the benches score by the first query of a block; "

@@ -190,12 +190,13 @@ def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     options = ["--out", str(tmp_path), "--lengths", "40", "--ratios", "2"]
     monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
     assert bench_long.main() == 0
-    *checks, _, _, token, block, token_selected, _ = json.loads((tmp_path / "bench_long.json").read_text())[
-        "rows"
-    ]
+    rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
+    *checks, _, _, token, block, token_selected, _, pool_selected = rows
     assert max(check["relative_error"] for check in checks) < 1e-4
     assert token["both_kl_ms"] == block["both_kl_ms"] == 3000
     assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
+    assert (pool_selected["attention"], pool_selected["pool"]) == ("GSA pool selected", 4)
+    assert pool_selected["forward_reuse_ms"] == 250
 
 
 @pytest.mark.usefixtures("tiny")
@@ -209,7 +210,7 @@ def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch:
     assert bench_long.main() == 0
     report = json.loads((tmp_path / "bench_long.json").read_text())
     names = [row["attention"] for row in report["rows"] if "attention" in row]
-    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected"]
+    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected", "GSA pool selected"]
     assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
 
 
@@ -221,7 +222,7 @@ def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
     tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
     gsa = {"selection_block": 32, "local_window": 40, "k_base": 24, "k_min": 8, "k_max": 32}
-    gsa |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse"}
+    gsa |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse", "indexer_pool": 1}
     layers = {3: {name: tensor.detach() for name, tensor in tensors.items()}}
     torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, tmp_path / "layers.pt")
     length, indexers = bench_long.read_indexers(tmp_path / "layers.pt")

@@ -139,6 +139,25 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
     assert (wanted["loss"] > 0) != two_groups
 
 
+@pytest.mark.parametrize("kernel", ["masked", "gathered"])
+def test_the_loss_of_bf16_agrees(kernel: limits.Kernel) -> None:
+    """With a target in fp16, over the same selection."""
+    case = Case(4, kernel=kernel)
+    given = problem(case, torch.bfloat16)
+    chosen = select(case, given, "triton")
+    ours, wanted = (results(case, given, chosen, name) for name in ("triton", "reference"))
+    assert not api.can_fuse_indexer_loss(given.q, given.k, chosen)
+    for name, value in wanted.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            ours[name].float(),
+            value.float(),
+            rtol=0,
+            atol=3e-2 * scale,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
 def test_long_rows_are_selected_by_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the packed mask: candidates, and lists made of the queries' masks chunk by chunk."""
     case = Case(4, length=320, rule=BudgetRule(16, 8, 32))
