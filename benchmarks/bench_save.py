@@ -174,7 +174,7 @@ def measure(
 def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--config", default=str(harness.ROOT / "configs" / "gsa_1.7b.yaml"))
-    parser.add_argument("--folder", default=".", help="where checkpoints are written, and deleted again")
+    parser.add_argument("--folder", default="runs", help="where checkpoints are written, and deleted again")
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="behind each save")
     parser.add_argument("--saves", type=int, default=3, help="before the last one")
@@ -188,6 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     trainee = OurTrainee(config, config.phases[-1], parallel)
     shared: list[Any] = [None]
     if parallel.is_main:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)
         shared = [Path(tempfile.mkdtemp(prefix="bench_save_", dir=arguments.folder))]
     dist.broadcast_object_list(shared, src=0)
     try:

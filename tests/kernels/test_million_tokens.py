@@ -163,6 +163,16 @@ def test_rows_of_the_backward_pass() -> None:
     assert lse2[0, -1, -1] > 1.4
 
 
+def test_rows_of_many_short_sequences() -> None:
+    """Of 65544 sequences and heads: more than a grid's second axis takes."""
+    shape = (8193, 3, 8, 32)
+    grad, out = torch.ones(shape), torch.arange(8.0).repeat_interleave(32).view(8, 32).expand(shape)
+    _, _, delta, lse2 = backward_rows(grad, out, torch.ones(8193, 8, 3), None)
+    assert delta[0, 0].tolist() == [0.0] * 3
+    assert delta[-1, -1].tolist() == [7.0 * 32] * 3
+    assert lse2[-1, -1, -1] > 1.4
+
+
 def test_sums_by_key() -> None:
     """Of the first and the last key."""
     lists = dataclasses.replace(last_list(), max_count=len(KEYS))

@@ -2,15 +2,18 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from covering import covered
 
 pytest.importorskip("triton")
 
+from gsa_kernels.devices import interpreted
 from gsa_kernels.row_product import op, reference
 from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_product import pieces
+from helpers.corner_programs import run_corners
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -122,6 +125,30 @@ def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
         found.zero_()
         graph.replay()
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(not interpreted(), reason="of the interpreter")
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_of_more_than_2_to_the_31_elements(
+    batch: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an output layer's vocabulary and width: the first and the last program alone, over memory that nothing else
+    touches."""
+    columns, count = 64, 2**31 // 64 + 32
+    run_corners(monkeypatch)
+    rows = 2 * count if gated else count
+    weight = torch.from_numpy(np.zeros((rows, columns), np.float32))
+    weight[-1] = torch.linspace(-1, 1, columns)
+    if gated:
+        weight[count - 1] = 0.5
+    x = torch.linspace(0, 3, batch * columns).view(batch, columns)
+    tiling = Tiling(16, chunk=64, stages=2)
+    found = op.row_product(x, weight, gated=gated, tiling=tiling)[:, -1]
+    wanted = x @ weight[-1]
+    if gated:
+        wanted = wanted * torch.nn.functional.silu(x @ weight[count - 1])
+    torch.testing.assert_close(found, wanted)
 
 
 def test_pieces_cover_the_columns() -> None:

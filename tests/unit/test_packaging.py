@@ -97,6 +97,11 @@ def tracked_files() -> list[str]:
     ).stdout.splitlines()
 
 
+def test_no_checkpoint_is_tracked() -> None:
+    """What a run or a bench leaves behind when it is killed is not the repository's."""
+    assert [name for name in tracked_files() if name.endswith((".distcp", ".metadata"))] == []
+
+
 ALONE = """
 class Finder:
     def find_spec(self, name, path=None, target=None):

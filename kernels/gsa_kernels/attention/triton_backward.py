@@ -49,8 +49,8 @@ def backward_rows(
     grad_gate = empty_gradient(gate_logits) if gate_logits is not None else None
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = 8
-    # Rows first: of the other axes a grid has at most 65535 programs.
-    _rows_kernel[(triton.cdiv(length, rows), batch * heads)](
+    # On one axis, for of the others a grid has at most 65535 programs.
+    _rows_kernel[(triton.cdiv(length, rows) * batch * heads,)](
         grad,
         out,
         gate_logits,
@@ -86,9 +86,10 @@ def _rows_kernel(
     length, heads,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    tiles = tl.cdiv(length, ROWS)
+    of_all = tl.program_id(0) // tiles
+    batch, head = (of_all // heads).to(tl.int64), (of_all % heads).to(tl.int64)
+    rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     dims = tl.arange(0, D)[None, :]
     valid = rows < length
     mask = valid[:, None]

@@ -56,8 +56,6 @@ def row_product(
             f"x has {columns} columns; pass {ROW_PRODUCT_COLUMNS[0]} to {ROW_PRODUCT_COLUMNS[-1]}, a multiple of "
             f"{ROW_PRODUCT_COLUMNS.step}"
         )
-    if weight.numel() >= 2**31:
-        raise ValueError(f"weight has {weight.numel()} elements; pass fewer than 2^31")
     check_kernel_dtype("x", x)
     if x_gate is not None:
         check_shape("x_gate", x_gate, "[B, K]", (batch, columns))

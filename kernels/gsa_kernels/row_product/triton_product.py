@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product import tiling as defaults
 from gsa_kernels.row_product.tiling import Tiling
+from gsa_kernels.selection.triton_search import INT_MAX
 
 _LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
 
@@ -90,6 +91,26 @@ def pieces(columns: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Numbers of rows, int64 where the offsets of a weight's elements are more than int32 holds: an output layer of a
+    large vocabulary."""
+    if ROWS * COLUMNS > INT_MAX:
+        return rows.to(tl.int64)
+    else:  # noqa: RET505 (the compiler reads what follows a return)
+        return rows
+
+
+@triton.jit
+def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a weight whose first ROWS rows are the gate's: a constant offset that does not fit int32 may be taken for a
+    negative one."""
+    if ROWS * COLUMNS > INT_MAX:
+        return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
+    else:  # noqa: RET505
+        return weight_ptr + ROWS * COLUMNS
+
+
+@triton.jit
 def _load_rows(
     weight_ptr,
     row,
@@ -103,7 +124,7 @@ def _load_rows(
     """[TILE, WIDTH]: rows from `row` on, columns from START on, zeros beyond the weight."""
     rows = row + tl.arange(0, TILE)
     columns = START + tl.arange(0, WIDTH)
-    ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
+    ptrs = weight_ptr + _wide_enough(rows, ROWS, COLUMNS)[:, None] * COLUMNS + columns[None, :]
     if START + WIDTH <= COLUMNS:
         return tl.load(ptrs, mask=(rows < ROWS)[:, None], other=0.0, eviction_policy=EVICTION)
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
@@ -146,7 +167,7 @@ def _one_row_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
-    up_ptr = weight_ptr + ROWS * COLUMNS
+    up_ptr = _second_half(weight_ptr, ROWS, COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
     if SECOND:
@@ -244,7 +265,7 @@ def _several_rows_kernel(
         gdc_launch_dependents()
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     in_batch = tl.arange(0, BATCH)
-    up_ptr = weight_ptr + ROWS * COLUMNS
+    up_ptr = _second_half(weight_ptr, ROWS, COLUMNS)
     acc = tl.zeros([TILE, BATCH], tl.float32)
     up_acc = tl.zeros([TILE, BATCH], tl.float32)
     squares = tl.zeros([BATCH], tl.float32)
@@ -253,7 +274,7 @@ def _several_rows_kernel(
     for first in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES):
         columns = first + tl.arange(0, CHUNK)
         weight_mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-        offsets = rows[:, None] * COLUMNS + columns[None, :]
+        offsets = _wide_enough(rows, ROWS, COLUMNS)[:, None] * COLUMNS + columns[None, :]
         x_mask = (columns < COLUMNS)[:, None] & (in_batch < batch)[None, :]
         x_offsets = in_batch[None, :] * COLUMNS + columns[:, None]
         x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
