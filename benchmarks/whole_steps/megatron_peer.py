@@ -38,7 +38,9 @@ from whole_steps.variants import ATTENTIONS
 
 
 def unsupported_by_megatron(config: Config) -> str:
-    """Why megatron-core without Transformer Engine cannot run this config; empty when it can."""
+    """Why megatron-core without Transformer Engine cannot run this config, or is not asked to; empty when it can."""
+    if config.moe.experts > 0:
+        return "experts are compared in one model, by benchmarks/bench_moe.py"
     if config.parallel.context > 1:
         return "context parallelism needs Transformer Engine"
     if config.parallel.sequence and config.parallel.tensor > 1:

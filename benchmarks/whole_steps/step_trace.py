@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ COLUMNS = {
     "attention": ("attention",),
     "indexer": ("indexer", "selection"),
     "kl": ("kl",),
-    "mlp": ("mlp",),
+    "mlp": ("mlp", "router", "exchange", "experts"),
     "loss": ("loss",),
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
 """Name in the report -> parts of the step; what is in none of them is `other`."""
+OF_EXPERTS = {**COLUMNS, "mlp": ("mlp",), **{name: (name,) for name in ("router", "exchange", "experts")}}
+"""The parts of a mixture of experts apart; `mlp` is norm, residual connection and shared expert."""
 
 
 def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
@@ -41,10 +43,12 @@ def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
     return breakdown(intervals, *traced_span(host_events(events), intervals))
 
 
-def in_columns(found: Breakdown, steps: int) -> dict[str, float]:
+def in_columns(
+    found: Breakdown, steps: int, names: Mapping[str, Sequence[str]] = COLUMNS
+) -> dict[str, float]:
     """Milliseconds per step by name: all but the first and the last add up to the first."""
     parts = dict(found.parts)
-    columns = {name: sum(parts.pop(part, 0.0) for part in of) for name, of in COLUMNS.items()}
+    columns = {name: sum(parts.pop(part, 0.0) for part in of) for name, of in names.items()}
     columns[OTHER] = sum(parts.values())
     microseconds = {
         "traced_step": found.wall,

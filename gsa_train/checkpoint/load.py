@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 
@@ -37,6 +36,7 @@ from gsa_train.checkpoint.optimizer_state import (
     wanted_state,
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
+from gsa_train.checkpoint.shared_read import shared_by_replicas
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -194,16 +194,16 @@ def _fill(
         from_mains = from_main_weights(entries, saved)
         names_of_mains = [entries[chunk][name].key for chunk, state in from_mains.items() for name in state]
         if weights:
-            _load(checkpoint, model, entries, parallel)
+            _load(checkpoint, model, entries)
         before = [part.weight() for _, part in parts]
         mine = []
         if has_main_weights(saved) and not model.mcore_config.bf16:  # the optimizer's weights are the model's
-            mine = _fill_in_fp32(checkpoint, model, from_mains, names_of_mains, saved, parallel)
+            mine = _fill_in_fp32(checkpoint, model, from_mains, names_of_mains, saved)
     phase_optimizer.start_from_weights()
     targets = {name: box.data for name, box in wanted.items()}
     # A rank that loads nothing finds nothing.
     shared = phase_optimizer.state_group is None
-    for name, tensor in _read(checkpoint, {"state": wanted}, parallel, shared).get("state", {}).items():
+    for name, tensor in _read(checkpoint, {"state": wanted}, model, shared).get("state", {}).items():
         targets[name].copy_(tensor)  # mostly itself
     mains = [part.tensors[MAIN_WEIGHT] for _, part in parts]
     mine += names_of_others([name for name, _ in parts], mains, before, saved)
@@ -218,7 +218,6 @@ def _fill_in_fp32(
     from_mains: dict[str, Any],
     names: list[str],
     saved: Saved,
-    parallel: Parallel,
 ) -> list[str]:
     """A model in fp32 from the fp32 weights of a run in bf16, also where the phase trains none. Collective.
 
@@ -231,7 +230,7 @@ def _fill_in_fp32(
     """
     parameters = [entry.data for state in from_mains.values() for entry in state.values()]
     before = [parameter.detach().clone() for parameter in parameters]
-    _load(checkpoint, model, from_mains, parallel, all_weights=False)
+    _load(checkpoint, model, from_mains, all_weights=False)
     return names_of_others(names, parameters, before, saved)
 
 
@@ -247,7 +246,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
             chunk: {name: tensor for name, tensor in state.items() if tensor.key in names}
             for chunk, state in wanted.items()
         }
-    _load(checkpoint, model, wanted, parallel, all_weights=names is None)
+    _load(checkpoint, model, wanted, all_weights=names is None)
 
 
 def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
@@ -280,28 +279,24 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": parallel.groups.dp_cp}
 
 
-def _load(
-    checkpoint: Path, model: Model, wanted: dict[str, Any], parallel: Parallel, all_weights: bool = True
-) -> dict[str, Any]:
-    content = _read(checkpoint, wanted, parallel)
+def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> dict[str, Any]:
+    content = _read(checkpoint, wanted, model)
     for name, chunk in _named_chunks(model).items():
         # A rank of whose weights none is wanted finds nothing.
         chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
     return content
 
 
-def _read(
-    checkpoint: Path, wanted: dict[str, Any], parallel: Parallel, shared: bool = True
-) -> dict[str, Any]:
+def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool = True) -> dict[str, Any]:
     """
     Args:
-        shared: data-parallel ranks want the same, so each reads a part of it for all.
+        shared: replicas want the same, so each reads a part of it for all.
     """
-    strategy = TorchDistLoadShardedStrategy()
+    strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
     content: dict[str, Any] = dist_checkpointing.load(
         wanted,
         str(checkpoint),
-        FullyParallelLoadStrategyWrapper(strategy, parallel.groups.dp_cp) if shared else strategy,
+        shared_by_replicas(strategy, model.parallel.groups, has_experts) if shared else strategy,
         GuardedCommon(),
         strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED,
     )

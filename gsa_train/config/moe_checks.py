@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from gsa_train.config.layout_checks import nearest
 from gsa_train.config.load import problem_line
 from gsa_train.config.moe import MoEConfig, layers_with_experts
 from gsa_train.config.sections import Config
@@ -137,13 +138,13 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
     stage, sharing = world_size // parallel.pipeline, expert * split
     if world_size % parallel.pipeline == 0 and stage % sharing != 0:
         wrong = (
-            f"x parallel.expert_tensor = {split} does not divide the {stage} tensor x context x data ranks of a "
-            "pipeline stage, which share the experts out"
+            f"a pipeline stage has {stage} tensor x context x data ranks to share the experts out, not a multiple of "
+            f"parallel.expert = {expert} x parallel.expert_tensor = {split}"
         )
         divisor = math.gcd(stage // math.gcd(stage, split), config.moe.experts)
-        lines.append(
-            problem_line("parallel.expert", expert, wrong, f"choose a divisor of both, such as {divisor}")
-        )
+        unit = parallel.pipeline * math.lcm(parallel.tensor * parallel.context, sharing)
+        remedy = f"start {nearest(world_size, unit)} ranks, or set parallel.expert to a divisor of both, such as {divisor}"
+        lines.append(problem_line("world size", world_size, wrong, remedy))
     elif parallel.optimizer_instances > 1 and stage // sharing % parallel.optimizer_instances != 0:
         wrong = f"does not divide the {stage // sharing} replicas of an expert"
         remedy = f"choose a divisor of {stage // sharing}, or a smaller parallel.expert"

@@ -14,12 +14,16 @@ PARTS = (
     "selection",
     "kl",
     "mlp",
+    "router",
+    "exchange",
+    "experts",
     "loss",
     "communication",
     "optimizer",
     "logging",
 )
-"""In the order of a step. What is inside another, as the indexer is inside the attention, counts for itself."""
+"""In the order of a step. What is inside another, as the indexer is inside the attention, counts for itself. With
+experts `mlp` is what is beside the routed ones: norm, residual connection, shared expert."""
 
 _NOTHING = nullcontext()
 

@@ -68,6 +68,11 @@ def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
             assert found == expected
 
 
+def test_a_load_sends_no_rank_the_experts_of_another(results: Any) -> None:
+    assert results["loads"]["sent"] > 0
+    assert results["loads"]["unwanted"] == 0
+
+
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
     """To the last bit, whether it begins in the same process or from the checkpoint before it."""

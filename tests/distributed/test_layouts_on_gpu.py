@@ -16,6 +16,7 @@ from helpers.layouts_on_gpu import (
     METRICS,
     ONE_RANK,
     Series,
+    Subject,
     allowed,
     deviations,
     judge,
@@ -48,7 +49,7 @@ def test_a_layout_fails_when_a_step_is_off(loss: float, passes: bool) -> None:
 @pytest.mark.parametrize(("world_size", "tensor", "pipeline"), [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 4, 4)])
 def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> None:
     for tiny in (True, False):
-        configs = layouts_that_fit(world_size, tiny, "bf16")
+        configs = layouts_that_fit(world_size, Subject(tiny, "bf16"))
         assert max(config.parallel.tensor for config in configs.values()) == tensor
         assert max(config.parallel.pipeline for config in configs.values()) == pipeline
         left_out = {name for name in set(LAYOUTS) - set(configs) if "deepspeed" not in name}  # not installed?
@@ -56,10 +57,16 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
         assert world_size < 8 or left_out == ({"pp 4, interleaved"} if tiny else set())
 
 
-def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "layouts"),
+    [
+        ([], ["tp 2, sp", "pp 2"]),
+        (["--experts"], ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"]),
+    ],
+)
+def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tmp_path: Path) -> None:
     report = tmp_path / "layouts.json"
-    layouts = ["tp 2, sp", "pp 2"]
-    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", "--steps", "1", "--json", str(report)]
+    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", *options, "--steps", "1", "--json", str(report)]
     output = run_script([*command, "--only", *layouts], tmp_path / "log", ranks=2)
     found = json.loads(report.read_text())
     assert set(found["one_rank"]) == set(ONE_RANK)
@@ -70,4 +77,4 @@ def test_two_layouts_in_bf16_on_two_ranks(tmp_path: Path) -> None:
     # bf16 rounds, and the runs of one rank show it: the bounds are not just the floor.
     off = deviations(found["one_rank"]["products in 2 parts"], found["one_rank"][BASELINE], "grad_norm")
     assert 1e-5 < max(off) < 1e-1
-    assert output.count(" ok\n") == 2
+    assert output.count(" ok\n") == len(layouts)

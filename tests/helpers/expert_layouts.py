@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import exchange_utils
 
 from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model
@@ -156,6 +158,24 @@ def measured_margin() -> Iterator[list[float]]:
         yield found
 
 
+@contextmanager
+def measured_loads() -> Iterator[dict[str, int]]:
+    """Of all loads: elements that ranks sent each other, and that came to ranks which did not want them."""
+    found = {"sent": 0, "unwanted": 0}
+    exchange = exchange_utils.exchange_loaded_tensors_broadcast
+
+    def exchange_and_count(loaded: Any, unloaded: Any, distribution: Any, group: Any) -> Any:
+        for shard, ranks in distribution.all_ranks_for_shard.items():
+            if len(ranks) > 1:
+                elements = math.prod(distribution.shard_to_metadata[shard].local_shape)
+                found["sent"] += elements
+                found["unwanted"] += elements * (group.size() - len(ranks))
+        return exchange(loaded, unloaded, distribution, group)
+
+    with patch.object(exchange_utils, "exchange_loaded_tensors_broadcast", exchange_and_count):
+        yield found
+
+
 def train_all() -> dict[str, list[dict[str, Any]]]:
     trained = {}
     for name, case in CASES.items():
@@ -198,8 +218,8 @@ def main(folder: Path) -> None:
         setattr(query_sample, name, value)
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
-    with measured_margin() as margins:
-        results: dict[str, Any] = {"trained": train_all(), "resumed": resume_all(folder)}
+    with measured_margin() as margins, measured_loads() as loads:
+        results: dict[str, Any] = {"trained": train_all(), "resumed": resume_all(folder), "loads": loads}
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, min(margins))
     results |= {"margin": min(every), "crossed": cross_all(folder)}

@@ -1,6 +1,7 @@
 """Every layout that fits the machine against one rank, in bf16: `make layouts-gpu`.
 
-    torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--json OUT] [--only "tp 2, sp" ...]
+    torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
+        [--only "tp 2, sp" ...]
 
 In bf16 no two orders of the same sums agree, so the measure is what one rank's own training does when only roundings
 change: its micro-batches in the opposite order, two sequences at a time, and every matrix product in two and in four
@@ -95,7 +96,36 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name -> fields of `parallel` and of `train`. DeepSpeed's are left out where it is not installed."""
 
+EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp": ({}, {}),
+    "ep 2": ({"expert": 2}, {}),
+    "ep 2, overlapped": ({"expert": 2, **OVERLAP}, {}),
+    "ep 2, replicated optimizer": ({"expert": 2, **REPLICATED}, {}),
+    "ep 2, recompute full": ({"expert": 2}, FULL),
+    "ep 4": ({"expert": 4}, {}),
+    "tp 2, sp, whole experts": ({"tensor": 2}, {}),
+    "tp 2, sp, ep 2": ({"tensor": 2, "expert": 2}, {}),
+    "tp 2, sp, etp 2": ({"tensor": 2, "expert_tensor": 2}, {}),
+    "tp 2, sp, ep 2, etp 2": ({"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+    "tp 2, sp, ep 4": ({"tensor": 2, "expert": 4}, {}),
+    "cp 2, ep 2": ({"context": 2, "expert": 2}, {}),
+    "pp 2": ({"pipeline": 2}, {}),
+    "pp 2, ep 2": ({"pipeline": 2, "expert": 2}, {}),
+    "pp 2, interleaved, ep 2": ({**INTERLEAVED, "expert": 2}, {}),
+}
+"""Likewise, with `--experts`. On two ranks all but those of four."""
+
 Series = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained."""
+
+    tiny: bool
+    precision: str
+    experts: bool = False
+    """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +148,10 @@ ONE_RANK = {
 }
 
 
-def config_of(parallel: dict[str, Any], train: dict[str, Any], tiny: bool, precision: str) -> Config:
+def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
     """Width 256, 8 layers (four stages of two chunks), 512 tokens, budgets that leave most keys out."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
+    tiny, width = subject.tiny, 16 if subject.tiny else 176
     if tiny:
         sizes = {"hidden_size": 32, "head_dim": 4, "ffn_hidden_size": 48, "vocab_size": 64}
         model |= {"num_layers": 4, "init_std": 0.1}
@@ -137,8 +168,11 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], tiny: bool, preci
         "model": {**model, **sizes},
         "gsa": gsa,
         "parallel": parallel,
-        "train": {**lengths, "grad_clip": 1.0, "precision": precision, **train},
+        "train": {**lengths, "grad_clip": 1.0, "precision": subject.precision, **train},
     }
+    if subject.experts:
+        widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
+        sections["moe"] = {"experts": 8, "top_k": 2, **widths}
     config = dataclasses.replace(CONFIG, phases=phases)
     for name, fields in sections.items():
         config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
@@ -223,11 +257,10 @@ def largest(values: Sequence[float]) -> float:
     return math.inf if any(math.isnan(value) for value in values) else max(values)
 
 
-def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, Config]:
+def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
     """Those whose sizes divide the world, and whose libraries are here."""
-    configs = {
-        name: config_of(parallel, train, tiny, precision) for name, (parallel, train) in LAYOUTS.items()
-    }
+    layouts = EXPERT_LAYOUTS if subject.experts else LAYOUTS
+    configs = {name: config_of(parallel, train, subject) for name, (parallel, train) in layouts.items()}
     return {
         name: config
         for name, config in configs.items()
@@ -235,9 +268,7 @@ def layouts_that_fit(world_size: int, tiny: bool, precision: str) -> dict[str, C
     }
 
 
-def run_one_rank(
-    rank: int, world_size: int, steps: int, tiny: bool, precision: str, lr: float
-) -> dict[str, Series]:
+def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
     """This rank's part of the one-rank runs."""
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
@@ -245,7 +276,7 @@ def run_one_rank(
         train: dict[str, Any] = {"micro_batch_size": case.micro_batch_size}
         if case.parts > 1:
             train["fused_ops"] = "none"
-        config = config_of({}, train, tiny, precision)
+        config = config_of({}, train, subject)
         prepare = partial(in_parts, parts=case.parts) if case.parts > 1 else None
         with alone() as parallel:
             done[name] = numbers(
@@ -263,17 +294,18 @@ def main() -> int:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
+    parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
-    steps, tiny, precision = arguments.steps, arguments.tiny, arguments.precision
+    steps, subject = arguments.steps, Subject(arguments.tiny, arguments.precision, arguments.experts)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    configs = layouts_that_fit(world_size, tiny, precision)
+    configs = layouts_that_fit(world_size, subject)
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 
-    mine = run_one_rank(rank, world_size, steps, tiny, precision, arguments.lr)
+    mine = run_one_rank(rank, world_size, steps, subject, arguments.lr)
     one_rank: dict[str, Series] = {}
     rows = {}
     for name, config in configs.items():
@@ -293,7 +325,7 @@ def main() -> int:
             print(line(name, rows[name]), flush=True)
             if arguments.json:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                content = {"world_size": world_size, "precision": precision, "layouts": rows}
+                content = {"world_size": world_size, "precision": subject.precision, "layouts": rows}
                 arguments.json.write_text(json.dumps({**content, "one_rank": one_rank}, indent=1) + "\n")
         release_memory(parallel.device)
         leave_layout()

@@ -19,6 +19,7 @@ import harness  # noqa: E402
 import plots  # noqa: E402
 
 from gsa_kernels.packed_mask import unpack_mask  # noqa: E402
+from helpers.bench_without_cuda import stand_in_for_cuda  # noqa: E402
 
 
 @pytest.fixture
@@ -268,15 +269,6 @@ def test_measures() -> None:
 
     peak, result = harness.peak_bytes(lambda: torch.ones(2**20, device="cuda"))
     assert peak == result.nbytes
-
-
-def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(harness, "require_cuda", lambda: None)
 
 
 def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

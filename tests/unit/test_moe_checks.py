@@ -68,11 +68,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["moe.experts=12", "parallel.expert=3"],
-        ["parallel.expert = 3", "does not divide the 8 tensor x context x data ranks", "such as 4"],
+        ["world size = 8", "has 8 tensor x", "multiple of parallel.expert = 3", "start 6 or 9 ranks", "as 4"],
     ),
     (
         ["moe.experts=16", "parallel.expert=8", "parallel.pipeline=2"],
-        ["parallel.expert = 8", "does not divide the 4 tensor x context x data ranks"],
+        ["world size = 8", "a pipeline stage has 4 tensor x", "start 16 ranks", "such as 4"],
     ),
     (
         ["parallel.expert=4", "parallel.optimizer_instances=4"],

@@ -348,3 +348,15 @@ def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_paramete
     narrow = [count for arm, count in parameters.items() if arm.endswith("_narrow")]
     half_a_width = 4 * 3 * 768 * 12  # widths are multiples of 8
     assert narrow == [pytest.approx(parameters["standard"], abs=half_a_width)] * 3
+
+
+def test_mixtures_have_as_many_active_parameters_as_the_dense_models() -> None:
+    study = load_study(ROOT / "studies" / "experts.yaml", need_data=False)
+    counts = {
+        run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe) for run in study.runs
+    }
+    assert {run.tokens for run in study.runs} == {240 * 131072}
+    for kind in ("standard", "gated_only", "gsa"):
+        dense, mixture = counts[f"dense_{kind}"], counts[f"moe_{kind}"]
+        assert mixture.active == pytest.approx(dense.total, rel=1e-3)
+        assert mixture.total > 2.5 * dense.total

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_train.model.mcore.config import GSATransformerConfig
 
-_GROUPED_MM: Callable[..., torch.Tensor] = (
+GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
 """rows [M, k] sorted by group, weights [groups, k, n], offs int32 [groups] where each group ends -> [M, n]. The same
@@ -50,10 +50,10 @@ class GroupedExperts(MegatronModule):
             [M, d], weighted: this rank's part of the sum, where ranks split the experts' width.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        inner = self.activation(_GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends))
+        inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends))
         # Weighted before the second product, whose output then is not kept for the backward pass (megatron-core).
         inner = (inner * weights[:, None]).to(rows.dtype)
-        return _GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
+        return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

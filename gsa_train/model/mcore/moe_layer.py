@@ -24,6 +24,7 @@ from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.parallel import Parallel
+from gsa_train.profiling.trace_spans import trace_span
 
 
 class OneByOne(SequentialMLP):
@@ -99,11 +100,15 @@ class MixtureOfExperts(MegatronModule):
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[L, B, d] of this rank -> the same, and no bias."""
-        routing = self.router(hidden)
-        exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
-        rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
-        outputs, _ = self.experts(rows, exchange.tokens_per_expert, weights)
-        output = exchange.to_tokens(outputs).view_as(hidden)
+        with trace_span("router"):
+            routing = self.router(hidden)
+        with trace_span("exchange"):
+            exchange = plan_exchange(routing.experts, routing.kept, self.router.moe.experts, self.ranks)
+            rows, weights = exchange.to_experts(hidden.flatten(0, 1), routing.weights)
+        with trace_span("experts"):
+            outputs, _ = self.experts(rows, exchange.tokens_per_expert, weights)
+        with trace_span("exchange"):
+            output = exchange.to_tokens(outputs).view_as(hidden)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden)[0]
         return output, None

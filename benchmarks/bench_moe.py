@@ -1,0 +1,251 @@
+"""Training steps of a model with experts on one CUDA device, ours beside megatron-core's mixture of experts, and GSA
+beside standard attention.
+
+    python benchmarks/bench_moe.py [key=value ...] [--layers 18] [--experts 16] [--models standard gsa]
+    python benchmarks/bench_moe.py --layers 3 --experts 128
+
+The shapes are those of configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
+holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.67B in all, about
+60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active.
+
+In `standard_sequential` and `standard_grouped` each mixture is megatron-core's own layer with the same weights:
+its router and its dispatcher, and SequentialMLP or GroupedMLP (whole_steps/megatron_experts.py says what that has
+without Transformer Engine). Attention, norms, loss, optimizer and tokens are the same. Before the first step both
+layers' outputs for random tokens are compared: what differs by more than rounding is WRONG. The learning rate is 0, so
+that weights, and where tokens go, stay the same in all of them; `load_max` is the largest expert's load over the mean.
+
+The models take turns, in `--rounds` rounds, each built anew as they do not fit the device together, and warmed up
+first. `ratio` is the median over the rounds of a model's step over the standard one's, with its standard error. The
+table by part is traced steps of the last round, in ms per step: `experts` are the routed ones' products, `exchange` is
+sorting tokens by expert and adding up outputs, `mlp` has the shared expert.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import harness
+import torch
+
+from gsa_train.config import Config, load_config
+from gsa_train.memory.estimate import estimate_memory
+from gsa_train.metrics.record import expert_metrics
+from gsa_train.model.flops import count_parameters, flops_per_token, peak_flops_per_second
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.stats import EXPERTS
+from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from whole_steps import megatron_experts
+from whole_steps.step_bench import (
+    OurTrainee,
+    peak_memory,
+    random_batches,
+    release_memory,
+    reset_peak_memory,
+    time_steps,
+)
+from whole_steps.step_timing import count_synchronizations
+from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+STANDARD, GSA = "standard", "gsa"
+MODELS = {STANDARD: (STANDARD, ""), GSA: (GSA, "")} | {
+    f"{STANDARD}_{experts}": (STANDARD, experts) for experts in megatron_experts.EXPERTS
+}
+"""Name -> which config, and which of megatron-core's experts; empty: our mixture."""
+TRACED_STEPS = 2
+ROUNDING = 0.02
+"""Relative, of a layer's output in bf16: eps is 0.008, and each output is a sum of two products in a row."""
+
+
+@dataclass
+class Found:
+    """What a model showed in its turns."""
+
+    config: Config
+    step_seconds: list[float] = field(default_factory=list)
+    """Median of each round."""
+    peak_gib: float = 0.0
+    difference: float = 0.0
+    """Of megatron-core's layers' outputs from ours; 0 for ours."""
+    load_max: float = float("nan")
+    synchronizations: int = 0
+    """Times that a step made the host wait for the device."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """ms per step."""
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Turns:
+    rounds: int
+    warm_up_steps: int
+    steps: int
+    traces: bool
+    dispatcher: str
+
+
+def load(name: str, options: Sequence[str]) -> Config:
+    """
+    Raises:
+        ConfigError: an override does not fit.
+    """
+    kind, _ = MODELS[name]
+    fixed = ["parallel.expert=1", "data.num_workers=0", "data.num_lanes=1", "train.micro_batch_size=1"]
+    return load_config(
+        CONFIGS / f"{kind}_moe_15b_a2b.yaml", [*fixed, *options], world_size=1, need_data=False
+    )
+
+
+def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> None:
+    for number in range(turns.rounds):
+        is_last = number == turns.rounds - 1
+        for name, each in found.items():
+            if not each.failed:
+                try:
+                    take_turn(name, each, turns, is_last, parallel)
+                except torch.OutOfMemoryError as error:
+                    each.failed = f"out of memory: {str(error).splitlines()[0]}"
+                release_memory(parallel.device)  # behind the handler, whose error holds on to the tensors
+            shown = each.failed or f"{1e3 * each.step_seconds[-1]:.1f} ms"
+            print(f"round {number + 1}, {name}: {shown}", flush=True)
+
+
+def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Parallel) -> None:
+    config, experts = found.config, MODELS[name][1]
+
+    def prepare(model: Model) -> None:
+        if experts:
+            found.difference = megatron_experts.take_megatron_experts(model, experts, turns.dispatcher)
+
+    batches = random_batches(config, parallel)
+    reset_peak_memory(parallel.device)
+    trainee = OurTrainee(config, config.phases[-1], parallel, prepare, lr=0.0)
+    try:
+        for _ in range(turns.warm_up_steps):
+            trainee.step(batches)
+        seconds = time_steps(lambda: trainee.step(batches), turns.steps, parallel.device)
+        found.step_seconds.append(statistics.median(seconds))
+        found.peak_gib = max(found.peak_gib, peak_memory(parallel.device).allocated / 2**30)
+        if is_last:
+            found.synchronizations = count_synchronizations(trainee, batches)
+            if not experts:
+                trainee.step(batches, measures=True)
+                found.load_max = largest_load(trainee.model)
+            if turns.traces:
+                traced = trace_steps(lambda: trainee.step(batches), TRACED_STEPS)
+                found.parts = in_columns(traced, TRACED_STEPS, OF_EXPERTS)
+    finally:
+        trainee.close()
+
+
+def largest_load(model: Model) -> float:
+    """Of all experts in the last step, over the mean."""
+    stats = model.runtime.stats
+    nothing = torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
+    layers = stats.reduce(nothing, [], [])[0]
+    stats.reset()
+    shares = [values for label, values in layers.items() if label.startswith(f"{EXPERTS}/")]
+    return float(expert_metrics(shares)["expert_load_max"])
+
+
+def add_to(report: harness.Report, found: dict[str, Found]) -> None:
+    reference = found[STANDARD]
+    for name, each in found.items():
+        report.row(model=name, **cells_of(each, reference), failed=each.failed)
+        if each.difference > ROUNDING:
+            report.fail(f"{name}: megatron-core's outputs are {each.difference:.3g} away from ours")
+    for part in dict.fromkeys(part for each in found.values() for part in each.parts):
+        times = {name: each.parts.get(part) for name, each in found.items()}
+        report.row(ms_per_step=part.removesuffix("_ms"), **times)
+    for name, each in found.items():
+        ratio, _ = ratio_of(each, reference)
+        if MODELS[name][1]:
+            report.bar(f"tokens/s of {STANDARD} over {name}", ratio, at_least=1.0)
+        elif name == GSA:
+            report.bar(f"step of {GSA} over {STANDARD}", ratio, at_most=1.10)
+
+
+def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
+    """Of the times in neighbouring turns: median, and its standard error."""
+    if one.failed or reference.failed:
+        return float("nan"), float("nan")
+    pairs = zip(one.step_seconds, reference.step_seconds, strict=True)
+    return harness.median_and_error([mine / other for mine, other in pairs])
+
+
+def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
+    config, phase = found.config, found.config.phases[-1]
+    count = count_parameters(config.model, config.gsa, config.moe)
+    length = config.train.seq_len_tokens
+    seconds = statistics.median(found.step_seconds) if found.step_seconds else float("nan")
+    per_second = config.train.global_batch_size * length / seconds
+    flops = flops_per_token(config.model, config.gsa, config.moe, phase, length).total
+    peak = peak_flops_per_second(torch.cuda.get_device_name(), "bf16")
+    ratio, error = ratio_of(found, reference)
+    return {
+        "layers": config.model.num_layers,
+        "experts": config.moe.experts,
+        "total": count.total,
+        "active": count.active,
+        "step_ms": 1e3 * seconds,
+        "ratio": ratio,
+        "ratio_error": error,
+        "tokens_per_second": per_second,
+        "mfu": float("nan") if peak is None else per_second * flops / peak,
+        "peak_gib": found.peak_gib,
+        "predicted_gib": estimate_memory(config, phase, world_size=1, stage=0).total / 2**30,
+        "synchronizations": found.synchronizations,
+        "load_max": found.load_max,
+        "difference": found.difference,
+    }
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warm-up-steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--steps", type=int, default=5, help="of each turn")
+    parser.add_argument(
+        "--dispatcher",
+        choices=megatron_experts.DISPATCHERS,
+        default="allgather",
+        help="of megatron-core, which has allgather by default; on one rank neither sends anything",
+    )
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    harness.require_cuda()
+    options = [f"model.num_layers={arguments.layers}", f"moe.experts={arguments.experts}"]
+    options += [f"train.global_batch_size={arguments.sequences}", *arguments.overrides]
+    names = list(dict.fromkeys([STANDARD, *arguments.models]))  # what all are compared with comes first
+    found = {name: Found(load(name, options)) for name in names}
+    config = found[STANDARD].config
+    if any(MODELS[name][1] for name in names) and (
+        reason := megatron_experts.unsupported_by_megatron_experts(config)
+    ):
+        parser.error(f"megatron-core's mixture cannot be compared: {reason}")
+    report = harness.Report("bench_moe", arguments)
+    parallel = init_parallel(config.parallel, seed=1)
+    turns = Turns(
+        arguments.rounds,
+        arguments.warm_up_steps,
+        arguments.steps,
+        not arguments.no_profile,
+        arguments.dispatcher,
+    )
+    take_turns(found, turns, parallel)
+    add_to(report, found)
+    shutdown_parallel()
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""megatron-core's own mixture of experts in the place of ours, in our model, with the same weights.
+
+What of it runs without Transformer Engine: its router, its token dispatchers, its shared expert, and of experts
+SequentialMLP, one after the other, or its GroupedMLP. The latter needs the package grouped_gemm, whose product torch's
+grouped product stands in for here. Fusions that need neither library are on, as Megatron-LM has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts as megatron_experts
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from gsa_train.config import Config
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.config import GSATransformerConfig
+from gsa_train.model.mcore.grouped_experts import GROUPED_MM
+from gsa_train.model.mcore.moe_layer import MixtureOfExperts
+from gsa_train.profiling.trace_spans import trace_span
+
+EXPERTS = ("sequential", "grouped")
+DISPATCHERS = ("allgather", "alltoall")
+COMPARED_TOKENS = 256
+
+
+def unsupported_by_megatron_experts(config: Config) -> str:
+    """Why its layer is not what ours is with this config; empty where it is."""
+    if config.moe.experts_impl != "grouped":
+        return f"moe.experts_impl = {config.moe.experts_impl} is megatron-core's already"
+    if config.moe.balancing == "aux_free" or config.moe.capacity_factor > 0:
+        return "biases and capacities are other ones in megatron-core"
+    if config.parallel.expert * config.parallel.expert_tensor > 1:
+        return "weights are copied within one rank"
+    return ""
+
+
+def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
+    """Put it into all layers that are mixtures, before the optimizer is built.
+
+    Args:
+        experts: one of EXPERTS.
+        dispatcher: one of DISPATCHERS.
+
+    Returns:
+        How far its outputs for random tokens are from ours, ||theirs - ours|| / ||ours||, in the worst layer.
+    """
+    worst = 0.0
+    # Without Transformer Engine the router asks for a name that its module does not have (0.16.1).
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
+    transformer = _transformer_config(model.mcore_config, dispatcher)
+    for layer in (layer for chunk in model.chunks for layer in chunk.decoder.layers):
+        ours = layer.mlp
+        if isinstance(ours, MixtureOfExperts):
+            layer.mlp = _layer_like(ours, transformer, experts, model.parallel.groups)
+            layer.mlp.set_layer_number(layer.layer_number)
+            layer.is_moe_layer = True
+            worst = max(worst, _difference(ours, layer.mlp))
+    model.routers.clear()  # nothing of ours is left to balance
+    return worst
+
+
+def _transformer_config(ours: GSATransformerConfig, dispatcher: str) -> TransformerConfig:
+    moe, on_gpu = ours.moe, not ours.use_cpu_initialization
+    balanced = moe.balancing == "global_batch" and moe.balance_coeff > 0
+    return dataclasses.replace(
+        ours,
+        moe_router_topk=moe.top_k,
+        moe_router_score_function=moe.router_score,
+        moe_router_dtype="fp32",
+        moe_router_topk_scaling_factor=None if moe.routed_scale == 1.0 else moe.routed_scale,
+        moe_router_load_balancing_type="aux_loss" if balanced else "none",
+        moe_aux_loss_coeff=moe.balance_coeff if balanced else 0.0,
+        moe_z_loss_coeff=moe.z_loss_coeff or None,
+        moe_shared_expert_intermediate_size=moe.shared_expert_ffn_hidden_size or None,
+        moe_token_dispatcher_type=dispatcher,
+        bf16=True,  # GroupedMLP asserts it, for grouped_gemm knows no other type; torch's product does
+        use_te_activation_func=False,
+        bias_activation_fusion=on_gpu,  # through torch.compile, which takes longer than a test on CPUs
+    )
+
+
+def _layer_like(
+    ours: MixtureOfExperts, transformer: TransformerConfig, experts: str, groups: ProcessGroupCollection
+) -> MoELayer:
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    submodules = MoESubmodules(
+        experts=NamedGroupedMLP
+        if experts == "grouped"
+        else ModuleSpec(module=NamedSequentialMLP, submodules=parts),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
+    )
+    with patch.object(megatron_experts.gg, "assert_grouped_gemm_is_available", lambda: None):
+        theirs = NamedMoELayer(transformer, submodules, pg_collection=groups)
+    theirs.to(ours.router.weight.device)
+    _copy_weights(ours, theirs)
+    return theirs
+
+
+@torch.no_grad()
+def _copy_weights(ours: MixtureOfExperts, theirs: MoELayer) -> None:
+    theirs.router.weight.copy_(ours.router.weight)
+    inner, outer = ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight
+    if isinstance(theirs.experts, GroupedMLP):  # [in, experts x out], in the order of [experts, in, out]
+        transposed = inner.transpose(1, 2), outer.transpose(1, 2)
+        for weight, value in zip((theirs.experts.weight1, theirs.experts.weight2), transposed, strict=True):
+            weight.view(value.shape).copy_(value)
+    else:
+        for number, expert in enumerate(theirs.experts.local_experts):
+            expert.linear_fc1.weight.copy_(inner[number])
+            expert.linear_fc2.weight.copy_(outer[number])
+    if ours.shared_experts is not None:
+        theirs.shared_experts.linear_fc1.weight.copy_(ours.shared_experts.linear_fc1.weight)
+        theirs.shared_experts.linear_fc2.weight.copy_(ours.shared_experts.linear_fc2.weight)
+
+
+@torch.no_grad()
+def _difference(ours: MixtureOfExperts, theirs: MoELayer) -> float:
+    weight = ours.router.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    shape = (COMPARED_TOKENS, 1, weight.shape[1])
+    hidden = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
+    expected, found = ours(hidden)[0].double(), theirs(hidden)[0].double()
+    return float((found - expected).norm() / expected.norm())
+
+
+class NamedMoELayer(MoELayer):
+    """With the names of our layer's parts in traces."""
+
+    def route(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("router"):
+            return super().route(*args, **kwargs)
+
+    def preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("exchange"):
+            return super().preprocess(*args, **kwargs)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("exchange"):
+            return super().dispatch(*args, **kwargs)
+
+    def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("exchange"):  # around the experts, which are a part of their own
+            return super().routed_experts_compute(*args, **kwargs)
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("exchange"):
+            return super().combine(*args, **kwargs)
+
+
+class NamedSequentialMLP(SequentialMLP):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("experts"):
+            return super().forward(*args, **kwargs)
+
+
+class NamedGroupedMLP(GroupedMLP):
+    """Its products by torch."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with trace_span("experts"), patch.object(megatron_experts.gg, "ops", TorchProducts):
+            return super().forward(*args, **kwargs)
+
+
+class TorchProducts:
+    """In the place of grouped_gemm.ops."""
+
+    @staticmethod
+    def gmm(
+        rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
+    ) -> torch.Tensor:
+        """rows [M, k] sorted by expert, weights [experts, k, n], counts int64 [experts], on the host -> [M, n]"""
+        assert not trans_b
+        return GROUPED_MM(rows, weights, offs=counts.cumsum(0).int().to(rows.device))

@@ -1,0 +1,41 @@
+"""Replicas share the reading of a checkpoint: each reads a part, and broadcasts it to those that want the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+EXPERTS = ".mlp.experts."
+"""In the names of routed experts' tensors on disk, those of their optimizer state included."""
+
+
+def shared_by_replicas(
+    strategy: LoadShardedStrategy, groups: ProcessGroupCollection, has_experts: bool
+) -> LoadShardedStrategy:
+    """
+    Args:
+        has_experts: some layer of the model is a mixture; the same on all ranks.
+    """
+    of_all = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
+    return WithExperts(of_all, groups) if has_experts else of_all
+
+
+class WithExperts(FullyParallelLoadStrategyWrapper):
+    """megatron-core broadcasts a tensor to the whole group, whoever wants it. The ranks that have the same experts are
+    others than those that have the same of all else: with one group for both, each rank would be sent all experts."""
+
+    def __init__(self, of_all: FullyParallelLoadStrategyWrapper, groups: ProcessGroupCollection) -> None:
+        super().__init__(of_all.base_strategy, of_all.parallelization_group)
+        self.of_experts = FullyParallelLoadStrategyWrapper(of_all.base_strategy, groups.expt_dp)
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        """Collective, also on ranks that want no expert."""
+        experts, others = extract_matching_values(sharded_state_dict, lambda each: EXPERTS in each.key)
+        loaded = super().load(others, checkpoint_dir)
+        merge(loaded, self.of_experts.load(experts, checkpoint_dir))
+        return loaded

@@ -1,0 +1,133 @@
+"""The bench of experts: megatron-core's mixture with our weights is ours to rounding, and what the bench compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.bench_without_cuda import stand_in_for_cuda
+from helpers.single_rank import DENSE, random_batches, single_rank, step_gradients, tiny_config, tiny_model
+from whole_steps.megatron_experts import (
+    EXPERTS,
+    take_megatron_experts,
+    unsupported_by_megatron_experts,
+)
+from whole_steps.megatron_peer import unsupported_by_megatron
+
+SIZES: dict[str, Any] = {
+    "experts": 8,
+    "top_k": 3,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_ffn_hidden_size": 8,
+    "balance_coeff": 0.3,
+    "z_loss_coeff": 0.1,
+}
+"""Coefficients so large that a wrong loss shows in the gradients."""
+
+
+def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
+    """Of both matrices, [experts, out, in], whatever they are called."""
+    mine = {
+        name.split("experts.", 1)[1]: gradient
+        for name, gradient in gradients.items()
+        if name.startswith(f"decoder.layers.{layer}.mlp.experts.")
+    }
+    if "weight1" in mine:
+        shapes = (SIZES["experts"], 16, -1), (SIZES["experts"], SIZES["expert_ffn_hidden_size"], 16)
+        pairs = zip(("weight1", "weight2"), shapes, strict=True)
+        return [mine[name].view(shape).transpose(1, 2) for name, shape in pairs]
+    if "linear_fc1.weight" in mine:
+        return [mine["linear_fc1.weight"], mine["linear_fc2.weight"]]
+    return [
+        torch.stack([mine[f"local_experts.{n}.linear_fc{part}.weight"] for n in range(SIZES["experts"])])
+        for part in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
+def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
+    """In loss and all gradients of a step, both of the router's losses included: ours has the loads of the step
+    before, so it takes the same step twice, and megatron-core's those of a micro-batch, of which there is one."""
+    config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
+    batches = random_batches(config)
+    ours = tiny_model(config, variance_ema=0.02)
+    step_gradients(ours, DENSE, batches, config)
+    expected, our_gradients = step_gradients(ours, DENSE, batches, config)
+
+    theirs = tiny_model(config, variance_ema=0.02)
+    assert take_megatron_experts(theirs, experts, "allgather") < 1e-5
+    assert theirs.routers == []
+    found, their_gradients = step_gradients(theirs, DENSE, batches, config)
+
+    assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-6)
+    assert found.grad_norm.item() == pytest.approx(expected.grad_norm.item(), rel=1e-5)
+    shared = our_gradients.keys() & their_gradients.keys()
+    assert {name for name in our_gradients if ".mlp.experts." not in name} == shared
+    pairs = [(our_gradients[name], their_gradients[name]) for name in sorted(shared)]
+    for layer in range(config.model.num_layers):
+        own = of_experts(our_gradients, layer), of_experts(their_gradients, layer)
+        pairs += zip(*own, strict=True)
+    for one, other in pairs:
+        assert (one - other).norm() <= 1e-4 * one.norm()
+
+
+def test_what_cannot_be_compared_says_so() -> None:
+    for moe, words in (
+        ({"experts_impl": "sequential"}, "megatron-core's already"),
+        ({"router_score": "sigmoid", "balancing": "aux_free", "balance_coeff": 1e-3}, "biases"),
+        ({"capacity_factor": 1.0}, "capacities"),
+    ):
+        config = tiny_config(moe={**SIZES, "balance_coeff": 1e-3, **moe})
+        assert words in unsupported_by_megatron_experts(config)
+    assert "bench_moe.py" in unsupported_by_megatron(config), "and not a dense model in its place"
+
+
+def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real steps at a small size, on a CPU, on which nothing is traced: who takes turns, what is compared with what,
+    and what is promised. One that finds no room says so, and the others go on."""
+    import bench_moe
+
+    stand_in_for_cuda(monkeypatch)
+    monkeypatch.setattr(bench_moe, "init_parallel", lambda *_, **__: single_rank())
+    monkeypatch.setattr(bench_moe, "shutdown_parallel", lambda: None)  # it serves other tests, too
+    order: list[str] = []
+    seconds = {"standard": 2.0, "gsa": 2.1, "standard_sequential": 5.0}
+    take_turn = bench_moe.take_turn
+
+    def take_and_count(name: str, found: Any, *rest: Any) -> None:
+        order.append(name)
+        if name == "standard_grouped":
+            raise torch.OutOfMemoryError("no room\nfor more")
+        take_turn(name, found, *rest)
+        found.step_seconds[-1] = seconds[name]
+
+    monkeypatch.setattr(bench_moe, "take_turn", take_and_count)
+    small = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 64}
+    options = [f"model.{name}={size}" for name, size in small.items()]
+    options += ["moe.expert_ffn_hidden_size=16", "moe.shared_expert_ffn_hidden_size=16", "moe.top_k=2"]
+    options += ["gsa.indexer_dim=16", "gsa.k_base=8", "gsa.k_min=4", "gsa.k_max=16"]
+    options += ["train.seq_len_tokens=32", "train.precision=fp32", "--no-profile", "--layers", "1"]
+    options += ["--experts", "4", "--sequences", "2", "--rounds", "2", "--warm-up-steps", "0", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_moe.py", "--out", str(tmp_path), *options])
+    assert bench_moe.main() == 0
+    report = json.loads((tmp_path / "bench_moe.json").read_text())
+    names = ["standard", "gsa", "standard_sequential", "standard_grouped"]
+    assert order == [*names, *names[:3]]
+    rows = {row["model"]: row for row in report["rows"]}
+    assert list(rows) == names
+    assert [rows[name]["ratio"] for name in names] == [1.0, 1.05, 2.5, None]
+    assert rows["standard_grouped"]["failed"] == "out of memory: no room"
+    assert rows["standard_sequential"]["difference"] < 1e-5
+    assert rows["standard"]["load_max"] >= 1
+    assert rows["gsa"]["active"] < rows["gsa"]["total"]
+    assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [
+        (1.05, True),
+        (2.5, True),
+        (None, False),
+    ]
