@@ -75,7 +75,7 @@ COUNTS = {
 DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """On the full disk: room for lines of metrics, not for a checkpoint."""
-SAME_ETTR = 0.005
+SAME_ETTR = 0.003
 """By hand and by the account: the system knows to a second when a process began, of some minutes."""
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
 from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
+from gsa_train.run.store import connect_to_store
 
 LATE_SHARE = 0.2
 """Of the limit: without a heartbeat for so long, a process may be frozen."""
@@ -177,7 +178,9 @@ class HangWatchdog:
         # torchrun may keep its store over restarts, with what earlier ranks wrote.
         name: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
-        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timedelta(seconds=limit.longest_seconds)))
+        self._store = dist.PrefixStore(
+            f"watch/{name[0]}", connect_to_store(timedelta(seconds=limit.longest_seconds))
+        )
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._ages: list[Age] = []
@@ -340,12 +343,3 @@ def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:
     thread = threading.Thread(target=call, args=arguments, daemon=True)
     thread.start()
     thread.join(ALERT_SECONDS)
-
-
-def _connect(timeout: timedelta) -> dist.Store:
-    """A connection of its own: a thread that waits on a shared one would block all others."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,18 +47,32 @@ def forget_end() -> None:
             path.unlink()
 
 
-def note_end(code: int) -> None:
+def note_end(code: int, by_any_rank: bool = False) -> None:
     """In a job of launch/slurm/submit.py: how this start ends, for job.sh, as torchrun ends with 1 for all. The first
-    note counts."""
-    for path in _end_file():
+    note counts.
+
+    Args:
+        by_any_rank: all ranks end with it, and the main one may not come to it.
+    """
+    for path in _end_file(by_any_rank):
         with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
             file.write(f"{code}\n")  # without it the job sees whether there is a new checkpoint, and no more
 
 
-def _end_file() -> list[Path]:
+def end_launcher() -> None:
+    """Ask torchrun to end, if it would start its ranks again: that is of no use on the same devices."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and _is_started_again():
+        print(
+            "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
+        )
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _end_file(of_any_rank: bool = False) -> list[Path]:
     """On the main rank of such a job."""
     folder = os.environ.get(SUBMISSION)
-    return [Path(folder) / "exit_code"] if folder and os.environ.get("RANK", "0") == "0" else []
+    is_asked = of_any_rank or os.environ.get("RANK", "0") == "0"
+    return [Path(folder) / "exit_code"] if folder and is_asked else []
 
 
 def _is_started_again() -> bool:

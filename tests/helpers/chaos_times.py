@@ -101,24 +101,30 @@ def table_of(happened: Sequence[Happened], began: float) -> list[str]:
 def productive_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[float]) -> float:
     """Seconds of the steps that the run has, from metrics.jsonl in which every step is logged.
 
-    A step lasts from the stamp before it to its own, without what it waited for text. Where something else lies
-    between, as a start, a save or a validation, it counts with the mean of its phase's others.
+    A step lasts from the stamp before it to its own, and where a save or a validation lies between for what it says
+    itself (`step_seconds`); without what it waited for text. The first one of a start or a phase counts with the
+    mean of its phase's others.
 
     Args:
         starts: when processes opened the run folder (starts.jsonl), in Unix seconds.
     """
     steps = {record["step"]: record for record in records if "event" not in record}
     behind_events = {record["step"] + 1 for record in records if "event" in record}
-    clean: dict[str, list[float]] = defaultdict(list)
-    others: dict[str, int] = defaultdict(int)
+    usual: dict[str, list[float]] = defaultdict(list)
+    firsts: dict[str, int] = defaultdict(int)
     for step, record in steps.items():
-        before = steps.get(step - 1)
-        is_clean = before is not None and step not in behind_events and before["phase"] == record["phase"]
-        if is_clean and not any(before["time"] < each < record["time"] for each in starts):
-            clean[record["phase"]].append(record["time"] - before["time"] - record["data_wait_seconds"])
-        else:
-            others[record["phase"]] += 1
-    return sum(sum(found) + others[phase] * statistics.fmean(found) for phase, found in clean.items())
+        before, phase = steps.get(step - 1), record["phase"]
+        if (
+            before is None
+            or before["phase"] != phase
+            or any(before["time"] < each < record["time"] for each in starts)
+        ):
+            firsts[phase] += 1
+            continue
+        is_clean = step not in behind_events
+        seconds = record["time"] - before["time"] if is_clean else record["step_seconds"]
+        usual[phase].append(seconds - record["data_wait_seconds"])
+    return sum(sum(found) + firsts[phase] * statistics.fmean(found) for phase, found in usual.items())
 
 
 def ettr_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[float], began: float) -> float:

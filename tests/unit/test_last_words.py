@@ -85,6 +85,11 @@ def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("RANK", "1")
     note_end(2)
     assert not note.exists()
+    note_end(15, by_any_rank=True)
+    assert note.read_text() == "15\n"
+    forget_end()
+    assert note.exists()  # the main one forgets it, at the next start
+    note.unlink()
     monkeypatch.setenv("RANK", "0")
     note_end(1)
     note_end(2)  # the first word counts
