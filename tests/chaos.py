@@ -280,8 +280,8 @@ class Disturbed:
     def _noticed(self, planned: Planned, output: str, damage: str) -> str:
         """The line that says so; a fault that nothing noticed says that."""
         patterns = {
-            # torchrun shows one of those that ended, perhaps one that lost its peer and had the time to say so.
-            "rank killed": r"exitcode: (-9|1)\b",
+            # torchrun shows one of those that ended, perhaps one that lost its peer; the next start that it was lost.
+            "rank killed": r"exitcode: -?\d+|did not end by itself: behind step \d+",
             "torchrun killed": r"torchrun is gone",
             "SIGTERM": r"stopped by SIGTERM after step \d+",
             "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from gsa_train.goodput.account import START_UP, Account
+from gsa_train.goodput.account import START_UP, Account, Line
 from gsa_train.metrics.progress import duration
 
 NAMES = {
@@ -39,6 +40,15 @@ def in_one_line(account: Account) -> str:
     return (
         f"goodput: this run has lost {short(lost)} of {short(account.wall_seconds)} so far "
         f"(ETTR {account.ettr:.1%}){f': {named}' if named else ''}"
+    )
+
+
+def lost_in_words(line: Line) -> str:
+    """Of a start that did not say its end."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+    return (
+        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}. A "
+        "rank was killed or failed, or a node was lost; its log or torchrun's may say which"
     )
 
 

@@ -17,6 +17,7 @@ from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, reco
 from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.files import write_atomically
 from gsa_train.goodput.ledger import Line, lost_line, read_lines
+from gsa_train.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
@@ -77,6 +78,8 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: Run
                 sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
                 is_complete = start.step == sum(phase.steps for phase in config.phases)
                 goodput.open(folder, start.step, *before, is_complete)
+                for line in before[1]:
+                    console.message(lost_in_words(line))
                 if before[0]:
                     console.message(goodput.in_words())
                 shared[0] = sinks.wandb_run_id
