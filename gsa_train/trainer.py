@@ -67,6 +67,7 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     )
     saver.reserve(run.model, optimizer)
     run.model.work_time.reset()  # of steps before, which were not logged
+    run.services.watchdog.begin_phase()
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 
 

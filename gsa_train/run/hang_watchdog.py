@@ -202,6 +202,10 @@ class HangWatchdog:
         self._progress_at, self._compiles = now, False
         self._progress += 1
 
+    def begin_phase(self) -> None:
+        """Its steps may take much longer than those of the phase before."""
+        self._limit.forget()
+
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
         """This, and then again what was before, behind as many steps."""

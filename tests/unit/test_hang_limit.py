@@ -41,6 +41,18 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
     assert limit_after(300.0, 300.0, 300.0) == LONGEST
 
 
+def test_steps_of_another_phase_have_a_limit_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a kind compiles, and tells nothing of the second."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
+    watched.steps(FEWEST_STEPS + 1)
+    assert watched.watch._limit.seconds == LEAST_SECONDS
+    watched.watch.begin_phase()
+    assert watched.watch._limit.seconds == LONGEST
+    watched.watch.close()
+
+
 def test_a_fixed_limit_follows_nothing() -> None:
     limit = step_limit(ParallelConfig(timeout_minutes=10, hang_limit_seconds=25))
     assert limit.seconds == 25
