@@ -280,8 +280,7 @@ class Disturbed:
     def _noticed(self, planned: Planned, output: str, damage: str) -> str:
         """The line that says so; a fault that nothing noticed says that."""
         patterns = {
-            # torchrun shows one of those that ended, perhaps one that lost its peer; the next start that it was lost.
-            "rank killed": r"exitcode: -?\d+|did not end by itself: behind step \d+",
+            "rank killed": rf"did not end by itself: .*without last words, as if killed: .*\brank {planned.rank}\b",
             "torchrun killed": r"torchrun is gone",
             "SIGTERM": r"stopped by SIGTERM after step \d+",
             "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",
@@ -289,6 +288,10 @@ class Disturbed:
         }
         found = re.search(patterns[planned.kind], output)
         text = found[0] if found else "nothing said"
+        if planned.kind == "rank killed" and found:
+            # torchrun's line has the exit code of one that ended, perhaps of one that lost its peer.
+            codes = ", ".join(re.findall(r"failed \((exitcode: -?\d+)\)", output))
+            text = f"rank {planned.rank} without last words; torchrun: {codes}"
         if planned.kind == "rank frozen":
             text = re.sub(r" on \S+ \(process \d+\)", "", text)
         return f"{damage}; {text}" if damage else text

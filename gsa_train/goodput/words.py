@@ -29,7 +29,7 @@ NAMES = {
 }
 """Of losses, for people."""
 MOST_NAMED = 4
-"""Losses in the console's line."""
+"""Losses, or ranks, in a line of the console."""
 
 
 def in_one_line(account: Account) -> str:
@@ -43,12 +43,18 @@ def in_one_line(account: Account) -> str:
     )
 
 
-def lost_in_words(line: Line) -> str:
-    """Of a start that did not say its end."""
+def lost_in_words(line: Line, silent: Sequence[str]) -> str:
+    """Of a start that did not say its end.
+
+    Args:
+        silent: ranks without last words, as of the start before by the same torchrun.
+    """
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+    named = f"; without last words, as if killed: {', '.join(silent[:MOST_NAMED])}" if silent else ""
+    more = f" and {len(silent) - MOST_NAMED} more" if silent[MOST_NAMED:] else ""
     return (
-        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}. A "
-        "rank was killed or failed, or a node was lost; its log or torchrun's may say which"
+        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}"
+        f"{named}{more}"
     )
 
 

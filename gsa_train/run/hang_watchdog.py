@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
 from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
+from gsa_train.run.last_words import tell_torchrun
 from gsa_train.run.store import connect_to_store
 
 LATE_SHARE = 0.2
@@ -336,7 +337,9 @@ class HangWatchdog:
 
     def _end(self, why: str) -> NoReturn:
         """At once, with all children: the main thread may never come back to see an exception."""
-        print(f"rank {self._rank} on {self._host} ends: {why}", file=sys.stderr, flush=True)
+        said = f"rank {self._rank} on {self._host} ends: {why}"
+        print(said, file=sys.stderr, flush=True)
+        tell_torchrun(said)
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(self.exit_code)

@@ -40,6 +40,20 @@ def tell_torchrun(message: str) -> bool:
     return True
 
 
+def ended_in_silence() -> bool:
+    """This rank's process of the start before, by the same torchrun, has left no last words, as one that was killed.
+
+    torchrun's own line names the rank whose end it heard of first, which may be one that lost its peer.
+    """
+    path, count = os.environ.get("TORCHELASTIC_ERROR_FILE"), _restarts()
+    if not path or count == 0 or len(Path(path).parts) < 4:
+        return False
+    of_rank = Path(path).parent  # attempt_1/0/error.json
+    before = of_rank.parent.with_name(f"attempt_{count - 1}") / of_rank.name
+    was_there = of_rank.parent.name == f"attempt_{count}" and before.is_dir()
+    return was_there and not (before / Path(path).name).exists()
+
+
 def forget_end() -> None:
     """At the beginning of a start: what an earlier one of this job ended with no longer counts."""
     for path in _end_file():
@@ -77,7 +91,8 @@ def _end_file(of_any_rank: bool = False) -> list[Path]:
 
 def _is_started_again() -> bool:
     """Whether torchrun has restarts left, before which it prints no summary."""
-    restarts, most = (
-        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return int(restarts) < int(most)
+    return _restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
