@@ -19,6 +19,7 @@ NAMES = {
     "first_step": "first steps (compilation)",
     "repeated": "steps done again",
     "save": "stalls of saves",
+    "copies": "waiting for their copies",
     "validation": "validation",
     "tasks": "tasks",
     "text": "waiting for text",

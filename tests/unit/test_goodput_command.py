@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from gsa_train.commands import goodput
 from gsa_train.config import config_to_yaml
+from gsa_train.goodput import measure
 from gsa_train.goodput.measure import NoAccount, again_in_fast_motion, measure_run
 from gsa_train.goodput.simulate import Parts
 from gsa_train.report.page import write_report
@@ -76,6 +78,12 @@ def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
         "down_seconds": 3.0,
         "extra_share": 0.0,
     }
+
+
+def test_a_stall_is_also_what_updates_wait_for_copies(run: Path) -> None:
+    account = measure_run(run).account
+    held = dataclasses.replace(account, lost_seconds={**account.lost_seconds, "copies": 3.0})
+    assert measure._parts(held, run / "metrics.jsonl")["stall_seconds"] == (2 + 2 + 4 + 3) / 3
 
 
 def test_the_same_faults_in_fast_motion_give_the_runs_ettr(run: Path) -> None:
