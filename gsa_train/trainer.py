@@ -67,6 +67,7 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     )
     saver.reserve(run.model, optimizer)
     run.model.work_time.reset()  # of steps before, which were not logged
+    run.services.watchdog.begin_phase()
     return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
 
 
@@ -233,7 +234,9 @@ def _note_time(run: Run, phase: _ActivePhase, step: int, reduced: Reduced) -> No
     slow = ratio >= run.config.logging.straggler_ratio
     slow &= phase.first_wait_seconds is None  # in the first step ranks differ, as they compile
     phase.first_wait_seconds = None
-    goodput.clock.share_out({"text": waited, "stragglers": work[rank] * (1 - 1 / ratio) if slow else 0.0})
+    held = run.services.saver.take_held_seconds()
+    stragglers = work[rank] * (1 - 1 / ratio) if slow else 0.0
+    goodput.clock.share_out({"text": waited, "stragglers": stragglers, "copies": held})
     goodput.note(step, phase.range.phase.name)
 
 

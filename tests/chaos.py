@@ -6,9 +6,13 @@ SIGTERM, a rank frozen, the newest checkpoint damaged, a disk that is full. Nobo
 again, and where it has itself ended, this script starts the same command again, as a Slurm job would.
 
 Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again;
-then where the run's time went, by its own account. Exit code 0 if the last checkpoint is that of the undisturbed run,
-bit for bit, with all its logged numbers, and no hang was reported but of frozen ranks. Filling a disk takes a file
-system of its own, and that takes root.
+then a table of these seconds by part, where the run's time went by its own account, and its ETTR by hand beside that.
+Exit code 0 if the last checkpoint is that of the undisturbed run, bit for bit, with all its logged numbers, both ETTRs
+are equal, and no hang was reported but of frozen ranks. Filling a disk takes a file system of its own, and that takes
+root.
+
+A fault every 45 steps: --steps 380 --faults 8. --keep DIR leaves the run's folder, without its checkpoints, and its
+logs there, for `launch/goodput.py --run DIR/disturbed`.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from gsa_train.commands.goodput import DEFAULTS
 from gsa_train.goodput.measure import again_in_fast_motion, measure_run
 from gsa_train.goodput.simulate import Parts
 from gsa_train.goodput.words import about_run
+from gsa_train.run.starts import read_starts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers.launchers import launch, ranks_of
+from helpers.chaos_times import Happened, ettr_by_hand, starts_in, table_of, with_parts
+from helpers.launchers import is_running, launch, ranks_of
 from helpers.runs import REPOSITORY, SMALL, TINY_MODEL, Run, kill, numbers_of, processes_of
 
 RANKS = 4
@@ -56,6 +62,7 @@ MODEL = (
     "checkpoint.keep_last=3",
     "checkpoint.save_retries=50",
     "checkpoint.retry_after_steps=1",
+    "logging.straggler_ratio=1000",  # which of four ranks on two cores is last says nothing of it
 )
 COUNTS = {
     "rank killed": 10,
@@ -68,6 +75,8 @@ COUNTS = {
 DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """On the full disk: room for lines of metrics, not for a checkpoint."""
+SAME_ETTR = 0.003
+"""By hand and by the account: the system knows to a second when a process began, of some minutes."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +86,6 @@ class Planned:
     """It happens once this step is logged, counted from 1."""
     rank: int
     delay_seconds: float
-
-
-@dataclass(frozen=True)
-class Happened:
-    kind: str
-    step: int
-    """Last one logged before it."""
-    noticed: str
-    seconds: float
-    """Until a step was trained again; of a full disk, until a checkpoint was saved again."""
-    steps_lost: int
 
 
 def draw_plan(counts: dict[str, int], seed: int, steps: int, number: int | None = None) -> list[Planned]:
@@ -127,6 +125,9 @@ class Disturbed:
         self._chance = random.Random(seed + 1)
         self._starts: list[Run] = []
         self._start()
+        self.wait_until(lambda: 0 in ranks_of(self.run), "rank 0")
+        self.began = ranks_of(self.run)[0].create_time()
+        """Unix seconds, to a second."""
 
     # --- what the run does -----------------------------------------------------------------------------------
 
@@ -211,13 +212,19 @@ class Disturbed:
             return self._fill_disk(planned)
         resumes, seen = self._resumes(), len(self._output)
         damage = self._damage_newest() if planned.kind == "checkpoint damaged" else ""
+        ranks = [process.pid for process in ranks_of(self.run).values()]
+        at = time.time()
         self._strike(planned)
-        before, began = self.last_step(), time.monotonic()
+        happened = Happened(planned.kind, self.last_step(), at)
+        self.wait_until(lambda: not any(map(is_running, ranks)), f"the end of all ranks: {planned}")
+        happened.detection_seconds = time.time() - at
         self.wait_until(lambda: self._resumes() > resumes and self._goes_on(), f"a restart after: {planned}")
-        seconds = time.monotonic() - began
+        happened.seconds = time.time() - at
+        happened.start = len(starts_in(self.run.folder / "goodput.jsonl")) - 1
         resumed = int(re.findall(r"resuming from \S+ at step (\d+)", self._output)[-1])
-        noticed = self._noticed(planned, self._output[seen:], damage)
-        return Happened(planned.kind, before, noticed, seconds, max(0, before - resumed))
+        happened.steps_lost = max(0, happened.step - resumed)
+        happened.noticed = self._noticed(planned, self._output[seen:], damage)
+        return happened
 
     def _strike(self, planned: Planned) -> None:
         assert self.run.process is not None
@@ -247,7 +254,7 @@ class Disturbed:
         def events(kind: str) -> int:
             return sum(record.get("event") == kind for record in self.run.records())
 
-        before, failed, began = self.last_step(), events("checkpoint_failed"), time.monotonic()
+        failed, happened = events("checkpoint_failed"), Happened(planned.kind, self.last_step(), time.time())
         ballast = self._folder / "ballast"
         with ballast.open("wb") as file:
 
@@ -259,20 +266,21 @@ class Disturbed:
                 return events("checkpoint_failed") > failed
 
             self.wait_until(a_save_fails, "a save that fails")
+        happened.detection_seconds = time.time() - happened.at
         error = [r["checkpoint_error"] for r in self.run.records() if r.get("event") == "checkpoint_failed"][
             -1
         ]
         ballast.unlink()
         saved = events("checkpoint")
         self.wait_until(lambda: events("checkpoint") > saved, "a save that succeeds again")
-        noticed = re.sub(r"\S+/", "", error)[:60]
-        return Happened(planned.kind, before, noticed, time.monotonic() - began, 0)
+        happened.noticed = re.sub(r"\S+/", "", error)[:60]
+        happened.seconds = time.time() - happened.at
+        return happened
 
     def _noticed(self, planned: Planned, output: str, damage: str) -> str:
         """The line that says so; a fault that nothing noticed says that."""
         patterns = {
-            # torchrun shows one of those that ended, perhaps one that lost its peer and had the time to say so.
-            "rank killed": r"exitcode: (-9|1)\b",
+            "rank killed": rf"did not end by itself: .*without last words, as if killed: .*\brank {planned.rank}\b",
             "torchrun killed": r"torchrun is gone",
             "SIGTERM": r"stopped by SIGTERM after step \d+",
             "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",
@@ -280,6 +288,10 @@ class Disturbed:
         }
         found = re.search(patterns[planned.kind], output)
         text = found[0] if found else "nothing said"
+        if planned.kind == "rank killed" and found:
+            # torchrun's line has the exit code of one that ended, perhaps of one that lost its peer.
+            codes = ", ".join(re.findall(r"failed \((exitcode: -?\d+)\)", output))
+            text = f"rank {planned.rank} without last words; torchrun: {codes}"
         if planned.kind == "rank frozen":
             text = re.sub(r" on \S+ \(process \d+\)", "", text)
         return f"{damage}; {text}" if damage else text
@@ -304,6 +316,13 @@ def damaged_corpus(folder: Path) -> None:
         shard.write_bytes(shard.read_bytes()[:2000])
 
 
+def keep(run_dir: Path, target: Path) -> None:
+    """The run's folder without checkpoints, and the logs beside it."""
+    shutil.copytree(run_dir, target / "disturbed", ignore=shutil.ignore_patterns("checkpoints"))
+    for log in run_dir.parent.glob("*.log"):
+        shutil.copy2(log, target)
+
+
 def numbers(run: Run) -> list[dict[str, Any]]:
     """Every logged number that is not a time; saves and what a restart says of the hang before it apart."""
     without = ("checkpoint_failed", "checkpoint_damaged", "restart_after_hang")
@@ -325,12 +344,15 @@ def main() -> int:
     parser.add_argument(
         "--timeout-minutes", type=float, default=2, help="of the hang watch, but for steps (default: 2)"
     )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="for the run's folder and logs; a new one")
     parser.add_argument("--patience-seconds", type=float, default=300, help="for one thing to happen")
     arguments = parser.parse_args()
     counts = dict(COUNTS)
     if os.geteuid() != 0:
         print("not root: no disk is filled")
         del counts["disk full"]
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True)
     plan = draw_plan(counts, arguments.seed, arguments.steps, arguments.faults)
     with tempfile.TemporaryDirectory(prefix="gsa_chaos_") as name:
         scratch = Path(name)
@@ -375,6 +397,8 @@ def go(
         disturbed.finish()
     finally:
         disturbed.end()
+        if arguments.keep is not None:
+            keep(disturbed.run.folder, arguments.keep)
     by_script, all_starts = disturbed.starts
     skipped = disturbed.run.series("data_skipped_shards")[-1]
     print(
@@ -399,10 +423,18 @@ def go(
     hangs = len([*disturbed.run.folder.glob("faults/*/report.txt")])
     frozen = sum(each.kind == "rank frozen" for each in happened)
     print(f"hangs reported: {hangs}, of {frozen} frozen ranks")
+    with_parts(happened, starts_in(disturbed.run.folder / "goodput.jsonl"))
+    print("", *table_of(happened, disturbed.began), "", sep="\n")
     measured = measure_run(disturbed.run.folder)
     parts = Parts(**{**asdict(DEFAULTS), **measured.parts})
     print(about_run("the disturbed run", measured.account, again_in_fast_motion(measured, parts).ettr))
-    return 0 if same and logged and skipped and not unnoticed and hangs == frozen else 1
+    opened = [start["unix_seconds"] for start in read_starts(disturbed.run.folder)]
+    by_hand = ettr_by_hand(disturbed.run.records(), opened, disturbed.began)
+    is_equal = abs(by_hand - measured.account.ettr) <= SAME_ETTR
+    print(
+        f"ETTR by hand, from the stamps of metrics.jsonl: {by_hand:.2%}, {'equal' if is_equal else 'DIFFERENT'}"
+    )
+    return 0 if same and logged and skipped and not unnoticed and hangs == frozen and is_equal else 1
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from gsa_data.tokenize import Tokenizer
 DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
-"""What is tokenized beyond the last document that is wanted, at most."""
+"""What is tokenized beyond the last document that is wanted, at most; and no more than comes before it, or one for each
+thread: a set of a few documents costs a few."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,15 @@ def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading)
 
 def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
     """A shard's lines in their order, tokenized by several threads, for the tokenizers' libraries release the GIL."""
-    for first in range(0, len(lines), DOCUMENTS_AT_ONCE):
-        places = range(first, min(first + DOCUMENTS_AT_ONCE, len(lines)))
+    first = 0
+    while first < len(lines):
+        count = min(max(first, MOST_THREADS), DOCUMENTS_AT_ONCE)
+        places = range(first, min(first + count, len(lines)))
         # A pool of its own for each window: no thread is alive while the caller has a document, who may fork.
         with ThreadPoolExecutor(min(MOST_THREADS, len(places))) as pool:
             found = [pool.submit(lines.__getitem__, place) for place in places]
         yield from (line.result() for line in found)
+        first = places.stop
 
 
 def is_scored(

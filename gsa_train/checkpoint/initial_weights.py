@@ -49,7 +49,7 @@ MEANING = {
         "sandwich_norm",
         "tie_embeddings",
     ),
-    "moe": ("top_k", "router_score", "routed_scale"),
+    "moe": ("experts", "top_k", "router_score", "routed_scale"),
     "gsa": (
         "value_gate",
         "output_gate",
@@ -98,6 +98,7 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
     saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
     fresh = sorted(set(wanted) - set(saved))
     problems = [
+        *_other_meaning(config, state, set(saved)),  # first, for they often are why tensors are others
         *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
         *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
         *(
@@ -105,7 +106,6 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
             for name, shape in sorted(wanted.items())
             if name in saved and saved[name] != shape
         ),
-        *_other_meaning(config, state, set(saved)),
     ]
     if problems:
         shown = "".join(f"\n  {line}" for line in problems[:8])

@@ -129,6 +129,7 @@ def load_checkpoint(
 
     Raises:
         DamagedCheckpoint: they are not what was written.
+        NotRead: they are, and a rank could not take them over.
         StateError: the fp32 weights in the optimizer's state are not the model's.
     """
     log = None if unchecked is None else ReadLog(checkpoint)

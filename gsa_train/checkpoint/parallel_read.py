@@ -7,6 +7,7 @@ are the checksums of the whole files, which the manifest has. So a start reads a
 from __future__ import annotations
 
 import io
+import socket
 import threading
 import zlib
 from collections import defaultdict
@@ -35,11 +36,21 @@ READ_THREADS = 4
 """On each rank. Each has one part of a tensor in host memory, twice: as it is on the disk, and as a tensor."""
 
 
+class NotRead(RuntimeError):
+    """A checkpoint that is what was written, and yet not what all ranks have in memory now; on all ranks alike. A fault
+    of a rank's memory, device or file system, and no reason to leave the checkpoint."""
+
+
 class Part(NamedTuple):
     file: str
     start: int
     end: int
     crc32: int
+
+
+class Fault(NamedTuple):
+    file: str
+    what: str
 
 
 @dataclass
@@ -48,8 +59,8 @@ class ReadLog:
 
     checkpoint: Path
     parts: list[Part] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    """What could not be read; where there are any, so could tensors not be filled."""
+    faults: list[Fault] = field(default_factory=list)
+    """What could not be read, or not be taken over; where there are any, so could tensors not be filled."""
 
 
 _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
@@ -58,8 +69,8 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """What is read meanwhile by `ParallelReader`. With a log, what cannot be read is a fault in it instead of an
-    error: the ranks come to agree later, and none waits for another that has raised one."""
+    """What is read meanwhile by `ParallelReader`. With a log, what cannot be read, or has no room, is a fault in it
+    instead of an error: the ranks come to agree later, and none waits for another that has raised one."""
     token = _LOG.set(log)
     try:
         yield
@@ -87,10 +98,9 @@ class ParallelReader(FileSystemReader):
                     log.parts.append(Part(place.relative_path, place.offset, end, zlib.crc32(content)))
                 _fill(item, content, planner, lock)
             except Exception as error:
-                # Without room for it nothing is known of the file.
-                if log is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                if log is None:
                     raise
-                log.faults.append(f"{place.relative_path} cannot be read: {_first_line(error)}")
+                log.faults.append(Fault(place.relative_path, f"cannot be read: {_first_line(error)}"))
                 if item.type == LoadItemType.BYTE_IO:  # megatron-core looks into it
                     with lock:
                         planner.load_bytes(item, _nothing())
@@ -145,36 +155,61 @@ def _nothing() -> io.BytesIO:
 
 def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Parallel) -> list[str]:
     """What is wrong with these files, by what all ranks have read, and read now of what none has; the same on all
-    ranks. Collective."""
+    ranks. Collective.
+
+    Raises:
+        NotRead: nothing is, and some rank could not fill in all of them, or read something else.
+    """
     gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, (log.parts, log.faults))
-    known = _by_file(part for parts, _ in gathered for part in parts if part.file in files)
-    gaps = [gap for name, record in files.items() for gap in _gaps(name, record.bytes, known[name])]
-    mine, faults = _read_gaps(log.checkpoint, gaps[parallel.rank :: parallel.world_size])
+    dist.all_gather_object(gathered, (socket.gethostname(), log.parts, log.faults))
+    agreed, disputed = _agreed(part for _, parts, _ in gathered for part in parts if part.file in files)
+    gaps = [gap for name, record in files.items() for gap in _gaps(name, record.bytes, agreed[name])]
+    mine, of_gaps = _read_gaps(log.checkpoint, gaps[parallel.rank :: parallel.world_size])
     rest: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(rest, (mine, faults))
-    known = _by_file(part for parts, _ in (*gathered, *rest) for part in parts)
-    faults = [fault for _, found in (*gathered, *rest) for fault in found]
+    dist.all_gather_object(rest, (mine, of_gaps))
+    for part in (part for parts, _ in rest for part in parts):
+        agreed[part.file].append(part)
+    damaged, intact = [], set()
     for name, record in sorted(files.items()):
-        parts = list(_one_behind_the_other(known[name]))
+        parts = list(_one_behind_the_other(sorted(agreed[name])))
         whole = joined((part.crc32, part.end - part.start) for part in parts)
-        if sum(part.end - part.start for part in parts) == record.bytes and f"{whole:08x}" != record.crc32:
-            faults.insert(0, f"{name} has checksum {whole:08x} instead of {record.crc32}")
-    return faults
+        is_whole = sum(part.end - part.start for part in parts) == record.bytes
+        if is_whole and f"{whole:08x}" == record.crc32:
+            intact.add(name)
+        elif is_whole:
+            damaged.append(f"{name} has checksum {whole:08x} instead of {record.crc32}")
+    of_ranks = [
+        (f"rank {rank} on {each[0]}", fault) for rank, each in enumerate(gathered) for fault in each[2]
+    ]
+    all_faults = [fault for _, fault in of_ranks] + [fault for _, found in rest for fault in found]
+    damaged += [f"{fault.file} {fault.what}" for fault in all_faults if fault.file not in intact]
+    made_of_it = [f"{rank}: {fault.file} {fault.what}" for rank, fault in of_ranks]
+    made_of_it += [f"ranks have read different bytes of {name} from {a} to {b}" for name, a, b in disputed]
+    if made_of_it and not damaged:
+        more = f" (and {len(made_of_it) - 1} more)" if made_of_it[1:] else ""
+        raise NotRead(
+            f"{log.checkpoint} is intact by its checksums, but not what was read of it: {made_of_it[0]}{more}. The "
+            "memory, the device or the file system of a node is at fault; the same command tries again"
+        )
+    return damaged
 
 
-def _by_file(parts: Iterable[Part]) -> defaultdict[str, list[Part]]:
-    """In the order of the files' bytes."""
-    found: defaultdict[str, list[Part]] = defaultdict(list)
+def _agreed(
+    parts: Iterable[Part],
+) -> tuple[defaultdict[str, list[Part]], list[tuple[str, int, int]]]:
+    """By file in the order of its bytes, the parts of which all who read them have the same; and the other ones."""
+    checksums: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
     for part in parts:
-        found[part.file].append(part)
-    for each in found.values():
-        each.sort()
-    return found
+        checksums[part[:3]].add(part.crc32)
+    agreed: defaultdict[str, list[Part]] = defaultdict(list)
+    for place, found in sorted(checksums.items()):
+        if len(found) == 1:
+            agreed[place[0]].append(Part(*place, *found))
+    return agreed, [place for place, found in sorted(checksums.items()) if len(found) > 1]
 
 
 def _one_behind_the_other(parts: Sequence[Part]) -> Iterator[Part]:
-    """Without those that several ranks have read."""
+    """Without those that lie within another."""
     end = 0
     for part in parts:
         if part.start >= end:
@@ -192,18 +227,18 @@ def _gaps(name: str, size: int, parts: Sequence[Part]) -> Iterator[tuple[str, in
         yield name, at, size
 
 
-def _read_gaps(folder: Path, gaps: Sequence[tuple[str, int, int]]) -> tuple[list[Part], list[str]]:
-    def read(gap: tuple[str, int, int]) -> Part | str:
+def _read_gaps(folder: Path, gaps: Sequence[tuple[str, int, int]]) -> tuple[list[Part], list[Fault]]:
+    def read(gap: tuple[str, int, int]) -> Part | Fault:
         name, start, end = gap
         try:
             return Part(name, start, end, crc32_of_range(folder / name, start, end))
         except OSError as error:
-            return f"{name} cannot be read: {error}"
+            return Fault(name, f"cannot be read: {error}")
 
     with ThreadPoolExecutor(threads_at_hand()) as threads:
         found = list(threads.map(read, gaps))
     return [each for each in found if isinstance(each, Part)], [
-        each for each in found if isinstance(each, str)
+        each for each in found if isinstance(each, Fault)
     ]
 
 

@@ -94,7 +94,8 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one run. Its methods are collective, but for `close`, `reserve` and `hold_update`."""
+    """Saves checkpoints of one run. Its methods are collective, but for `close`, `reserve`, `hold_update` and
+    `take_held_seconds`."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class CheckpointSaver:
         self._host_memory = HostMemory()
         self._staging = Staging(self._host_memory)
         self._save: _Save | None = None
+        self._held_seconds = 0.0
         self._retry_step: int | None = None
         self.durable_step = durable_step
         """Step of the newest checkpoint that a resume would find."""
@@ -137,6 +139,11 @@ class CheckpointSaver:
         the copies, on the device and here."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
+
+    def take_held_seconds(self) -> float:
+        """That updates of this rank had to wait for copies, of saves that have ended since the last call."""
+        held, self._held_seconds = self._held_seconds, 0.0
+        return held
 
     def is_due(self, step: int) -> bool:
         """Every so many steps, and some steps after a save that failed."""
@@ -198,6 +205,7 @@ class CheckpointSaver:
         if not self._config.async_save:
             self._host_memory.release()
         held = 0.0 if save.copies is None else save.copies.held_seconds()
+        self._held_seconds += held
         result = replace(save.future.result(), stall_seconds=save.stall_seconds + held)
         return [self._count(result, now)]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gsa_train.goodput.measure import MeasuredRun, NoAccount, again_in_fast_motion, measure_run
@@ -60,8 +60,13 @@ def main() -> int:
     if run is not None:
         print(about_run(str(arguments.run), run.account, again_in_fast_motion(run, parts).ettr))
     if arguments.gpus is not None:
-        print(about_plan(plan(arguments, parts, run), sources))
+        print(about_plan(plan(arguments, parts, run), {name: _source(name, sources) for name in sources}))
     return 0
+
+
+def _source(name: str, sources: Mapping[str, str]) -> str:
+    """With what changes it, where nobody has."""
+    return f"default ({OPTIONS[name][0]})" if sources[name] == "default" else sources[name]
 
 
 def plan(arguments: argparse.Namespace, parts: Parts, run: MeasuredRun | None) -> Planned:
@@ -142,6 +147,8 @@ def refuse_wrong_numbers(parser: argparse.ArgumentParser, arguments: argparse.Na
         parser.error(
             "--gpus and --mtbf-hours go together: the one has a fault every so many hours of the other"
         )
+    if arguments.gpus is None and arguments.interval_steps is not None:
+        parser.error("--interval-steps needs --gpus with --mtbf-hours: a run that is over has its own")
     positive = {"--gpus": arguments.gpus, "--mtbf-hours": arguments.mtbf_hours, "--days": arguments.days}
     positive |= {"--interval-steps": arguments.interval_steps, "--step-seconds": arguments.step_seconds}
     positive |= {"--checkpoint-seconds": arguments.stall_seconds}

@@ -28,7 +28,7 @@ from gsa_train.dry_run import describe
 from gsa_train.megatron_import import import_megatron
 from gsa_train.run import exit_codes
 from gsa_train.run.kernel_cache import prepare_kernel_cache
-from gsa_train.run.last_words import forget_end, note_end, say_last, tell_torchrun
+from gsa_train.run.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
 from gsa_train.run.start_header import first_line
 from gsa_train.run.stop_signals import (
     Stopped,
@@ -151,9 +151,9 @@ def run_command() -> int:
             say_last(str(fault))
         return exit_codes.CORRUPTED
     except UnhealthyDevice as error:
-        note_end(exit_codes.UNHEALTHY)
-        if is_main:  # all ranks gather the same
-            say_last(str(error))
+        note_end(exit_codes.UNHEALTHY, by_any_rank=True)
+        refuse(error, exit_codes.UNHEALTHY, request)  # the main rank ends first, unless it hangs itself
+        end_launcher()
         return exit_codes.UNHEALTHY
     except CheckpointError as error:
         if is_main:  # all ranks agree

@@ -143,7 +143,8 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
         )
         divisor = math.gcd(stage // math.gcd(stage, split), config.moe.experts)
         unit = parallel.pipeline * math.lcm(parallel.tensor * parallel.context, sharing)
-        remedy = f"start {nearest(world_size, unit)} ranks, or set parallel.expert to a divisor of both, such as {divisor}"
+        enough = f"start {nearest(world_size, unit)} ranks"
+        remedy = f"{enough}, or set parallel.expert to a divisor of both, such as {divisor}"
         lines.append(problem_line("world size", world_size, wrong, remedy))
     elif parallel.optimizer_instances > 1 and stage // sharing % parallel.optimizer_instances != 0:
         wrong = f"does not divide the {stage // sharing} replicas of an expert"

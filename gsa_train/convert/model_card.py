@@ -8,6 +8,7 @@ from typing import Any
 
 from gsa_train.checkpoint.load import RunState
 from gsa_train.config import Config, ModelConfig
+from gsa_train.config.moe import layers_with_experts
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters
 from gsa_train.report.run_files import RunFiles
@@ -83,6 +84,7 @@ def _facts(config: Config, dtype: str) -> dict[str, Any]:
         "weights": dtype,
         "layers, hidden size, heads, key-value heads, head size": f"{model.num_layers}, {model.hidden_size}, "
         f"{model.num_heads}, {model.num_kv_heads}, {model.head_dim}",
+        **({"experts": _experts(config)} if config.moe.experts else {}),
         "rotary embedding": _rotary(model),
         "gates": ", ".join(gates) or "none",
         "attention": gsa.attention,
@@ -93,6 +95,16 @@ def _facts(config: Config, dtype: str) -> dict[str, Any]:
             f"{gsa.k_base} ({gsa.k_min} to {gsa.k_max}, adaptive_k: {gsa.adaptive_k}){few}"
         )
     return facts | {"trained length": f"{config.train.seq_len_tokens} tokens"}
+
+
+def _experts(config: Config) -> str:
+    moe, layers = config.moe, config.model.num_layers
+    mixtures = len(layers_with_experts(moe, layers))
+    shared = moe.shared_expert_ffn_hidden_size
+    return (
+        f"{moe.experts} of width {moe.expert_ffn_hidden_size} in {mixtures} of {layers} layers, of which a token has "
+        f"{moe.top_k}{f', and a shared one of {shared}' if shared else ''}; {moe.router_score} router"
+    )
 
 
 def _rotary(model: ModelConfig) -> str:
@@ -108,13 +120,17 @@ def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str
         f"{each.name} ({each.attention}, trains {each.train}): {each.steps} steps" for each in config.phases
     ]
     tensor, pipeline, data, context = state.layout
+    parallel = config.parallel
+    experts = (
+        f", expert {parallel.expert}, expert tensor {parallel.expert_tensor}" if config.moe.experts else ""
+    )
     return {
         "run": config.run.name,
         "step": f"{state.step}, in phase {state.phase_name}",
         "tokens seen": f"{state.tokens:,} ({compact(state.tokens)})",
         "phases": "; ".join(phases),
         "sequences per step": config.train.global_batch_size,
-        "layout": f"tensor {tensor}, pipeline {pipeline}, data {data}, context {context}",
+        "layout": f"tensor {tensor}, pipeline {pipeline}, data {data}, context {context}{experts}",
         "gsa-train commit": ", ".join(commits) or "unknown",
         "training text": config.data.train_dir,
     }

@@ -28,18 +28,20 @@ ACTIVITIES = (
     "first_step",
     "training",
     "save",
+    "copies",
     "validation",
     "tasks",
     "text",
     "stragglers",
     "other",
 )
-"""What a main thread spends its time on; `text` and `stragglers` are parts of steps."""
+"""What a main thread spends its time on; `copies`, `text` and `stragglers` are parts of steps."""
 LOSSES = (
     *START_UP,
     "first_step",
     "repeated",
     "save",
+    "copies",
     "validation",
     "tasks",
     "text",

@@ -60,7 +60,7 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
     records = read_records(metrics) if metrics.exists() else []
     durable = [each["checkpoint_save_seconds"] for each in records if each.get("event") == "checkpoint"]
     if account.saves:
-        parts["stall_seconds"] = lost["save"] / account.saves
+        parts["stall_seconds"] = (lost["save"] + lost["copies"]) / account.saves
     if durable:
         parts["durable_seconds"] = statistics.fmean(durable)
     faults = [each.detection_seconds for each in starts if each.ended == "lost"]

@@ -20,6 +20,10 @@ SHARES = {
     "extra": "validation and the like",
 }
 """Fields of Outcome, for people."""
+ASSUMED = (
+    "  assumed: faults come one by one, by chance, and each ends the whole run; a new node is there at once;\n"
+    "    no part takes longer on more GPUs (docs/reference/goodput.md)"
+)
 EVERY = 4
 """Of the tried intervals, one in so many is a row of the table."""
 
@@ -55,6 +59,7 @@ def about_plan(planned: Planned, sources: Mapping[str, str]) -> str:
     parts, best, mean = planned.parts, planned.best, planned.mean_seconds
     good = [each.interval_steps for each in planned.tried if each.ettr >= best.ettr - AS_GOOD]
     young, daly = young_seconds(parts.stall_seconds, mean), daly_seconds(parts.stall_seconds, mean)
+    formula = first_order_ettr(parts, young, mean)
     asked = (
         []
         if planned.asked is None
@@ -63,14 +68,16 @@ def about_plan(planned: Planned, sources: Mapping[str, str]) -> str:
     rows = [each for number, each in enumerate(planned.tried) if number % EVERY == 0 or each is best]
     lines = [
         f"{planned.gpus:,} GPU{'s' * (planned.gpus > 1)}, a fault of each every {planned.mtbf_hours:,g} h: of the run "
-        f"every {short(mean)}; {planned.trials} runs of {planned.days:g} days simulated",
+        f"every {short(mean)}",
+        f"{planned.trials} runs of {planned.days:g} days simulated, with {best.faults:,.1f} faults each",
         *table(("part", "value", ""), [_part(each.name, parts, sources) for each in fields(Parts)]),
         "",
         f"best: a checkpoint {_interval(best, parts)}: {_ettr(best)}",
         f"  within {AS_GOOD:.1%} of it: every {min(good):,} to {max(good):,} steps",
         *asked,
         f"  Young, sqrt(2 C M): {short(young)} of work; Daly: {short(daly)}; 1 - C/T - (T/2 + restart)/M at Young's T: "
-        f"{first_order_ettr(parts, young, mean):.2%}",
+        + (f"{formula:.2%}" if formula > 0 else "nothing, for faults are too frequent for it"),
+        ASSUMED,
         "",
         *table(
             ("where the time goes", "share"),
@@ -81,7 +88,7 @@ def about_plan(planned: Planned, sources: Mapping[str, str]) -> str:
             ("checkpoint every", "ETTR", "stalls", "steps done again"),
             [
                 (
-                    f"{each.interval_steps:,} steps",
+                    _steps(each),
                     f"{each.ettr:.2%}",
                     f"{each.share('stalls'):.2%}",
                     f"{each.share('repeated'):.2%}",
@@ -100,7 +107,11 @@ def _part(name: str, parts: Parts, sources: Mapping[str, str]) -> tuple[str, str
 
 
 def _interval(tried: Tried, parts: Parts) -> str:
-    return f"every {tried.interval_steps:,} steps ({short(tried.interval_steps * parts.whole_step_seconds)})"
+    return f"every {_steps(tried)} ({short(tried.interval_steps * parts.whole_step_seconds)})"
+
+
+def _steps(tried: Tried) -> str:
+    return f"{tried.interval_steps:,} step{'s' * (tried.interval_steps > 1)}"
 
 
 def _ettr(tried: Tried) -> str:

@@ -158,6 +158,11 @@ class Tried:
         """Standard error of `ettr`."""
         return statistics.stdev(each.ettr for each in self.runs) / math.sqrt(len(self.runs))
 
+    @property
+    def faults(self) -> float:
+        """Of a run, mean."""
+        return statistics.fmean(each.faults for each in self.runs)
+
     def share(self, part: str) -> float:
         """Of the wall time, mean over the runs."""
         return statistics.fmean(getattr(each, part) / each.wall for each in self.runs)
@@ -179,8 +184,12 @@ def try_interval(
 
 
 def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, seed: int) -> list[Tried]:
-    """The intervals about Young's, in ascending order; the best is the one of the highest ETTR."""
-    middle = young_seconds(parts.stall_seconds, mean_seconds) / parts.whole_step_seconds
+    """The intervals about Young's, or about the time that a save takes where that is longer and one would wait for the
+    other, in ascending order; the best is the one of the highest ETTR."""
+    middle = (
+        max(young_seconds(parts.stall_seconds, mean_seconds), parts.durable_seconds)
+        / parts.whole_step_seconds
+    )
     count = round(math.log(REACH, GRID))
     steps = sorted({max(1, round(middle * GRID**power)) for power in range(-count, count + 1)})
     return [try_interval(parts, each, mean_seconds, days, trials, seed) for each in steps]

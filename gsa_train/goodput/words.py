@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from gsa_train.goodput.account import START_UP, Account
+from gsa_train.goodput.account import START_UP, Account, Line
 from gsa_train.metrics.progress import duration
 
 NAMES = {
@@ -18,6 +19,7 @@ NAMES = {
     "first_step": "first steps (compilation)",
     "repeated": "steps done again",
     "save": "stalls of saves",
+    "copies": "waiting for their copies",
     "validation": "validation",
     "tasks": "tasks",
     "text": "waiting for text",
@@ -28,7 +30,7 @@ NAMES = {
 }
 """Of losses, for people."""
 MOST_NAMED = 4
-"""Losses in the console's line."""
+"""Losses, or ranks, in a line of the console."""
 
 
 def in_one_line(account: Account) -> str:
@@ -39,6 +41,21 @@ def in_one_line(account: Account) -> str:
     return (
         f"goodput: this run has lost {short(lost)} of {short(account.wall_seconds)} so far "
         f"(ETTR {account.ettr:.1%}){f': {named}' if named else ''}"
+    )
+
+
+def lost_in_words(line: Line, silent: Sequence[str]) -> str:
+    """Of a start that did not say its end.
+
+    Args:
+        silent: ranks without last words, as of the start before by the same torchrun.
+    """
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+    named = f"; without last words, as if killed: {', '.join(silent[:MOST_NAMED])}" if silent else ""
+    more = f" and {len(silent) - MOST_NAMED} more" if silent[MOST_NAMED:] else ""
+    return (
+        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}"
+        f"{named}{more}"
     )
 
 

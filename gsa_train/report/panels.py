@@ -199,7 +199,7 @@ PANELS = (
     ),
     Panel("gsa", "sink", "largest |activation|", {"max_activation": "maximum"}, "log"),
     Panel("gsa", "sink", "largest attention logit", {"max_attention_logit": "maximum"}),
-    Panel("moe", "experts", "load of an expert / mean load", LOADS, "log", conditional=True),
+    Panel("moe", "experts", "load of an expert / mean load", LOADS, "count", conditional=True),
     Panel("moe", "experts", "balance loss: 1 where even", {"router_balance": "loss"}, conditional=True),
     Panel("moe", "experts", "entropy of the router (nats)", {"router_entropy": "entropy"}, conditional=True),
     Panel("moe", "experts", "z-loss of the router", {"router_z": "z-loss"}, "log", conditional=True),

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, reco
 from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.files import write_atomically
 from gsa_train.goodput.ledger import Line, lost_line, read_lines
+from gsa_train.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
@@ -27,6 +29,7 @@ from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_watchdog import newest_hang
 from gsa_train.run.job_start import note_job_start
 from gsa_train.run.kernel_cache import VARIABLE, kernel_cache_in_words
+from gsa_train.run.last_words import ended_in_silence
 from gsa_train.run.lock import RunFolderError
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
@@ -63,6 +66,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: Run
     place: tuple[str, ...] = ()
     shared: list[str | None] = [None, None, None]
     run_id = [""]
+    silent = _silent_ranks(parallel)
     if parallel.is_main:
         try:
             wandb = _open_wandb(config, start)
@@ -77,6 +81,8 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: Run
                 sinks, console, hang = _open_files(config, start, parallel, wandb, place, run_id[0])
                 is_complete = start.step == sum(phase.steps for phase in config.phases)
                 goodput.open(folder, start.step, *before, is_complete)
+                for line in before[1]:
+                    console.message(lost_in_words(line, silent))
                 if before[0]:
                     console.message(goodput.in_words())
                 shared[0] = sinks.wandb_run_id
@@ -93,6 +99,14 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: Run
         raise RunFolderError(shared[2])
     log = RunLog(sinks, console, shared[0], place, writes_late=parallel.device.type == "cuda")
     return RunFolder(folder / "checkpoints", log, hang, run_id[0], goodput)
+
+
+def _silent_ranks(parallel: Parallel) -> list[str]:
+    """Whose processes in the start before left no last words, each with its host. Collective."""
+    found: list[str | None] = [None] * parallel.world_size
+    mine = f"rank {parallel.rank} on {socket.gethostname()}" if ended_in_silence() else None
+    dist.all_gather_object(found, mine)
+    return [each for each in found if each is not None]
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:

@@ -61,6 +61,10 @@ class StepLimit:
         """A step took so long, text and compilation left out."""
         self._recent.append(seconds)
 
+    def forget(self) -> None:
+        """Other steps begin: how long those before took says nothing of them."""
+        self._recent.clear()
+
     @property
     def seconds(self) -> float:
         """That a step may take now."""

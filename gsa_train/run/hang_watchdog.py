@@ -34,12 +34,15 @@ import torch.distributed as dist
 
 from gsa_train.run.exit_codes import FAILED
 from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
+from gsa_train.run.last_words import tell_torchrun
+from gsa_train.run.store import connect_to_store
 
 LATE_SHARE = 0.2
 """Of the limit: without a heartbeat for so long, a process may be frozen."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
-"""For W&B to send its alert, while all ranks hang anyway."""
+"""For W&B to send its alert, while all ranks hang anyway; and for a report or stacks, where the file system may be what
+hangs."""
 REPORT = "report.txt"
 ALL_SAFE = "the run was over, and its newest checkpoint is safe"
 NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
@@ -163,17 +166,22 @@ class HangWatchdog:
         self.on_hang: Callable[[int, str], None] | None = None
         """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
         self.on_beat: Callable[[int, float], None] | None = None
-        """Takes steps done and when the main thread last went on (Unix seconds), with each heartbeat, in its thread."""
+        """Takes steps done and when the main thread last went on (Unix seconds), with each heartbeat. In its own
+        thread, not while the last call is under way: it writes, and a file system that stands still is no frozen rank.
+        """
         self.exit_code = FAILED
         """Of a rank that is ended here."""
         self._last_stretch: threading.Timer | None = None
+        self._telling: threading.Thread | None = None
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._limit, self._timeout_seconds = limit, limit.longest_seconds
         self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
         # torchrun may keep its store over restarts, with what earlier ranks wrote.
         name: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
-        self._store = dist.PrefixStore(f"watch/{name[0]}", _connect(timedelta(seconds=limit.longest_seconds)))
+        self._store = dist.PrefixStore(
+            f"watch/{name[0]}", connect_to_store(timedelta(seconds=limit.longest_seconds))
+        )
         self._host, self._launcher = socket.gethostname(), os.getppid()
         self._count = self._progress = 0
         self._ages: list[Age] = []
@@ -194,6 +202,10 @@ class HangWatchdog:
         self._place = (step, ACTIVITIES.index(activity))
         self._progress_at, self._compiles = now, False
         self._progress += 1
+
+    def begin_phase(self) -> None:
+        """Its steps may take much longer than those of the phase before."""
+        self._limit.forget()
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -230,7 +242,7 @@ class HangWatchdog:
 
     def _end_leaving(self) -> None:
         folder = self._folder / time.strftime("%Y%m%d-%H%M%S")
-        self._write_stacks(folder)
+        _for_a_while(self._write_stacks, folder)
         limit = f"{self._timeout_seconds:g} s"
         self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
 
@@ -243,8 +255,10 @@ class HangWatchdog:
         beat = Beat(self._count, self._progress, *self._place, self._host, os.getpid(), limit_seconds)
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
         self._count += 1
-        if self.on_beat is not None:
-            self.on_beat(self._place[0], time.time() - time.monotonic() + self._progress_at)
+        if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
+            place = self._place[0], time.time() - time.monotonic() + self._progress_at
+            self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
+            self._telling.start()
 
     def _run(self) -> None:
         try:
@@ -283,9 +297,7 @@ class HangWatchdog:
     def _report(self, fault: str, frozen: list[Beat]) -> None:
         name = self._write_report(fault)
         if self.on_hang is not None:  # first: once the others end, so does this process
-            alert = threading.Thread(target=self.on_hang, args=(self._place[0], in_short(fault)), daemon=True)
-            alert.start()
-            alert.join(ALERT_SECONDS)
+            _for_a_while(self.on_hang, self._place[0], in_short(fault))
         self._store.set("fault", json.dumps([name, frozen]))
 
     def _write_report(self, fault: str) -> str:
@@ -294,17 +306,21 @@ class HangWatchdog:
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
         print(text, file=sys.stderr, end="", flush=True)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / REPORT).write_text(text)
-        except OSError as error:  # a full disk must not keep the ranks from ending
-            print(f"rank {self._rank}: no report: {error}", file=sys.stderr, flush=True)
+
+        def write() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / REPORT).write_text(text)
+            except OSError as error:  # a full disk must not keep the ranks from ending
+                print(f"rank {self._rank}: no report: {error}", file=sys.stderr, flush=True)
+
+        _for_a_while(write)
         return name
 
     def _dump_and_end(self) -> None:
         name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
-        self._write_stacks(folder)
+        _for_a_while(self._write_stacks, folder)
         for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
             if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
                 os.kill(each.pid, signal.SIGKILL)
@@ -321,16 +337,16 @@ class HangWatchdog:
 
     def _end(self, why: str) -> NoReturn:
         """At once, with all children: the main thread may never come back to see an exception."""
-        print(f"rank {self._rank} on {self._host} ends: {why}", file=sys.stderr, flush=True)
+        said = f"rank {self._rank} on {self._host} ends: {why}"
+        print(said, file=sys.stderr, flush=True)
+        tell_torchrun(said)
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(self.exit_code)
 
 
-def _connect(timeout: timedelta) -> dist.Store:
-    """A connection of its own: a thread that waits on a shared one would block all others."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-    )
+def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:
+    """What may not come back."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    thread.join(ALERT_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,20 @@ def tell_torchrun(message: str) -> bool:
     return True
 
 
+def ended_in_silence() -> bool:
+    """This rank's process of the start before, by the same torchrun, has left no last words, as one that was killed.
+
+    torchrun's own line names the rank whose end it heard of first, which may be one that lost its peer.
+    """
+    path, count = os.environ.get("TORCHELASTIC_ERROR_FILE"), _restarts()
+    if not path or count == 0 or len(Path(path).parts) < 4:
+        return False
+    of_rank = Path(path).parent  # attempt_1/0/error.json
+    before = of_rank.parent.with_name(f"attempt_{count - 1}") / of_rank.name
+    was_there = of_rank.parent.name == f"attempt_{count}" and before.is_dir()
+    return was_there and not (before / Path(path).name).exists()
+
+
 def forget_end() -> None:
     """At the beginning of a start: what an earlier one of this job ended with no longer counts."""
     for path in _end_file():
@@ -46,23 +61,38 @@ def forget_end() -> None:
             path.unlink()
 
 
-def note_end(code: int) -> None:
+def note_end(code: int, by_any_rank: bool = False) -> None:
     """In a job of launch/slurm/submit.py: how this start ends, for job.sh, as torchrun ends with 1 for all. The first
-    note counts."""
-    for path in _end_file():
+    note counts.
+
+    Args:
+        by_any_rank: all ranks end with it, and the main one may not come to it.
+    """
+    for path in _end_file(by_any_rank):
         with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
             file.write(f"{code}\n")  # without it the job sees whether there is a new checkpoint, and no more
 
 
-def _end_file() -> list[Path]:
+def end_launcher() -> None:
+    """Ask torchrun to end, if it would start its ranks again: that is of no use on the same devices."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and _is_started_again():
+        print(
+            "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
+        )
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _end_file(of_any_rank: bool = False) -> list[Path]:
     """On the main rank of such a job."""
     folder = os.environ.get(SUBMISSION)
-    return [Path(folder) / "exit_code"] if folder and os.environ.get("RANK", "0") == "0" else []
+    is_asked = of_any_rank or os.environ.get("RANK", "0") == "0"
+    return [Path(folder) / "exit_code"] if folder and is_asked else []
 
 
 def _is_started_again() -> bool:
     """Whether torchrun has restarts left, before which it prints no summary."""
-    restarts, most = (
-        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return int(restarts) < int(most)
+    return _restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

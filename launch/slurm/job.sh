@@ -101,19 +101,25 @@ end=$(cat "$folder/exit_code" 2>/dev/null)
 if [ ! -d "$folder/source" ]; then
     say "$folder is gone, with the source of this job; submit the run again: it goes on from its newest checkpoint"
     exit "$code"
-elif [ "$end" = 15 ] && [ -s "$folder/bad_nodes" ]; then
+elif [ "$end" = 15 ] && scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxFf "$folder/bad_nodes"; then
     # Slurm changes the excluded nodes of a job in the queue only, and ends this script when it puts the job there: so
-    # another job takes the place of this one, also for those of the chain that wait for it.
+    # another job takes the place of this one, also for those of the chain that wait for it. An option of sbatch counts
+    # instead of the one in the script, so it says all that this job had excluded, too.
     bad=$(sort -u "$folder/bad_nodes" | paste -s -d,)
-    if ! next=$(sbatch --parsable --exclude="$bad" "$folder/job.sh"); then
+    excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
+    [ -z "$excluded" ] || [ "$excluded" = "(null)" ] || bad="$excluded,$bad"
+    if ! next=$(env -u SLURM_JOB_START_TIME -u SLURM_JOB_END_TIME sbatch --parsable --exclude="$bad" "$folder/job.sh"); then
         say "a device is not healthy, see above; no job without $bad could be submitted"
         exit 15
     fi
     next=${next%%;*}
     for waiting in $(squeue -h -u "$(id -un)" -t PENDING -o '%i %E' | grep "afterany:$SLURM_JOB_ID\b" | cut -d ' ' -f 1); do
-        [ "$waiting" = "$next" ] || scontrol update JobId="$waiting" Dependency=afterany:"$next"
+        [ "$waiting" = "$next" ] || scontrol update JobId="$waiting" Dependency=afterany:"$next" ExcNodeList="$bad"
     done
     say "a device is not healthy, see above; job $next goes on without $bad"
+    exit 15
+elif [ "$end" = 15 ]; then
+    say "a device is not healthy, see above; which node it is the check does not tell: not started again"
     exit 15
 elif [ "$end" = 2 ] || [ "$end" = 3 ]; then
     say "ended with exit code $end, which a new start does not mend (2: refused, 3: checkpoints cannot be written); see" \

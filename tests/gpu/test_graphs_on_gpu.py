@@ -111,9 +111,10 @@ def train(name: str, *overrides: str) -> Trained:
         ("gsa_1.7b", (*SHARED, "gsa.indexer_rope=true", ACROSS)),
         ("gsa_1.7b", SHARED),
         ("gsa_1.7b", BUDGETS),
+        ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
         ("standard_1.7b", ("gsa.dense_attention=triton",)),
     ],
-    ids=["shared, rotary, one document", "shared, documents", "per query", "standard"],
+    ids=["shared, rotary, one document", "shared, documents", "per query", "groups of keys", "standard"],
 )
 def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -> None:
     leave_default_stream(single_rank().device)

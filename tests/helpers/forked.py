@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
-OF_WANDB = "wandb.sdk.launch"
-"""What W&B imports in each run that begins, two CPU seconds; passed over where it is not installed."""
+LATER = ("wandb.sdk.launch", "transformers.utils.chat_template_utils")
+"""What runs import when they need it, two CPU seconds a run of W&B's; passed over where it is not installed."""
 OF_RANKS = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -174,7 +174,7 @@ class ForkedAgent:
 
 def start_server(environment: Mapping[str, str]) -> None:
     """In this process, unless it runs; it ends with this process and its forks."""
-    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", OF_WANDB, __name__])
+    CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", *LATER, __name__])
     # The server imports from where this process does; on Python 3.11 it is not told by other means.
     with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver._forkserver.ensure_running()
@@ -194,7 +194,9 @@ def _start(
     log.touch()
     start_server(environment)
     process = CONTEXT.Process(target=target, args=arguments)
-    process.start()
+    # Else each child would first run this process's main file, pytest, under another name.
+    with patch.object(sys.modules["__main__"], "__file__", None):
+        process.start()
     return process
 
 
@@ -206,6 +208,7 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
         SubprocessHandler,
     )
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     _become(cwd, environment, log)
 
@@ -214,8 +217,15 @@ def _run_agent(
         assert unbuffered == "-u", arguments
         return _ForkedRank(list(arguments[arguments.index(command[0]) :]), cwd, of_rank, ranks)
 
+    def name_of_caller(depth: int = 2) -> str:
+        """As torch's own, which looks for the source of every frame in all modules, at each of its events."""
+        return sys._getframe(depth).f_code.co_name
+
     sys.argv = ["torchrun", *torchrun, *command]
-    with patch.object(SubprocessHandler, "_popen", fork):
+    with (
+        patch.object(SubprocessHandler, "_popen", fork),
+        patch.object(dynamic_rendezvous, "get_method_name", name_of_caller),
+    ):
         run.main(sys.argv[1:])
 
 

@@ -181,7 +181,7 @@ class Run:
         return self
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
-        """Poll closely until the condition holds; fail if the run ends or the time runs out before."""
+        """Poll until the condition holds; fail if the run ends or the time runs out before."""
         assert self.process is not None
         deadline = time.monotonic() + seconds
         looked = time.thread_time()
@@ -190,8 +190,8 @@ class Run:
             if over and not condition():
                 kill(self)
                 raise AssertionError(f"the run did not get there:\n{self.output[-5000:]}")
-            # Some conditions read all records, or ask all processes: a tenth of a core is for them, the rest for ranks.
-            time.sleep(max(0.002, 9 * (time.thread_time() - looked)))
+            # Some conditions read all records, or ask all processes: a thirtieth of a core is for them, the rest for ranks.
+            time.sleep(max(0.01, 29 * (time.thread_time() - looked)))
             looked = time.thread_time()
 
 

@@ -23,7 +23,7 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
         "batches": Mock(state=dict),
         "validation_sets": [],
         "tokenizer": Mock(),
-        "saver": Mock(is_due=lambda step: False, ended=lambda now: []),
+        "saver": Mock(is_due=lambda step: False, ended=lambda now: [], take_held_seconds=lambda: 0.0),
         "sinks": Mock(),
         "console": Mock(),
         "wandb_run_id": None,

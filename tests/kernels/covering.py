@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 
 Case = dict[str, Any]
 
 
 def covering(**options: Sequence[Any]) -> list[Case]:
-    """Greedy: each case takes from all products the one with most pairs that no case has yet. The same each time."""
-    bits: dict[Any, int] = {}
-    products = []
-    for places in product(*(range(len(values)) for values in options.values())):
-        pairs = sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(enumerate(places), 2))
-        products.append((places, pairs))
-    uncovered = (1 << len(bits)) - 1
+    """Greedy: each case takes from all products the first one with most pairs that no case has yet."""
+    sizes = [len(values) for values in options.values()]
+    new = {}
+    """For two options: which pairs of their values no case has, in the shape of all products."""
+    for pair in combinations(range(len(sizes)), 2):
+        new[pair] = np.ones([size if i in pair else 1 for i, size in enumerate(sizes)], np.int16)
     cases = []
-    while uncovered:
-        places, pairs = max(products, key=lambda each: (uncovered & each[1]).bit_count())
-        uncovered &= ~pairs
+    while any(pairs.any() for pairs in new.values()):
+        counts = sum(new.values(), np.zeros(sizes, np.int16))
+        places = np.unravel_index(counts.argmax(), sizes)
+        for pair, pairs in new.items():
+            pairs[tuple(place if i in pair else 0 for i, place in enumerate(places))] = 0
         cases.append({name: values[at] for (name, values), at in zip(options.items(), places, strict=True)})
     return cases
 

@@ -108,6 +108,8 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
     finally:
         kill(first)
     assert resumed(first, second, third) == 2
+    (killed,) = re.findall(r"did not end by itself: .* as if killed: (.*)", first.output + third.output)
+    assert killed == f"rank 1 on {os.uname().nodename}"  # the other one has said that it lost its peer
     assert f"resuming from {first.checkpoints / 'step_00000010'}" in first.output + third.output
     assert_as_undisturbed(first)
 

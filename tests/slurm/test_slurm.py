@@ -174,6 +174,9 @@ def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(
     assert re.search(
         r"1 of 1 devices are not healthy:\n  CPU of local rank 0 on n1: \d+ wrong elements", job.log
     )
+    assert job.log.count("devices are not healthy") == 1  # torchrun has restarts left
+    for each in (heir, job.jobs[1]):
+        assert "ExcNodeList=n1\n" in cluster.command("scontrol", "show", "job", each)
     job.wait_for(lambda: all(cluster.state(each) == "COMPLETED" for each in (heir, job.jobs[1])))
     of_heir = (job.logs[0].parent / f"job_{heir}.log").read_text()
     assert "starting on n2" in of_heir

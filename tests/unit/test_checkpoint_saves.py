@@ -103,7 +103,9 @@ def test_an_update_waits_for_the_copies_and_the_files_are_those_of_a_save_that_e
     tensors = {name for name in expected if name.endswith(".distcp")}
     assert len(tensors) > 1
     assert {name: found[name] for name in tensors} == {name: expected[name] for name in tensors}
-    assert result.stall_seconds > 0
+    held = saver.take_held_seconds()
+    assert result.stall_seconds > held > 0
+    assert saver.take_held_seconds() == 0  # told once
     saver.hold_update()  # nothing is under way
 
 

@@ -26,7 +26,9 @@ from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.report.charts import _y_axes
 from gsa_train.report.page import write_report
+from gsa_train.report.panels import PANELS
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     DENSE,
@@ -203,6 +205,17 @@ def test_loads_are_shown(tmp_path: Path) -> None:
     assert "load of an expert / mean load" in after
     picture = after.partition("load of experts / mean load, newest step")[2]
     assert json.dumps([2.0, 0.5, 1.0, 0.5]).replace(" ", "") in picture.replace(" ", "")[:4000]
+
+
+def test_a_dead_expert_is_seen() -> None:
+    """On a logarithmic axis a load of 0 has no place."""
+    (panel,) = (panel for panel in PANELS if "expert_load_min" in panel.lines)
+    lines = [{"x": [1, 2], "y": [0.0, 0.0]}, {"x": [1, 2], "y": [3.0, 4.0]}]
+    axis = _y_axes(panel, lines)["yaxis"]
+    assert "type" not in axis
+    low, high = axis["range"]
+    assert low == 0
+    assert high > 4
 
 
 def test_no_statistic_is_taken_for_the_loss_of_a_validation_set() -> None:

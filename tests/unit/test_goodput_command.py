@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from gsa_train.commands import goodput
 from gsa_train.config import config_to_yaml
+from gsa_train.goodput import measure
 from gsa_train.goodput.measure import NoAccount, again_in_fast_motion, measure_run
 from gsa_train.goodput.simulate import Parts
 from gsa_train.report.page import write_report
@@ -78,6 +80,12 @@ def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
     }
 
 
+def test_a_stall_is_also_what_updates_wait_for_copies(run: Path) -> None:
+    account = measure_run(run).account
+    held = dataclasses.replace(account, lost_seconds={**account.lost_seconds, "copies": 3.0})
+    assert measure._parts(held, run / "metrics.jsonl")["stall_seconds"] == (2 + 2 + 4 + 3) / 3
+
+
 def test_the_same_faults_in_fast_motion_give_the_runs_ettr(run: Path) -> None:
     measured = measure_run(run)
     assert measured.account.wall_seconds == 211
@@ -117,7 +125,8 @@ def test_a_plan_says_where_its_parts_come_from(
     assert called(*quick, "--run", str(run), "--down-seconds", "30", monkeypatch=monkeypatch) == 0
     measured = re.sub(" +", " ", capsys.readouterr().out)
     assert (
-        "16 GPUs, a fault of each every 40 h: of the run every 2h30m; 4 runs of 3 days simulated" in measured
+        "16 GPUs, a fault of each every 40 h: of the run every 2h30m\n4 runs of 3 days simulated, with"
+        in measured
     )
     for row in ("step 1 s measured", "stall 2.667 s measured", "down 30 s given", "start up 15 s measured"):
         assert row in measured
@@ -131,7 +140,8 @@ def test_a_plan_says_where_its_parts_come_from(
     for row in (
         "stall 40 s given",
         "durable 40 s as long as the stall",
-        "down 60 s default",
+        "down 60 s default (--down-seconds)",
+        "assumed: faults come one by one",
         "every 77 steps (1m17s)",
     ):
         assert row in alone
@@ -146,6 +156,7 @@ def test_a_plan_says_where_its_parts_come_from(
     [
         ((), "give --run DIR, or --gpus N with --mtbf-hours H"),
         (("--gpus", "8"), "--gpus and --mtbf-hours go together"),
+        (("--run", "some", "--interval-steps", "5"), "--interval-steps needs --gpus"),
         (("--gpus", "0", "--mtbf-hours", "1"), "--gpus 0: not above 0; give a number above 0"),
         (("--gpus", "1", "--mtbf-hours", "nan"), "--mtbf-hours nan: not above 0"),
         (("--gpus", "1", "--mtbf-hours", "1", "--down-seconds", "-1"), "--down-seconds -1.0: negative"),

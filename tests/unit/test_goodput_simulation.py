@@ -123,3 +123,13 @@ def test_the_same_seed_gives_the_same_faults() -> None:
 
 def test_a_save_that_takes_longer_than_the_time_between_faults() -> None:
     assert daly_seconds(300.0, 100.0) == 100.0
+
+
+def test_the_best_interval_is_found_where_saves_are_hidden_and_take_long() -> None:
+    """Young's is far below what a save takes until it is durable: there each save waits for the one before."""
+    parts = dataclasses.replace(PARTS, stall_seconds=0.001, durable_seconds=60.0)
+    tried = try_intervals(parts, 3000.0, days=3, trials=4, seed=1)
+    best = max(tried, key=lambda each: each.ettr)
+    assert best.interval_steps >= 50
+    assert tried[-1].ettr < best.ettr
+    assert best.share("stalls") < 0.01

@@ -41,6 +41,18 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
     assert limit_after(300.0, 300.0, 300.0) == LONGEST
 
 
+def test_steps_of_another_phase_have_a_limit_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a kind compiles, and tells nothing of the second."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
+    watched.steps(FEWEST_STEPS + 1)
+    assert watched.watch._limit.seconds == LEAST_SECONDS
+    watched.watch.begin_phase()
+    assert watched.watch._limit.seconds == LONGEST
+    watched.watch.close()
+
+
 def test_a_fixed_limit_follows_nothing() -> None:
     limit = step_limit(ParallelConfig(timeout_minutes=10, hang_limit_seconds=25))
     assert limit.seconds == 25
@@ -176,3 +188,48 @@ def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(
     hooks.jit_cache_hook(**names)
     hooks.jit_post_compile_hook(**names)
     assert ACTIVITIES[watched.watch._place[1]] == "validating"
+
+
+def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the rank that writes would count as frozen within the time of a step."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
+    comes_back, told = threading.Event(), []
+
+    def write(step: int, progress: float) -> None:
+        told.append(step)
+        comes_back.wait(60)
+
+    watched.watch.close()
+    watched.watch.on_beat = write
+    before = watched.watch._count
+    for _ in range(3):
+        watched.watch._beat()
+    assert watched.watch._count == before + 3
+    assert told == [0]
+    comes_back.set()
+    assert watched.watch._telling is not None
+    watched.watch._telling.join()
+    watched.watch._beat()
+    watched.watch._telling.join()
+    assert told == [0, 0]
+
+
+def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
+    watched.watch.close()
+    comes_back, came_back = threading.Event(), []
+
+    def stands_still(*_: Any, **__: Any) -> None:
+        comes_back.wait(60)
+        came_back.append(True)
+
+    monkeypatch.setattr("gsa_train.run.hang_watchdog.ALERT_SECONDS", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", stands_still)
+        watched.watch._write_report("a fault")
+        assert came_back == []
+    comes_back.set()

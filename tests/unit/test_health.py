@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 from gsa_train.commands import check_node
 from gsa_train.run.exit_codes import UNHEALTHY
 from gsa_train.run.health import check, device_checks, driver, links, products
-from gsa_train.run.health.check import Finding, UnhealthyDevice, check_health, note_bad_nodes
+from gsa_train.run.health.check import UnhealthyDevice, check_health, note_bad_nodes
+from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_links
 from gsa_train.run.health.products import CHECKED_ROWS, LARGEST, make_problem
 from helpers.single_rank import single_rank
 
@@ -101,7 +104,7 @@ def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
         found.value
     )
     assert (tmp_path / "bad_nodes").read_text() == "node7\n"
-    note_bad_nodes([Finding("node3", 0, "GPU-1"), Finding("node7", 1, "GPU-2")])
+    note_bad_nodes(["node3", "node7"])
     assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\n"
 
 
@@ -167,8 +170,8 @@ class FakeNvml:
         pass
 
 
-def raising(error: type[Exception]) -> Any:
-    def call(*_: Any) -> None:
+def raising(error: Exception | type[Exception]) -> Any:
+    def call(*_: Any, **__: Any) -> None:
         raise error
 
     return call
@@ -204,10 +207,133 @@ def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(monkeypatch: pytest.Mo
     assert check.check_device(torch.device("cuda", 3), 3, 1.0).without_driver
 
 
+def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its rank would end with an error of its own, the others would wait, and nobody would leave its node out."""
+    monkeypatch.setattr(
+        check, "faults_of_device", raising(RuntimeError("CUDA error: uncorrectable ECC\nmore"))
+    )
+    found = check.check_device(CPU, 0, 1.0)
+    assert found.faults == ["its check failed: CUDA error: uncorrectable ECC"]
+
+
+@pytest.mark.parametrize(
+    "asked", ["nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2", "nvmlDeviceGetRemappedRows"]
+)
+def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setattr(check, "uuid_of", lambda device: "GPU-abc")
+    monkeypatch.setattr(check, "open_driver", lambda: nvml)
+    monkeypatch.setattr(check, "faults_of_device", lambda device, seconds: [])
+    monkeypatch.setattr(nvml, asked, raising(nvml.NVMLError_GpuIsLost()))
+    found = check.check_device(torch.device("cuda", 3), 3, 1.0)
+    assert (found.faults, found.without_driver) == (["the driver has lost it"], False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", raising(nvml.NVMLError_GpuIsLost()))
+    assert driver.faults_by_driver(nvml, "GPU-abc") == ["the driver has lost it"]
+
+
+def test_errors_of_programs_are_no_faults_of_a_device() -> None:
+    """A run that was killed leaves them behind on a GPU that is healthy."""
+    assert driver.XidWatch(FakeNvml(xids=[13, 31, 43, 45, 74]), "GPU-1").faults() == ["XID 74"]
+
+
+def test_memory_that_others_take_meanwhile_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "CPU_SIZES", {})
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", raising(torch.OutOfMemoryError("out of memory")))
+    assert device_checks.faults_of_device(CPU, 1.0) == []
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def test_that_a_driver_could_not_be_asked_is_said_for_every_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [Finding("n1", 0, "GPU-1"), Finding("n2", 0, "GPU-2", without_driver=True)]
+    monkeypatch.setattr(check, "check_ranks", lambda device, seconds: found)
+    main: Any = SimpleNamespace(is_main=True, device=torch.device("cuda", 0), world_size=2)
+    with caplog.at_level("WARNING"):
+        check_health(main, 1.0)
+    assert caplog.messages == [f"health: {driver.MISSING} on n2"]
+
+
+def linked(*nodes: str, bad: Sequence[int]) -> list[str]:
+    """Of ranks on these nodes, of which these hear nothing from the rank before."""
+    findings = [Finding(node, 0, "", ["nothing"] * (rank in bad)) for rank, node in enumerate(nodes)]
+    return nodes_of_bad_links(findings)
+
+
+def test_of_links_the_node_that_explains_most_is_named_and_its_neighbours_are_not() -> None:
+    assert linked("a", "a", "b", "b", "c", "c", "d", "d", bad=[2, 4]) == ["b"]
+    assert linked("a", "a", "b", "b", "c", "c", bad=[3]) == ["b"]  # within it
+    assert linked("a", "b", "c", "d", bad=[2]) == ["b", "c"]  # either
+    assert linked("a", "b", "c", "d", "e", "f", bad=[1, 2, 4]) == ["b", "d", "e"]
+    assert linked("a", "b", "c", bad=[]) == []
+
+
+def test_where_all_nodes_would_be_named_none_is() -> None:
+    """It is what is between them, or of two either; no job can go on without all."""
+    assert linked("a", "b", bad=[0]) == []
+    assert linked("a", "b", "c", bad=[0, 1, 2]) == []
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 200])
+def test_a_sum_over_ranks_is_known(count: int) -> None:
+    found = sum(links.pattern(rank, 100, CPU) for rank in range(count))
+    assert torch.equal(torch.as_tensor(found), links.expected_sum(count, 100, CPU))
+
+
 def test_sums_over_many_ranks_stay_exact() -> None:
-    largest = max(count * 1023 + sum(range(count)) for count in (2, 1024, 4096))
-    assert largest < 1 << 24
-    assert links.pattern(3, 5, CPU).tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
+    assert (1 << 18) * (links.VALUES - 1) < 1 << 24
+    assert links.pattern(62, 3, CPU).tolist() == [62.0, 63.0, 0.0]
+
+
+@pytest.mark.parametrize("call", [links.faults_of_neighbours, links.faults_of_sums])
+def test_a_link_that_fails_at_once_is_a_finding(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("batch_isend_irecv", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, raising(RuntimeError("NCCL error: remote\nmore")))
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda *_: None)
+    single_rank()
+    (fault,) = call(CPU)
+    assert fault.endswith("failed: NCCL error: remote")
+
+
+class Ranks:
+    """Some ranks of a job, each in a thread, that tell each other what they found."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gsa_train.run.health.findings.ANSWER_SECONDS", 2.0)
+        self._store, self._count = torch.distributed.HashStore(), count
+        self.first: list[int] = []
+        """Which ranks had the findings before all others."""
+
+    def tell(self, *ranks: int) -> dict[int, list[Finding]]:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return dict(zip(ranks, threads.map(self._tell, ranks), strict=True))
+
+    def _tell(self, rank: int) -> list[Finding]:
+        exchange = object.__new__(Exchange)
+        exchange._rank, exchange._count, exchange._store = rank, self._count, self._store
+        exchange._devices = [Finding(f"n{each}", 0, "") for each in range(self._count)]
+        mine = Finding(f"n{rank}", 0, "", ["bad"] if rank == 1 else [])
+        return exchange.tell_all("devices", mine, lambda _: self.first.append(rank))
+
+
+@pytest.mark.parametrize(("missing", "first"), [(None, 0), (2, 0), (0, 3), (3, 0)])
+def test_a_rank_that_does_not_answer_is_named_by_the_others(
+    missing: int | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may hang in its driver instead of failing."""
+    ranks = Ranks(4, monkeypatch)
+    there = [rank for rank in range(4) if rank != missing]
+    found = ranks.tell(*there)
+    assert all(found[rank] == found[there[0]] for rank in there)
+    bad = {each.node: each.faults[0] for each in found[there[0]] if each.faults}
+    expected = {"n1": "bad"}
+    if missing is not None:
+        expected[f"n{missing}"] = f"rank {missing} has not answered for 2 s: its device or its host hangs"
+    assert bad == expected
+    assert ranks.first == [first]
 
 
 class NeverDone:
@@ -220,6 +346,8 @@ class NeverDone:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_transfer_that_does_not_end_is_given_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    single_rank()
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    times = iter([0.0, 1.0, links.LONGEST_SECONDS + 1])
-    assert not links._done([NeverDone()], clock=lambda: next(times))
+    times = iter([0.0, 1.0, links.longest_seconds(1) + 1])
+    clock = (lambda: next(times)) if backend == "nccl" else iter([0.0, 99.0]).__next__
+    assert not links._done([NeverDone()], clock=clock)

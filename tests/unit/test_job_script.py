@@ -14,7 +14,8 @@ from test_submit import submit
 STAND_INS = {
     "srun": 'echo started >> "$LOG"; eval "$SRUN"',
     "squeue": 'case "$*" in *%T*) echo "$STATE";; *%E*) printf "%s" "$WAITING";; *) echo N/A;; esac',
-    "scontrol": 'echo "scontrol $*" >> "$LOG"; echo "NodeAddr=10.0.0.1 "',
+    "scontrol": 'echo "scontrol $*" >> "$LOG"; case "$*" in *hostnames*) printf "n1\\nn2\\n";; '
+    '*job*) echo "   ReqNodeList=(null) ExcNodeList=$EXCLUDED";; *) echo "NodeAddr=10.0.0.1 ";; esac',
     "sleep": "exit 0",
     "sbatch": 'echo "sbatch $*" >> "$LOG"; echo "8;cluster"',
 }
@@ -101,17 +102,27 @@ def test_a_bad_device_sends_another_job_without_its_node(
     waiting = "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n"
     monkeypatch.setenv("WAITING", waiting)
     monkeypatch.setenv("USER", "someone")
+    monkeypatch.setenv("EXCLUDED", "(null)")
     assert job.start(progress + BAD + END.format(15) + "exit 1").wait(60) == 15
     said = job.log.read_text()
     assert f"sbatch --parsable --exclude=n1,n3 {job.frozen}/job.sh" in said
     assert [line for line in said.splitlines() if "update" in line] == [
-        "scontrol update JobId=9 Dependency=afterany:8"
+        "scontrol update JobId=9 Dependency=afterany:8 ExcNodeList=n1,n3"
     ]
     assert not job.requeued
 
 
-def test_where_no_bad_node_is_named_the_job_does_not_come_back_to_it(job: Job) -> None:
-    assert job.start(END.format(15) + "exit 1").wait(60) == 1
+def test_nodes_that_a_job_had_excluded_stay_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch takes its option instead of the script's own."""
+    monkeypatch.setenv("EXCLUDED", "n[7-9]")
+    assert job.start(BAD + END.format(15) + "exit 1").wait(60) == 15
+    assert "sbatch --parsable --exclude=n[7-9],n1,n3 " in job.log.read_text()
+
+
+@pytest.mark.parametrize("named", ["", 'printf "n3\nn11\n" > "$GSA_SUBMISSION/bad_nodes"; '])
+def test_where_no_node_of_its_own_is_named_a_job_does_not_come_back(job: Job, named: str) -> None:
+    """Else it would for ever: nodes that were named before are left out already."""
+    assert job.start(SAVE + named + END.format(15) + "exit 1").wait(60) == 15
     assert not job.requeued
     assert "sbatch" not in job.log.read_text()
 

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
-from gsa_train.run.last_words import SUBMISSION, forget_end, note_end, say_last
+from gsa_train.run.last_words import SUBMISSION, ended_in_silence, forget_end, note_end, say_last
 
 
 @pytest.fixture
@@ -85,6 +85,11 @@ def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("RANK", "1")
     note_end(2)
     assert not note.exists()
+    note_end(15, by_any_rank=True)
+    assert note.read_text() == "15\n"
+    forget_end()
+    assert note.exists()  # the main one forgets it, at the next start
+    note.unlink()
     monkeypatch.setenv("RANK", "0")
     note_end(1)
     note_end(2)  # the first word counts
@@ -94,3 +99,23 @@ def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: 
     forget_end()
     monkeypatch.setenv(SUBMISSION, str(tmp_path / "gone"))
     note_end(2)
+
+
+def test_a_rank_whose_process_before_left_no_words_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun gives each start a folder, and each rank a file in it."""
+    for attempt in (0, 1):
+        for rank in (0, 1):
+            (tmp_path / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
+    (tmp_path / "attempt_0" / "1" / "error.json").touch()
+    silent = []
+    for attempt, rank in ((0, 0), (1, 0), (1, 1)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{attempt}/{rank}/error.json")
+        silent.append(ended_in_silence())
+    assert silent == [False, True, False]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/error.json")  # of another torch
+    assert not ended_in_silence()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert not ended_in_silence()

@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint that cannot be filled: a fault of the file, or no room for them."""
+"""Tensors of a checkpoint that cannot be filled: a fault of the file, or of who reads it."""
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,9 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from gsa_train.checkpoint import parallel_read
-from gsa_train.checkpoint.parallel_read import ParallelReader, ReadLog, noting
+from gsa_train.checkpoint.files import FileRecord
+from gsa_train.checkpoint.parallel_read import NotRead, ParallelReader, Part, ReadLog, faults_of_read, noting
+from helpers.single_rank import single_rank
 
 
 @pytest.fixture
@@ -33,18 +36,43 @@ def test_what_is_no_tensor_is_a_fault_of_its_file(reader: ParallelReader, tmp_pa
     log = ReadLog(tmp_path)
     read(reader, log)
     (fault,) = log.faults
-    assert fault.startswith("0.distcp cannot be read: ")
+    assert fault.file == "0.distcp"
+    assert fault.what.startswith("cannot be read: ")
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_no_room_is_no_fault_of_the_file(
-    error: type[Exception], reader: ParallelReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: ECC")]
+)
+def test_what_a_rank_cannot_take_over_is_no_fault_of_the_file(
+    error: Exception, reader: ParallelReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its checkpoint would be left for an older one, and so would that."""
+
     def fill(*_: object) -> None:
-        raise error("no room")
+        raise error
 
     monkeypatch.setattr(parallel_read, "_fill", fill)
     log = ReadLog(tmp_path)
-    with pytest.raises(error, match="no room"):
-        read(reader, log)
-    assert not log.faults
+    read(reader, log)
+    with pytest.raises(NotRead, match=rf"is intact .* rank 0 on \S+ 0.distcp cannot be read: {error}"):
+        faults_of_read(log, record_of(b"1234"), single_rank())
+    assert faults_of_read(log, record_of(b"1235"), single_rank()) == [
+        f"0.distcp has checksum {zlib.crc32(b'1234'):08x} instead of {zlib.crc32(b'1235'):08x}",
+        f"0.distcp cannot be read: {error}",
+    ]
+
+
+def record_of(content: bytes) -> dict[str, FileRecord]:
+    return {"0.distcp": FileRecord(len(content), f"{zlib.crc32(content):08x}")}
+
+
+def test_ranks_that_read_different_bytes_are_no_damage_and_do_not_go_on(tmp_path: Path) -> None:
+    """One of them has filled in something else than what was written: whichever is noted first."""
+    (tmp_path / "0.distcp").write_bytes(b"12345678")
+    right = zlib.crc32(b"1234")
+    for wrong in (right - 1, right + 1):
+        log = ReadLog(tmp_path, [Part("0.distcp", 0, 4, right), Part("0.distcp", 0, 4, wrong)])
+        with pytest.raises(NotRead, match=r"different bytes of 0\.distcp from 0 to 4"):
+            faults_of_read(log, record_of(b"12345678"), single_rank())
+    log.parts = [Part("0.distcp", 0, 4, right), Part("0.distcp", 0, 4, right)]
+    assert faults_of_read(log, record_of(b"12345678"), single_rank()) == []

@@ -234,7 +234,7 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
         config,
         model,
         batches=batches,
-        saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: []),
+        saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: [], take_held_seconds=lambda: 0.0),
         sinks=Sinks(tmp_path, None, None),
         phase_optimizer=build_optimizer(model, phase, config),
         writes_late=late,
@@ -274,9 +274,13 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
     batches = Mock(
         next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
     )
-    run = tiny_run(config, model, batches=batches, sinks=Mock(log=records.append))
+    held = iter([0.0, 1e9, 0.0])  # an update that waited for copies: no more than there was training
+    saver = Mock(is_due=lambda step: False, ended=lambda now: [], take_held_seconds=held.__next__)
+    run = tiny_run(config, model, batches=batches, sinks=Mock(log=records.append), saver=saver)
     optimizer = build_optimizer(model, phase, config)
     assert run_phase(run, phase_ranges(config.phases)[0], optimizer) is None
+    spent = run.services.goodput.clock.read()[1]
+    assert spent["copies"] > 0 < spent["training"]
     close_optimizer(model, optimizer)
     first, left_out, last = (record for record in records if "event" not in record)
     assert math.isnan(left_out["variance" if part == "indexer" else "recall"])

@@ -251,12 +251,16 @@ def test_a_start_loads_before_it_opens_the_run_folder(
     assert "fp32 weights of 1 parameters (" in caplog.text
 
 
+FOUR_EXPERTS = {"experts": 4, "expert_ffn_hidden_size": 16}
+
+
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained(tiny_config([SPARSE]))
     for config, message in (
         (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
         (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
         (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
+        (tiny_config(moe=FOUR_EXPERTS), r"moe\.experts = 4 here, 0 in .*\n(.*\n)*.*experts\.\S+: not in the"),
         (tiny_config([DENSE], gsa=DENSE_MODEL), r"linear_gate\.\S+: only in the checkpoint"),
         (
             tiny_config(model={"num_heads": 8, "head_dim": 2, "num_kv_heads": 4}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +46,10 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
         sizes = [BLOCK_BYTES] * (free // BLOCK_BYTES)
     else:
         sizes = [CPU_MEMORY_BYTES]
-    blocks = [torch.empty(size // 8, dtype=torch.int64, device=device) for size in sizes]
+    blocks: list[torch.Tensor] = []
+    with contextlib.suppress(torch.OutOfMemoryError):  # someone else has taken some of it meanwhile
+        for size in sizes:
+            blocks.append(torch.empty(size // 8, dtype=torch.int64, device=device))
     for pattern in PATTERNS:
         word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         for number, block in enumerate(blocks):
@@ -53,7 +57,8 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
         wrong = [_wrong_words(block, word ^ number) for number, block in enumerate(blocks)]
         count = sum(int(each) for each in wrong)
         if count:
-            yield f"{count} wrong words of memory behind the pattern {pattern:#x}, in {sum(sizes) >> 20} MiB"
+            size = sum(block.nbytes for block in blocks) >> 20
+            yield f"{count} wrong words of memory behind the pattern {pattern:#x}, in {size} MiB"
     del blocks
     if device.type == "cuda":
         torch.cuda.empty_cache()

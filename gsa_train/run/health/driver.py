@@ -11,6 +11,10 @@ MISSING = (
     "(pip install nvidia-ml-py), or the driver does not tell"
 )
 
+LOST = "the driver has lost it"
+XIDS_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
+"""Of programs, on devices that are healthy: what NVIDIA's device plugin for Kubernetes leaves out (`health.go`)."""
+
 
 def open_driver() -> Any:
     """The package, begun; None where it is not installed or there is no driver."""
@@ -35,13 +39,16 @@ class XidWatch:
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def faults(self) -> list[str]:
-        """Those since then."""
+        """Those since then, but of programs."""
         found = []
         try:
             while True:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 1)
-                found.append(f"XID {event.eventData}")
-        except self._nvml.NVMLError_Timeout:
+                if event.eventData not in XIDS_OF_PROGRAMS:
+                    found.append(f"XID {event.eventData}")
+        except self._nvml.NVMLError_GpuIsLost:
+            found.append(LOST)
+        except self._nvml.NVMLError:  # mostly that there are no more
             pass
         self._nvml.nvmlEventSetFree(self._events)
         return found
@@ -49,7 +56,10 @@ class XidWatch:
 
 def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
     """Uncorrected ECC errors since the driver was loaded, and remapped rows that failed or wait for a reset."""
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    except nvml.NVMLError_GpuIsLost:
+        return [LOST]
     found = []
 
     def ecc() -> None:
@@ -70,7 +80,7 @@ def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
         try:
             ask()
         except nvml.NVMLError_GpuIsLost:
-            found.append("the driver has lost it")
+            found.append(LOST)
         except nvml.NVMLError:  # ECC is off, the device has no such rows, or who asks may not
             continue
     return found
@@ -80,4 +90,7 @@ def uuid_of(device: torch.device) -> str:
     """As nvidia-smi has it; empty for a CPU."""
     if device.type != "cuda":
         return ""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    except RuntimeError:  # the check will tell
+        return "GPU that does not answer"

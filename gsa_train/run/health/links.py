@@ -11,54 +11,88 @@ import torch
 import torch.distributed as dist
 
 SIZES = {"cuda": 1 << 24, "cpu": 1 << 10}
-"""Numbers in fp32 that a rank sends."""
+"""Numbers in fp32 that a rank sends, by kind of device."""
 LONGEST_SECONDS = 15.0
 """Of a transfer, the first of which also makes the connections."""
+SECONDS_PER_RANK = 1 / 64
+"""More, for the connections of thousands of ranks; an assumption."""
+VALUES = 64
+"""That numbers have, so that fp32 holds their sums over 2^18 ranks exactly."""
 
 
-def faults_of_links(device: torch.device) -> list[str]:
-    """What this rank received otherwise than it was sent, or not at all. Collective; after a fault of the second kind
-    the process group is of no use any more."""
+def faults_of_neighbours(device: torch.device) -> list[str]:
+    """What this rank received otherwise from the rank before it than it was sent, or not at all. Collective; after a
+    fault of the second kind the process group is of no use any more."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    if count == 1:
-        return []
-    size, found = SIZES[device.type], []
+    size = SIZES[device.type]
     before, after = (rank - 1) % count, (rank + 1) % count
-    received = torch.empty(size, device=device)
-    ring = [
-        dist.P2POp(dist.isend, pattern(rank, size, device), after),
-        dist.P2POp(dist.irecv, received, before),
-    ]
-    if not _done(dist.batch_isend_irecv(ring)):
-        return [f"nothing from rank {before} within {LONGEST_SECONDS:.0f} s, or nothing reaches rank {after}"]
-    wrong = int((received != pattern(before, size, device)).sum())
-    if wrong:
-        found.append(f"{wrong} of {size} numbers from rank {before} are wrong")
-    total = pattern(rank, size, device)
-    work = dist.all_reduce(total, async_op=True)
-    if not _done([work]):
-        return [*found, f"a sum over all ranks has not ended within {LONGEST_SECONDS:.0f} s"]
-    expected = count * torch.arange(size, device=device).remainder(1024) + sum(range(count))
-    wrong = int((total != expected).sum())
-    if wrong:
-        found.append(f"{wrong} of {size} sums over all ranks are wrong")
-    return found
+    try:
+        received = torch.empty(size, device=device)
+        ring = [
+            dist.P2POp(dist.isend, pattern(rank, size, device), after),
+            dist.P2POp(dist.irecv, received, before),
+        ]
+        if not _done(dist.batch_isend_irecv(ring)):
+            late = f"{longest_seconds(count):.0f} s"
+            return [f"nothing from rank {before} within {late}, or nothing reaches rank {after}"]
+        wrong = int((received != pattern(before, size, device)).sum())
+    except RuntimeError as error:  # of NCCL and gloo
+        return [f"transfers from rank {before} and to rank {after} failed: {first_line(error)}"]
+    return [f"{wrong} of {size} numbers from rank {before} are wrong"] if wrong else []
+
+
+def faults_of_sums(device: torch.device) -> list[str]:
+    """The same of sums over all ranks, which do not tell whose fault it is."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    size = SIZES[device.type]
+    try:
+        total = pattern(rank, size, device)
+        if not _done([dist.all_reduce(total, async_op=True)]):
+            return [f"a sum over all ranks has not ended within {longest_seconds(count):.0f} s"]
+        wrong = int((total != expected_sum(count, size, device)).sum())
+    except RuntimeError as error:
+        return [f"a sum over all ranks failed: {first_line(error)}"]
+    return [f"{wrong} of {size} sums over all ranks are wrong"] if wrong else []
+
+
+def longest_seconds(count: int) -> float:
+    return LONGEST_SECONDS + SECONDS_PER_RANK * count
 
 
 def pattern(rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Integers, so that fp32 holds their sums over thousands of ranks exactly."""
-    return (torch.arange(size, device=device).remainder(1024) + rank).float()
+    """Small integers in fp32."""
+    return (torch.arange(size, device=device) + rank).remainder(VALUES).float()
+
+
+def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
+    """Of the patterns of so many ranks."""
+    whole, rest = divmod(count, VALUES)
+    total = torch.full((size,), float(whole * sum(range(VALUES))), device=device)
+    for rank in range(rest):
+        total += pattern(rank, size, device)
+    return total
 
 
 def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool:
     """Whether they end in time. On a GPU the host asks, for NCCL's own wait would only queue one; gloo's transfers say
-    that they are complete to who waits for them, and to nobody else."""
-    deadline = clock() + LONGEST_SECONDS
+    that they are complete to who waits for them, and to nobody else.
+
+    Raises:
+        RuntimeError: they have failed.
+    """
+    longest = longest_seconds(dist.get_world_size())
     if dist.get_backend() == "gloo":
-        try:
-            return all(work.wait(timedelta(seconds=LONGEST_SECONDS)) is not False for work in works)
-        except RuntimeError:
-            return False
+        deadline = clock() + longest
+        for work in works:
+            try:
+                if work.wait(timedelta(seconds=longest)) is False:
+                    return False
+            except RuntimeError:
+                if clock() < deadline:
+                    raise
+                return False
+        return True
+    deadline = clock() + longest
     while not all(work.is_completed() for work in works):
         if clock() > deadline:
             return False
@@ -66,3 +100,7 @@ def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool
     for work in works:
         work.wait()
     return True
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:300]

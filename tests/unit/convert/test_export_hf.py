@@ -45,6 +45,9 @@ def test_logits_are_those_of_training_and_come_back_bit_for_bit(name: str, tmp_p
 
     import_hf(done.folder, tmp_path / "back")
     if config.moe.experts:
+        card = (done.folder / "README.md").read_text()
+        assert f"| experts | {config.moe.experts} of width {config.moe.expert_ffn_hidden_size} in " in card
+        assert "context 1, expert 1, expert tensor 1 |" in card
         back = model_with_weights_of(tmp_path / "back", config)
         assert torch.equal(training_logits(back, config.phases[0], tokens), expected)
     again = export_hf(tmp_path / "back", tmp_path / "again", max_shard_bytes=150_000)
