@@ -88,9 +88,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     dtype = DTYPES.get(execution.dtype)
     if source.hf is not None:
         if not (source.hf / "config.json").is_file():
-            raise ValueError(
-                f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote"
-            )
+            raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")

@@ -1,4 +1,4 @@
-"""A folder of transformers that does not fit together is refused in one line by all who read it; no weight is made up."""
+"""A folder of transformers that does not fit together is refused in one line, whoever reads it."""
 
 from __future__ import annotations
 
