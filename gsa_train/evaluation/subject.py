@@ -79,7 +79,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         ValueError: there is no such model, or it cannot run so.
     """
     execution = execution or Execution()
-    device = torch.device(execution.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(execution.device)
     attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
@@ -134,6 +134,17 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     return subject
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {name}: not on this machine ({str(error).splitlines()[0]}); give cpu, cuda or cuda:N"
+        ) from error
+    return device
 
 
 def _checkpoints_model(
