@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,25 @@ from typing import Any
 UNUSED = ("wandb", "torch.utils.tensorboard")
 """Optional packages of megatron-core."""
 
+LIBRARIES_WARNINGS = (
+    r"(Transformer Engine and )?Apex (are|is) not installed",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
+    r"full scope is deprecated",  # of CUDA graphs, which are off
+    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
+)
+"""On every rank, about what is as it should be: they hid those that a user can act upon."""
+
 
 def import_megatron() -> None:
     """Import megatron-core, which is then the same for who imports it later. Before W&B is imported by anyone."""
     with _missing(UNUSED), _compiling_at_first_call():
         import megatron.core  # noqa: F401
+
+
+def leave_out_warnings() -> None:
+    """Those of `LIBRARIES_WARNINGS`, in this process. Before megatron-core is imported, which has some of them."""
+    for message in LIBRARIES_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 @contextmanager
