@@ -7,6 +7,7 @@ torch's compiler, which decorating its fused functions imports: `model/mcore/con
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,8 +32,9 @@ def import_megatron() -> None:
         import megatron.core  # noqa: F401
 
 
-def leave_out_warnings() -> None:
-    """Those of `LIBRARIES_WARNINGS`, in this process. Before megatron-core is imported, which has some of them."""
+def quiet_libraries() -> None:
+    """Without `LIBRARIES_WARNINGS` and what megatron-core logs, in this process. Before megatron-core is imported."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
     for message in LIBRARIES_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 

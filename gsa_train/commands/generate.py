@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
 from gsa_train.convert import missing_package
-from gsa_train.megatron_import import leave_out_warnings
+from gsa_train.megatron_import import quiet_libraries
 
 if TYPE_CHECKING:
     from gsa_hf.generation import Generator, Sampling
@@ -39,7 +39,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    leave_out_warnings()
+    quiet_libraries()
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_hf.generation import Generator
 

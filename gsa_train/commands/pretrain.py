@@ -24,7 +24,7 @@ from gsa_train.cli import parse_arguments, refuse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
-from gsa_train.megatron_import import import_megatron, leave_out_warnings
+from gsa_train.megatron_import import import_megatron, quiet_libraries
 from gsa_train.run import exit_codes
 from gsa_train.run.kernel_cache import prepare_kernel_cache
 from gsa_train.run.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
@@ -61,8 +61,7 @@ def run_command() -> int:
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
-    leave_out_warnings()
+    quiet_libraries()
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -9,7 +9,7 @@ from typing import Any
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from gsa_train.config import Config, ModelConfig, MoEConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
-from gsa_train.config.gate_shapes import FORM
+from gsa_train.config.gate_shapes import FORM, POSITIONS
 from gsa_train.config.load import as_written, problem_line
 from gsa_train.config.moe import layers_with_experts
 
@@ -30,11 +30,7 @@ MODEL_FIELDS = {
 }
 """Field of `model` -> field of the same meaning. What is of the rotary embedding is in `rope_parameters`."""
 GSA_FIELDS = {
-    "value_gate": "value_gate",
-    "output_gate": "output_gate",
-    "key_gate": "key_gate",
-    "query_gate": "query_gate",
-    "projection_gate": "projection_gate",
+    **{f"{position}_gate": f"{position}_gate" for position in POSITIONS},
     **{name: name for name in FORM},
     "output_transform": "output_transform",
     "indexer_heads": "index_n_heads",
