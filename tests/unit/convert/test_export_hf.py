@@ -17,7 +17,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import export_hf as command
 from gsa_train.config import GSAConfig, ModelConfig
 from gsa_train.convert.export_hf import export_hf, find_source
-from gsa_train.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF
+from gsa_train.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
 from gsa_train.convert.import_hf import import_hf
 from helpers.converted import (
     MODELS,
@@ -152,6 +152,15 @@ def test_every_field_of_the_model_has_been_thought_of() -> None:
         assert {field.name for field in dataclasses.fields(section)} == {*fields} | others
     for theirs in (*MODEL_FIELDS.values(), *GSA_FIELDS.values()):
         assert hasattr(gsa_hf.GSAConfig(), theirs)
+
+
+def test_a_value_that_transformers_has_not_is_refused_in_one_line() -> None:
+    config = config_of("GSA")
+    config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, indexer_activation="softplus"))
+    with pytest.raises(
+        ValueError, match=r"^the model of transformers .* 'index_activation' .* got softplus$"
+    ):
+        to_hf_config(config)
 
 
 def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
