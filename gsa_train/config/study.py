@@ -15,6 +15,11 @@ class ArmConfig:
     YAML has it. Not `run.name`, `run.dir`, `run.seed` and `data.seed`, which the study sets."""
     seeds: list[int] = field(default_factory=list)
     """Seeds of this arm's runs. Empty: those of the study."""
+    initial_weights: str = ""
+    """Arm with whose weights this one begins, as `checkpoint.initial_weights` does: seed by seed, and in the same text
+    where that one stopped reading. It is trained first, and once for all arms that name it. Empty: no arm."""
+    initial_step: int = 0
+    """Step of that arm: its last one, or one that its `checkpoint.keep_every_steps` keeps. 0 = its last."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,12 @@ class MetricConfig:
     evaluations: list[str] = field(default_factory=list)
     """With `source: evaluation`, of which ones. Empty: of all."""
     statistic: Literal["value", "max", "median"] = "value"
-    """Of the records of training: the value at one point, or the largest or the median over all logged steps."""
+    """Of the records of training: the value at one point, or the largest or the median over all logged steps of a run,
+    without those of a run with whose weights it begins."""
     at_tokens: list[int] = field(default_factory=list)
     """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
-    most that all finished runs have."""
+    most that all finished runs have with whose weights no other one begins. An arm that begins with another's counts
+    that one's, too."""
     equal_time: bool = False
     """Read the value once more at equal time: at the longest training time that all finished runs have. It counts
     each step with the median time of its phase's steps: without compilation, validation, saves and restarts."""
@@ -106,6 +113,6 @@ class StudyConfig:
 
 
 AT_LEAST_ZERO = frozenset(
-    ["evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
+    ["arms.initial_step", "evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
 )
 """Integers that may be 0; the others are at least 1."""

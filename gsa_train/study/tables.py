@@ -87,14 +87,20 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
 
     Args:
         folder_of: folders are told as seen from this one; None: as the study has them.
+
+    Tokens and time of a run that begins with another one's weights are told as `that one's + its own`.
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
     for each in results.values:
         folder = relative(each.run.folder, folder_of) if folder_of else str(each.run.folder)
         last = each.starts[-1] if each.starts else {}
-        tokens = compact(each.tokens[-1][1]) if each.tokens else "–"
-        seconds = duration(each.seconds[-1][1]) if each.seconds else "–"
+        tokens = compact(each.own_tokens[-1][1]) if each.own_tokens else "–"
+        seconds = duration(each.own_seconds[-1][1]) if each.own_seconds else "–"
+        if each.run.source is not None:
+            tokens = f"{compact(each.tokens_before)} + {tokens}"
+            known = each.seconds_before is not None
+            seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
         config = f"{folder}/config.yaml" if each.starts else "–"
         rows.append([
             each.run.name, results.state(each), tokens, seconds, str(last.get("device", "–")), folder, config,
@@ -124,6 +130,7 @@ def close_lines(results: Results) -> list[str]:
 def notes(results: Results) -> list[str]:
     """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
     lines = []
+    lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
     if single:
         lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
@@ -147,6 +154,20 @@ def notes(results: Results) -> list[str]:
         if any(each.complete for each in results.values) and not _known(column):
             lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
     return lines
+
+
+def weights_in_words(study: Study) -> list[str]:
+    """Of each arm that begins with another one's weights."""
+    lines = []
+    for run in {run.arm: run for run in reversed(study.runs) if run.source}.values():
+        source = run.source
+        assert source is not None
+        lines.append(
+            f"{run.arm} begins with the weights of {source.run.arm} at step {source.step} of {source.run.steps}. Its "
+            f"tokens and its time count that arm's up to there, {compact(source.tokens)} tokens, which were trained "
+            "once for all that begin with them."
+        )
+    return lines[::-1]
 
 
 def _commits(results: Results) -> set[str]:

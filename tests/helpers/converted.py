@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
@@ -176,5 +176,5 @@ def model_with_weights_of(folder: Path, config: Config) -> Model:
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)
     tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
-    load_initial_weights(config, model, tokenizer, single_rank())
+    load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
     return model
