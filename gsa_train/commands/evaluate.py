@@ -97,6 +97,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--ruler-samples", type=positive, default=50, metavar="N", help="of each task (default: 50)"
     )
     ruler.add_argument(
+        "--ruler-gold",
+        action="store_true",
+        help="score the expected answers in bits per byte, instead of answers that the model writes: one forward pass "
+        "for each sample, and a score also where a model is too small to answer",
+    )
+    ruler.add_argument(
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
     )
     ruler.add_argument(
@@ -132,6 +138,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(words)
     if arguments.step is not None and arguments.run is None:
         parser.error("--step is of a run; give --run RUN_DIR")
+    if arguments.ruler_gold and not arguments.ruler:
+        parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
     if len(arguments.qa) > 2:
         parser.error("--qa: give at most two files")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):

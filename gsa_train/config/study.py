@@ -27,6 +27,8 @@ class EvaluationConfig:
     name: str = ""
     """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
     of the run's folder, with `-L<length>` and `-k<k_base>` behind the name where those are listed."""
+    arms: list[str] = field(default_factory=list)
+    """Arms that are evaluated: each evaluation is a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """Texts, `name: place`, as `--data` takes them. Empty: the run's validation sets, or nothing beside `tasks` and
     `ruler`."""
@@ -43,6 +45,12 @@ class EvaluationConfig:
     """Examples of each task; 0 = all."""
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
+    ruler_tasks: list[str] = field(default_factory=list)
+    """Tasks of RULER. Empty: all that need no questions."""
+    ruler_samples: int = 50
+    """Samples of each of its tasks and lengths."""
+    ruler_gold: bool = False
+    """Score RULER's expected answers in bits per byte, instead of answers that the model writes."""
     settings: list[str] = field(default_factory=list)
     """`key=value`, as `launch/evaluate.py` takes them."""
 
@@ -50,7 +58,8 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class MetricConfig:
     key: str = ""
-    """What is compared: a key of the records in metrics.jsonl, of summary.json, or of an evaluation's results.json,
+    """What is compared: a key of the records in metrics.jsonl (of scores of tasks `eval_bits_per_byte`, the mean over
+    the tasks, or `eval_bits_per_byte: piqa_val_rc_5shot`, of one), of summary.json, or of an evaluation's results.json,
     there with a dot between the levels (`data.validation.loss`; of a list the number, from 0)."""
     label: str = ""
     """Heading of its column. Empty: the key."""

@@ -23,7 +23,7 @@ def mistakes(study: StudyConfig) -> list[str]:
     """A line each."""
     return [
         *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_initial_weights(study),
-        *_metrics(study),
+        *_evaluations(study), *_metrics(study),
     ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _numbers(study: StudyConfig) -> Iterator[str]:
     for number, each in enumerate(study.evaluations):
         for name in ("context_lengths", "k_base", "ruler"):
             found[f"evaluations.{number}.{name}"] = getattr(each, name)
-        for name in ("max_tokens", "task_examples"):
+        for name in ("max_tokens", "task_examples", "ruler_samples"):
             found[f"evaluations.{number}.{name}"] = [getattr(each, name)]
     for number, metric in enumerate(study.metrics):
         found[f"metrics.{number}.at_tokens"] = metric.at_tokens
@@ -75,6 +75,18 @@ def _numbers(study: StudyConfig) -> Iterator[str]:
     for value in study.selections.layers:
         if value < 0:
             yield problem_line("selections.layers", value, "below 0", "count layers from 0")
+
+
+def _evaluations(study: StudyConfig) -> Iterator[str]:
+    names = {arm.name for arm in study.arms}
+    for number, each in enumerate(study.evaluations):
+        for arm in sorted(set(each.arms) - names):
+            remedy = "name some of its arms"
+            yield problem_line(f"evaluations.{number}.arms", arm, "the study has no such arm", remedy)
+        if (each.ruler_tasks or each.ruler_gold) and not each.ruler:
+            field = "ruler_tasks" if each.ruler_tasks else "ruler_gold"
+            wrong, remedy = "there is no RULER without lengths", "list them in ruler"
+            yield problem_line(f"evaluations.{number}.{field}", getattr(each, field), wrong, remedy)
 
 
 def _arms(study: StudyConfig) -> Iterator[str]:

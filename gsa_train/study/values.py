@@ -35,7 +35,7 @@ class RunValues:
         has_records = (run.folder / "metrics.jsonl").is_file() and bool(
             read_records(run.folder / "metrics.jsonl")
         )
-        self.records = [flat(record) for record in records_of(run.folder)] if has_records else []
+        self.records = [with_means(record) for record in records_of(run.folder)] if has_records else []
         self.complete = is_complete(run)
         self.starts = read_starts(run.folder)
 
@@ -107,6 +107,20 @@ class RunValues:
             else:
                 found = found.get(part) if isinstance(found, dict) else None
         return float(found) if is_number(found) else None
+
+
+def with_means(record: Record) -> Record:
+    """Entries of dicts as keys of their own, `eval_bits_per_byte: piqa`; and the mean of each score over all tasks
+    under the score's own key."""
+    means = {
+        key: statistics.fmean(value.values())
+        for key, value in record.items()
+        if key.startswith("eval_")
+        and isinstance(value, dict)
+        and value
+        and all(map(is_number, value.values()))
+    }
+    return {**flat(record), **means}
 
 
 def is_number(value: Any) -> bool:
