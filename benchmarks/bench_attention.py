@@ -126,8 +126,8 @@ def main() -> int:
             length: {f"layer {layer}": indexer.packed_mask() for layer, indexer in layers.items()}
             for length, layers in read_all(arguments.selection).items()
         }
-    except ValueError as error:
-        parser.error(str(error))
+    except ValueError as wrong:
+        parser.error(str(wrong))
     report = harness.Report("bench_attention_trained" if trained else "bench_attention", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
