@@ -32,6 +32,8 @@ class EvaluationConfig:
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """Texts, `name: place`, as `--data` takes them. Empty: the run's validation sets, or nothing beside `tasks` and
     `ruler`."""
+    validation: bool = False
+    """Beside `tasks` and `ruler` score the run's validation sets, too."""
     context_lengths: list[int] = field(default_factory=list)
     """Context lengths in tokens, an evaluation for each. Empty: as in training."""
     k_base: list[int] = field(default_factory=list)

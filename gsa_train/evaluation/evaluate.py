@@ -80,7 +80,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     elif arguments.ruler:
         results["ruler"] = _ruler(subject, arguments)
         tables.append(ruler_table(results["ruler"]))
-    if arguments.data or not tables:
+    if arguments.data or arguments.validation or not tables:
         results["data"] = _texts(subject, arguments)
     text = write_results(folder, {**results, "tables": tables})
     if subject.config is not None:

@@ -83,6 +83,14 @@ def _evaluations(study: StudyConfig) -> Iterator[str]:
         for arm in sorted(set(each.arms) - names):
             remedy = "name some of its arms"
             yield problem_line(f"evaluations.{number}.arms", arm, "the study has no such arm", remedy)
+        if each.validation and (each.data or not (each.tasks or each.ruler)):
+            field, wrong = (
+                f"evaluations.{number}.validation",
+                "the run's sets are scored beside tasks and ruler",
+            )
+            yield problem_line(
+                field, each.validation, wrong, "leave it out: without data they are scored anyway"
+            )
         if (each.ruler_tasks or each.ruler_gold) and not each.ruler:
             field = "ruler_tasks" if each.ruler_tasks else "ruler_gold"
             wrong, remedy = "there is no RULER without lengths", "list them in ruler"

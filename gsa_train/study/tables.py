@@ -13,7 +13,7 @@ from pathlib import Path
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
 from gsa_train.study.spread import Spread, close_pairs, spread_of, written
-from gsa_train.study.study_file import Study, StudyRun
+from gsa_train.study.study_file import RunSource, Study, StudyRun
 from gsa_train.study.values import Column, RunValues, columns_of
 
 Rows = list[list[str]]
@@ -157,17 +157,17 @@ def notes(results: Results) -> list[str]:
 
 
 def weights_in_words(study: Study) -> list[str]:
-    """Of each arm that begins with another one's weights."""
-    lines = []
-    for run in {run.arm: run for run in reversed(study.runs) if run.source}.values():
-        source = run.source
-        assert source is not None
-        lines.append(
-            f"{run.arm} begins with the weights of {source.run.arm} at step {source.step} of {source.run.steps}. Its "
-            f"tokens and its time count that arm's up to there, {compact(source.tokens)} tokens, which were trained "
-            "once for all that begin with them."
-        )
-    return lines[::-1]
+    """Of the arms that begin with another one's weights, a line for each that they begin with."""
+    of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
+    for run in study.runs:
+        if (source := run.source) is not None:
+            _, arms = of_source.setdefault((source.run.arm, source.step), (source, []))
+            arms += [run.arm] * (run.arm not in arms)
+    return [
+        f"{', '.join(arms)}: begin with the weights of {arm} at step {step} of {source.run.steps}. Tokens and time "
+        f"count the {compact(source.tokens)} tokens up to there, which were trained once for all of them."
+        for (arm, step), (source, arms) in of_source.items()
+    ]
 
 
 def _commits(results: Results) -> set[str]:

@@ -37,6 +37,10 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
     "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
+    "groups of keys": {
+        "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5}
+    },
+    "groups of keys, with norms": {"gsa": {"indexer_pool": 2, "indexer_norm": True, "selection_reuse": 2}},
     "previous mean": {
         "gsa": {
             "selection_block": 4,

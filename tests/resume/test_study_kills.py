@@ -228,4 +228,4 @@ def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_traine
     }
     assert ends["late"] == ends["whole"] != ends["first"]
     said = (tmp_path / "two" / "report" / "tables.md").read_text()
-    assert "late begins with the weights of first at step 4 of 4" in said
+    assert "late: begin with the weights of first at step 4 of 4" in said

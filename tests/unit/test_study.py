@@ -69,11 +69,26 @@ def test_what_the_study_sets_comes_between_the_command_line_and_the_arm(tmp_path
 
 
 def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
-    ruler = {"ruler": [512, 1024], "ruler_tasks": ["vt", "cwe"], "ruler_samples": 20, "ruler_gold": True}
+    ruler = {
+        "ruler": [512, 1024],
+        "ruler_tasks": ["vt", "cwe"],
+        "ruler_samples": 20,
+        "ruler_gold": True,
+        "validation": True,
+    }
     study = load(tmp_path, seeds=[1], evaluations=[{"name": "needle", "arms": ["two"], **ruler}])
     (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
     assert job.run.arm == "two"
-    words = ["--ruler", "512,1024", "--ruler-tasks", "vt,cwe", "--ruler-samples", "20", "--ruler-gold"]
+    words = [
+        "--ruler",
+        "512,1024",
+        "--ruler-tasks",
+        "vt,cwe",
+        "--ruler-samples",
+        "20",
+        "--validation",
+        "--ruler-gold",
+    ]
     assert list(job.command[-len(words) :]) == words
 
 
@@ -126,6 +141,10 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
         (
             {"evaluations": [{"name": "e", "arms": ["on"]}]},
             "evaluations.0.arms = on: the study has no such arm",
+        ),
+        (
+            {"evaluations": [{"name": "e", "validation": True}]},
+            "evaluations.0.validation = true: the run's sets are scored beside tasks and ruler",
         ),
         (
             {"evaluations": [{"name": "e", "ruler_gold": True}]},

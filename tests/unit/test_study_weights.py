@@ -263,7 +263,7 @@ def test_tokens_time_and_curves_go_on_from_the_other_run_s(study: Study) -> None
     assert (row["tokens"], row["training time"]) == ("768 + 1.02k", "6s + 8s")
     said = weights_in_words(study)
     assert [line.split(". ")[0] for line in said] == [
-        "late begins with the weights of base at step 3 of 6",
-        "later begins with the weights of late at step 4 of 4",
+        "late: begin with the weights of base at step 3 of 6",
+        "later: begin with the weights of late at step 4 of 4",
     ]
-    assert "768 tokens, which were trained once" in said[0]
+    assert "count the 768 tokens up to there, which were trained once" in said[0]

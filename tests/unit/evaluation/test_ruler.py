@@ -222,9 +222,10 @@ def test_the_command(
     assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
 
     words[3:6] = ["gold", "--ruler", "300"]
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--ruler-gold"])
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--ruler-gold", "--validation"])
     assert command.main() == 0, capsys.readouterr().err
     results = json.loads((run / "evaluations" / "gold" / "results.json").read_text())
+    assert results["data"]["validation"]["loss"] > 0
     of_tasks = results["ruler_gold"]["bits_per_byte"]["300"]
     assert [*of_tasks] == ["niah_single_1", "niah_single_2"]
     assert all(1 < bits < 20 for bits in of_tasks.values()), "of random weights"
