@@ -103,9 +103,9 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
 
 
 def test_groups_of_keys_are_of_plain_torch_and_learn_nothing_here() -> None:
-    model, tokens = tiny_model("pool"), distinct_tokens(2, 12)
+    model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
     with pytest.raises(ValueError, match="index_pool is 3: the loss of an indexer over groups"):
-        model(tokens, output_indexer_loss=True)
+        model(tokens, labels=tokens)
     model.set_attn_implementation("gsa")
     with pytest.raises(ValueError, match="index_pool is 3 with attn_implementation 'gsa'"):
         model(tokens)
