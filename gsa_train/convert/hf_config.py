@@ -42,6 +42,7 @@ GSA_FIELDS = {
     "indexer_activation": "index_activation",
     "indexer_rope": "index_rope",
     "indexer_norm": "index_norm",
+    "indexer_pool": "index_pool",
     "indexer_temperature": "index_temperature",
     "adaptive_k": "index_adaptive",
     "k_base": "index_topk",
@@ -65,7 +66,7 @@ MOE_FIELDS = {
 """The same of `moe`; which layers have experts is in `mlp_only_layers`. The others say how routers are balanced."""
 
 
-NOT_IN_HF = {"moe": ("capacity_factor",), "gsa": ("indexer_pool",)}
+NOT_IN_HF = {"moe": ("capacity_factor",)}
 """Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 
 

@@ -80,7 +80,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     """
     execution = execution or Execution()
     device = torch.device(execution.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    attention = execution.attention or by_default(device)
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
     if execution.dtype and execution.dtype not in DTYPES:
@@ -88,6 +88,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     dtype = DTYPES.get(execution.dtype)
     if source.hf is not None:
         hf_config = apply_settings(_hf_config(source.hf), settings)
+        attention = execution.attention or by_default(device, hf_config.index_pool)
         loaded: Any = GSAForCausalLM.from_pretrained(
             source.hf, config=hf_config, dtype=dtype or "auto", attn_implementation=attention
         )
@@ -97,8 +98,10 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
+            nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+            attention = execution.attention or by_default(device, config.gsa.indexer_pool)
             return Subject(
                 _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
@@ -133,6 +136,11 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     return subject
+
+
+def by_default(device: torch.device, indexer_pool: int = 1) -> str:
+    """The kernels on CUDA devices, where they have the model's selection."""
+    return "gsa" if device.type == "cuda" and indexer_pool == 1 else "sdpa"
 
 
 def _checkpoints_model(

@@ -44,6 +44,8 @@ def jobs_of(study: Study) -> list[Job]:
     for run in study.runs:
         jobs.append(Job(run, "train", "", train_command(run), run.ranks))
         for each in study.config.evaluations:
+            if each.arms and run.arm not in each.arms:
+                continue
             for name, words in evaluations_of(each, run):
                 command = (*_program("evaluate"), *words)
                 jobs.append(Job(run, "evaluate", name, command, 1))
@@ -80,8 +82,11 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
             ("--max-tokens", evaluation.max_tokens),
             ("--limit", evaluation.task_examples),
             ("--ruler", ",".join(map(str, evaluation.ruler))),
+            ("--ruler-tasks", ",".join(evaluation.ruler_tasks)),
+            ("--ruler-samples", evaluation.ruler and evaluation.ruler_samples),
         ):
             words += [option, str(value)] if value else []
+        words += ["--validation"] * evaluation.validation + ["--ruler-gold"] * evaluation.ruler_gold
         words += evaluation.settings
         if budget:
             gsa = run.config.gsa

@@ -215,36 +215,88 @@ def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch:
     assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
 
 
-@pytest.mark.usefixtures("tiny")
-def test_bench_long_reads_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_long
-
+@pytest.fixture
+def exports(tiny: None, tmp_path: Path) -> dict[str, Path]:
+    """What launch/export_indexer.py writes of runs with other selections."""
     inputs = cases.indexer_inputs(1, 72)
     tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
     tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
-    gsa = {"selection_block": 32, "local_window": 40, "k_base": 24, "k_min": 8, "k_max": 32}
-    gsa |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse", "indexer_pool": 1}
     layers = {3: {name: tensor.detach() for name, tensor in tensors.items()}}
-    torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, tmp_path / "layers.pt")
-    length, indexers = bench_long.read_indexers(tmp_path / "layers.pt")
+    shared = {"selection_block": 32, "local_window": 40, "k_base": 24, "k_min": 8, "k_max": 32}
+    shared |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse", "indexer_pool": 1}
+    own = {**shared, "selection_block": 1, "local_window": 0}
+    files = {}
+    for name, gsa in {
+        "shared": shared,
+        "own": own,
+        "plain": {**shared, "indexer_activation": "plain"},
+    }.items():
+        files[name] = tmp_path / f"{name}.pt"
+        torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, files[name])
+    return files
+
+
+def call(monkeypatch: pytest.MonkeyPatch, bench: Any, *words: Any) -> int:
+    monkeypatch.setattr(sys, "argv", [f"{bench.__name__}.py", *map(str, words)])
+    code: int = bench.main()
+    return code
+
+
+def test_an_export_is_read(exports: dict[str, Path]) -> None:
+    import trained_indexers
+
+    queries = torch.load(exports["own"])["layers"][3]["queries"]
+    length, indexers = trained_indexers.read_indexers(exports["shared"])
     assert (length, list(indexers)) == (72, [3])
-    assert torch.equal(indexers[3].inputs.q_idx, inputs.q_idx[:, ::32])
+    assert torch.equal(indexers[3].inputs.q_idx, queries[:, ::32])
     selection = indexers[3].select()
     assert selection.budget.shape == (1, 3)
     assert selection.key_lists.length == 72
-    plain = {"gsa": {**gsa, "indexer_activation": "plain"}, "seq_len_tokens": 72, "layers": layers}
-    torch.save(plain, tmp_path / "plain.pt")
-    assert bench_long.read_indexers(tmp_path / "plain.pt")[1][3].activation == "sigmoid"
+    with pytest.raises(ValueError, match=r"gsa\.selection_block=32"):
+        indexers[3].packed_mask()
+    assert trained_indexers.read_indexers(exports["plain"])[1][3].activation == "sigmoid"
+
+    of_each = trained_indexers.read_indexers(exports["own"])[1][3]
+    mask = unpack_mask(of_each.packed_mask(), 72)
+    assert torch.equal(mask.sum(-1), of_each.select().budget)
+    with pytest.raises(ValueError, match="two files are of one length"):
+        trained_indexers.read_all([exports["own"], exports["shared"]])
+
+
+def test_bench_long_reads_the_export(
+    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_long
 
     monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
-    files = [str(tmp_path / "layers.pt")] * 2
-    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--selection", *files])
+    out = ("--out", tmp_path, "--selection", exports["shared"])
     with pytest.raises(SystemExit, match="2"):
-        bench_long.main()
-    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
-    assert bench_long.main() == 0
+        call(monkeypatch, bench_long, *out, exports["shared"])
+    assert call(monkeypatch, bench_long, *out) == 0
     row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
     assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
+
+
+def test_the_benches_of_attention_alone_read_the_export(
+    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_attention
+    import bench_gathered
+
+    monkeypatch.setattr(bench_gathered, "CHECKED_LENGTH", 64)
+    monkeypatch.setattr(bench_gathered, "time_parts", lambda run: {"walk_ms": 1.0})
+    out = ("--out", tmp_path, "--selection")
+    assert call(monkeypatch, bench_gathered, *out, exports["shared"]) == 0
+    row = json.loads((tmp_path / "bench_gathered_trained.json").read_text())["rows"][-1]
+    assert (row["length"], row["selection"]) == (72, "layer 3")
+    assert 0 < row["r"] <= 1, "a window that not all queries have in full"
+
+    monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, bench_attention, *out, exports["shared"])
+    assert call(monkeypatch, bench_attention, *out, exports["own"]) == 0
+    rows = json.loads((tmp_path / "bench_attention_trained.json").read_text())["rows"]
+    assert [row["attention"] for row in rows if row["length"] == 72][:2] == ["layer 3", "dense"]
 
 
 @pytest.mark.gpu
