@@ -258,7 +258,9 @@ class HangWatchdog:
         if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
             place = self._place[0], time.time() - time.monotonic() + self._progress_at
             self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
-            with suppress(RuntimeError):  # of a process that may have no more threads: the next beat tries again
+            with suppress(
+                RuntimeError
+            ):  # of a process that may have no more threads: the next beat tries again
                 self._telling.start()
 
     def _run(self) -> None:
