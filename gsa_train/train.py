@@ -47,7 +47,7 @@ from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leav
 from gsa_train.run.folder import RunFolder, open_run_folder
 from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
-from gsa_train.run.health.check import check_health
+from gsa_train.run.health.check import check_health, check_presence
 from gsa_train.run.lock import RunLock
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import report_saves
@@ -72,6 +72,9 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         UnhealthyDevice: a device failed the check before anything else.
     """
     clock = RunClock()
+    if config.run.health_check_seconds > 0:
+        clock.begin("health")
+        check_presence()
     clock.begin("process_groups")
     parallel = init_parallel(config.parallel, config.run.seed)
     warn_of_cpus(config, parallel)
