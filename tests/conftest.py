@@ -53,7 +53,7 @@ LONGEST_FILES = (
     "resume/test_data_survives_kills.py",
     "unit/test_zero.py",
     "distributed/test_fused_tensor_parallel.py",
-    "kernels/test_bench_harness.py",
+    "kernels/test_benches.py",
     "resume/test_wrong_bits.py",
     "resume/test_kills.py",
     "kernels/test_nonfinite.py",
