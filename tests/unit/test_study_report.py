@@ -210,10 +210,11 @@ def test_the_cost_is_that_of_the_dry_run(compared: Study) -> None:
 
 def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> None:
     key = "eval_bits_per_byte"
-    study = load(tmp_path, seeds=[1], metrics=[{"key": key}, {"key": f"{key}: piqa"}])
+    study = load(tmp_path, seeds=[1], metrics=[{"key": key}, {"key": f"{key}: piqa", "statistic": "last"}])
     for run, bits in zip(study.runs, (1.0, 3.0), strict=True):
         scores = {"event": "tasks", key: {"piqa": bits, "lambada": 2.0}, "eval_accuracy": {}}
         log_run(run, [record(5, 2.0), record(10, 1.0), record(10, 0.0, **scores)], {})
     mean, of_one = read_results(study, {}).columns
+    assert of_one.at == "at the end of each run"
     assert list(mean.values.values()) == [1.5, 2.5]
     assert list(of_one.values.values()) == [1.0, 3.0]
