@@ -218,3 +218,24 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
     assert of_one.at == "at the end of each run"
     assert list(mean.values.values()) == [1.5, 2.5]
     assert list(of_one.values.values()) == [1.0, 3.0]
+
+
+def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
+    arms = [{"name": "dense", "set": {"gsa.attention": "dense"}}, {"name": "two"}]
+    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
+    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
+    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
+    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
+
+
+def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
+    study = load(tmp_path, arms=[{"name": "one"}, {"name": "two"}, {"name": "three", "seeds": [1]}])
+    log_run(study.runs[0], [record(10, 1.0)], {})
+    log_run(study.runs[1], [record(3, 1.0)])
+    said = "4 of 5 runs are not finished and in no mean: two-seed1 (after step 3 of 10); three-seed1 (not begun); "
+    assert any(line.startswith(said) for line in notes(read_results(study, {})))
+    others = load(
+        tmp_path, name="other", seeds=[1, 2, 3], arms=[{"name": "one"}, {"name": "two", "seeds": [1]}]
+    )
+    log_run(next(run for run in others.runs if run.arm == "two"), [record(10, 1.0)], {})
+    assert any("one, seeds 1, 2, 3 (not begun)" in line for line in notes(read_results(others, {})))
