@@ -221,7 +221,8 @@ def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> N
 
 
 def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
-    arms = [{"name": "dense", "set": {"gsa.attention": "dense"}}, {"name": "two"}]
+    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
+    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
     evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
     metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
     study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
