@@ -69,9 +69,9 @@ class MetricConfig:
     """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
     evaluations: list[str] = field(default_factory=list)
     """With `source: evaluation`, of which ones. Empty: of all."""
-    statistic: Literal["value", "max", "median"] = "value"
-    """Of the records of training: the value at one point, or the largest or the median over all logged steps of a run,
-    without those of a run with whose weights it begins."""
+    statistic: Literal["value", "max", "median", "last"] = "value"
+    """Of the records of training: the value at one point; or the largest, the median or the last of what a run has
+    logged, without what a run with whose weights it begins has. `last` is for scores of tasks, made at the end."""
     at_tokens: list[int] = field(default_factory=list)
     """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
     most that all finished runs have with whose weights no other one begins. An arm that begins with another's counts

@@ -44,8 +44,6 @@ def jobs_of(study: Study) -> list[Job]:
     for run in study.runs:
         jobs.append(Job(run, "train", "", train_command(run), run.ranks))
         for each in study.config.evaluations:
-            if each.arms and run.arm not in each.arms:
-                continue
             for name, words in evaluations_of(each, run):
                 command = (*_program("evaluate"), *words)
                 jobs.append(Job(run, "evaluate", name, command, 1))
@@ -66,7 +64,10 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Name, and words of the command line behind the program, of each of its lengths and budgets."""
+    """Name, and words of the command line behind the program, of each of its lengths and budgets; of a run that is not
+    evaluated none."""
+    if evaluation.arms and run.arm not in evaluation.arms:
+        return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
     budgets: Sequence[int | None] = (has_indexer(run) and evaluation.k_base) or [None]
     found = []

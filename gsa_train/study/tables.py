@@ -136,10 +136,17 @@ def notes(results: Results) -> list[str]:
         lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
     missing = [each for each in results.values if not each.complete]
     if missing:
+        states: dict[tuple[str, str], list[str]] = {}
+        for each in missing:
+            states.setdefault((each.run.arm, results.state(each)), []).append(str(each.run.seed))
+        said = (
+            f"{arm}-seed{seeds[0]} ({state})"
+            if len(seeds) == 1
+            else f"{arm}, seeds {', '.join(seeds)} ({state})"
+            for (arm, state), seeds in states.items()
+        )
         lines.append(
-            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: "
-            + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
-            + "."
+            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: {'; '.join(said)}."
         )
     for what, found in (
         ("commits", _commits(results)),

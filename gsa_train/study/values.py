@@ -21,6 +21,12 @@ from gsa_train.study.study_file import Study, StudyRun
 Points = Sequence[tuple[float, float]]
 """(x, y), x rising."""
 Over = Literal["tokens", "seconds"]
+STATISTICS = {
+    "max": "largest of all steps",
+    "median": "median of all steps",
+    "last": "at the end of each run",
+}
+"""In words, where a column is read."""
 
 
 class RunValues:
@@ -88,14 +94,18 @@ class RunValues:
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """The largest, or the median, over this run's own logged steps; NaN where one of them is."""
-        values = [
-            float(record[key])
-            for record in self.records
-            if "event" not in record and is_number(record.get(key))
-        ]
-        if not values or any(map(math.isnan, values)):
-            return math.nan if values else None
+        """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
+        for the last one."""
+        records = self.records
+        if statistic != "last":
+            records = [record for record in records if "event" not in record]
+        values = [float(record[key]) for record in records if is_number(record.get(key))]
+        if not values:
+            return None
+        if statistic == "last":
+            return values[-1]
+        if any(map(math.isnan, values)):
+            return math.nan
         return max(values) if statistic == "max" else statistics.median(values)
 
     def of_evaluation(self, name: str, key: str) -> float | None:
@@ -197,8 +207,9 @@ def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
             columns += _of_evaluations(study, metric, title, finished)
         elif metric.statistic != "value":
             found = {each.run.name: each.statistic(metric.key, metric.statistic) for each in finished}
-            at = "largest of all steps" if metric.statistic == "max" else "median of all steps"
-            columns.append(Column(title, metric.key, at, is_timing(metric.key), found))
+            columns.append(
+                Column(title, metric.key, STATISTICS[metric.statistic], is_timing(metric.key), found)
+            )
         elif finished:
             columns += _at_points(metric, title, finished)
         if len(columns) > before:
