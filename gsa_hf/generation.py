@@ -55,6 +55,8 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; pass 0 for all tokens, or a number of tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; pass more than 0 and at most 1")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; pass a number of 64 bits")
 
 
 @dataclass(frozen=True)

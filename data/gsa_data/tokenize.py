@@ -162,6 +162,22 @@ class Tokenizer:
         self._load()
 
 
+def check_text(text: str, place: str) -> str:
+    """The text itself. Words of a command line may hold bytes that are no UTF-8, which no tokenizer takes.
+
+    Args:
+        place: where it comes from, for the error.
+
+    Raises:
+        ValueError: it has such bytes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: character {error.start + 1} is no UTF-8; give text in UTF-8") from None
+    return text
+
+
 def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
     """What new tokens add to the text of a prompt's: alone, some libraries leave out a space in front."""
     if not new:

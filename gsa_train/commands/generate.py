@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gsa_data.tokenize import check_text
 from gsa_train.convert import missing_package
 
 if TYPE_CHECKING:
@@ -90,20 +91,26 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     Raises:
-        ValueError: a prompt is empty, or there is none.
+        ValueError: a prompt is empty or no UTF-8, or there is none.
     """
     if arguments.interactive:
         return []
     named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
     if arguments.prompts is not None:
-        lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+        try:
+            text = arguments.prompts.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--prompts {arguments.prompts}: no UTF-8 text ({error}); give a text file"
+            ) from error
+        lines = text.removesuffix("\n").split("\n") if text else []  # a prompt may hold other breaks
         named = [(f"{arguments.prompts}, line {number}", line) for number, line in enumerate(lines, start=1)]
         if not lines:
             raise ValueError(f"--prompts {arguments.prompts}: empty; write a prompt in each line")
     for place, prompt in named:
         if not prompt.strip():
             raise ValueError(f"{place}: an empty prompt; give a text")
-    return [prompt for _, prompt in named]
+    return [check_text(prompt, place) for place, prompt in named]
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
@@ -164,7 +171,7 @@ def interact(
         if not prompt.strip():
             continue
         try:
-            write(generator, text_model, [prompt], max_new_tokens, sampling)
+            write(generator, text_model, [check_text(prompt, "the line")], max_new_tokens, sampling)
         except ValueError as error:
             print(error, file=sys.stderr)
     return 0

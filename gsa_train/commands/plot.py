@@ -9,6 +9,7 @@ RUN_DIR/report.html of one run, comparison.html in the first one's folder of sev
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from gsa_train.metrics.record_format import read_records
@@ -35,16 +36,30 @@ def main() -> int:
         if problem := find_problem(run_dir):
             parser.error(problem)
 
-    if arguments.html:
-        several = len(run_dirs) > 1
-        folder = arguments.out or run_dirs[0]
-        print(write_report(run_dirs, folder / ("comparison.html" if several else "report.html")))
-        return 0
-    written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
-    if len(run_dirs) > 1:
-        written.append(write_comparison(run_dirs, arguments.out or run_dirs[0] / "plots"))
+    try:
+        written = draw(run_dirs, arguments.out, arguments.html)
+    except OSError as error:
+        print(f"not all was drawn: {error}; make room, or give another place", file=sys.stderr)
+        return 2
     print("\n".join(str(path) for path in written))
     return 0
+
+
+def draw(run_dirs: list[Path], out: Path | None, html: bool) -> list[Path]:
+    """The files, of which --html makes one.
+
+    Args:
+        out: folder of the comparison.
+    """
+    several = len(run_dirs) > 1
+    if html:
+        return [
+            write_report(run_dirs, (out or run_dirs[0]) / ("comparison.html" if several else "report.html"))
+        ]
+    written = [path for run_dir in run_dirs for path in write_plots(run_dir)]
+    if several:
+        written.append(write_comparison(run_dirs, out or run_dirs[0] / "plots"))
+    return written
 
 
 def find_problem(run_dir: Path) -> str | None:

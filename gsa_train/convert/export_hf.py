@@ -137,6 +137,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a full disk
+            raise OSError(error.errno, error.strerror, str(out)) from error
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig
 
 from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
 from gsa_hf import GSAConfig
@@ -22,6 +20,7 @@ from gsa_train.convert.dense_models import ARCHITECTURES, Gates, Recipe, config_
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import from_hf_config
 from gsa_train.convert.names import pairs
+from gsa_train.convert.read_hf import named_eos, read_hf_config
 from gsa_train.convert.safetensors_folder import SafetensorsFolder, last_read
 
 
@@ -53,7 +52,7 @@ def import_hf(
         ValueError: field, value and reason of what a GSA model cannot represent; a shard that is missing, damaged or
             not what the index says; a tokenizer that is missing or larger than the embedding.
     """
-    found = read_hf_config(folder)
+    found = read_hf_config(folder, (*ARCHITECTURES, GSAConfig.model_type))
     if found.model_type == GSAConfig.model_type:
         if gates != "none":
             raise ValueError(
@@ -83,26 +82,6 @@ def import_hf(
         # Not in the manifest: it is to be changed.
         (unfinished / "config.yaml").write_text(_start_from(config, out), encoding="utf-8")
     return config
-
-
-def read_hf_config(folder: Path) -> Any:
-    """
-    Raises:
-        ValueError: there is none, it is damaged, or of an architecture that transformers or we do not know.
-    """
-    path = folder / "config.json"
-    try:
-        kind = json.loads(path.read_bytes()).get("model_type")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; give the folder of a model") from error
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
-    known = (*ARCHITECTURES, GSAConfig.model_type)
-    if kind not in known:
-        raise ValueError(
-            f"{path}: model_type = {kind}: unknown architecture; give a model of {', '.join(known)}"
-        )
-    return AutoConfig.from_pretrained(folder)
 
 
 def _tensors(
@@ -177,7 +156,7 @@ def _tokenizer(folder: Path, found: Any, choice: TokenizerChoice) -> Tokenizer:
         raise ValueError(
             f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give the tokenizer by --tokenizer FILE"
         )
-    named = choice.eos_token or _named_eos(folder)
+    named = choice.eos_token or named_eos(folder)
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:
@@ -188,17 +167,6 @@ def _tokenizer(folder: Path, found: Any, choice: TokenizerChoice) -> Tokenizer:
         return tokenizer
     other = Tokenizer(str(path), named)
     return tokenizer if other.eos_id == tokenizer.eos_id else other
-
-
-def _named_eos(folder: Path) -> str | None:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
-    return token["content"] if isinstance(token, dict) else token
 
 
 def _state(config: Config, tokenizer: Tokenizer) -> RunState:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from gsa_data.tokenize import text_after
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, text_after
 from gsa_hf import DENSE_LAYER, GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
@@ -18,6 +18,7 @@ from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import check_tensors, tokenizer_of
 from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.names import pairs
+from gsa_train.convert.read_hf import read_gsa_model, read_hf_config
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -112,17 +113,16 @@ def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausal
 def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
     """
     Raises:
-        ValueError: there is no GSA model in the folder.
-        OSError: a file is missing.
+        ValueError: there is no GSA model in the folder, or its files do not fit together.
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
-    kind = AutoConfig.from_pretrained(folder).model_type
-    if kind != GSAConfig.model_type:
+    if not any((folder / name).is_file() for name in (TOKENIZER_JSON, SENTENCEPIECE_MODEL)):
         raise ValueError(
-            f"--hf {folder}: a model of type {kind}; give a GSA model, which import_hf.py makes of it"
+            f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
-    model: Any = GSAForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
+    model = read_gsa_model(folder, found, found, attention)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(text: str) -> list[int]:

@@ -106,7 +106,13 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
         ]
     for name, shard in zip(names, shards, strict=True):
-        save_file({each.name: each.read().contiguous() for each in shard}, folder / name, {"format": "pt"})
+        tensors = {each.name: each.read().contiguous() for each in shard}
+        try:
+            save_file(tensors, folder / name, {"format": "pt"})
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(
+                f"{folder / name} cannot be written: {error}; make room, or give another place"
+            ) from error
         sync(folder / name)
     if len(shards) > 1:
         places = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gsa_data.corpus import open_corpus
+from gsa_data.tokenize import check_text
 from gsa_data.validation import validation_documents
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import not_in_hf
@@ -100,7 +101,7 @@ def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
         raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
     file: Path | None = arguments.file
     if file is None:
-        return None if arguments.text is None else (arguments.text, "the text given")
+        return None if arguments.text is None else (check_text(arguments.text, "--text"), "the text given")
     try:
         return file.read_text(encoding="utf-8"), file.name
     except UnicodeDecodeError as error:

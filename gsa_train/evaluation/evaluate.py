@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text, token_losses
 from gsa_train.evaluation.request_files import is_request_file, score
 from gsa_train.evaluation.requests import as_piece, encode_requests, read_tasks, requests_table
-from gsa_train.evaluation.results import circumstances, result_folder, write_results
+from gsa_train.evaluation.results import circumstances, result_folder, table, write_results
 from gsa_train.evaluation.ruler import TASKS, Material, read_questions
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
@@ -57,8 +57,24 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
             if value not in (None, "", [], ())
         },
         **circumstances(words),
+        "tables": [],
     }
-    tables = []
+    try:
+        _score(subject, arguments, results)
+        text = write_results(folder, results)
+    except BaseException:
+        if results["tables"] or results.get("data"):  # of hours, perhaps
+            print(f"{table(results)}\n{folder} was not written; this is what was finished")
+        raise
+    del results["tables"]
+    if subject.config is not None:
+        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
+    return folder, text
+
+
+def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Put what was asked for into `results`, part by part, so that a failure leaves those before it."""
+    tables = results["tables"]
     files = [task for task in arguments.tasks if is_request_file(task)]
     tasks = [task for task in arguments.tasks if task not in files]
     if files:
@@ -81,11 +97,9 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         results["ruler"] = _ruler(subject, arguments)
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or arguments.validation or not tables:
-        results["data"] = _texts(subject, arguments)
-    text = write_results(folder, {**results, "tables": tables})
-    if subject.config is not None:
-        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
-    return folder, text
+        results["data"] = {}
+        for name, scores in _texts(subject, arguments):
+            results["data"][name] = scores
 
 
 def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
@@ -112,7 +126,8 @@ def _nats(
     return found
 
 
-def _texts(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of a text, and its scores."""
     places = named_places(arguments.data)
     max_tokens: int | None = arguments.max_tokens
     context_length: int = arguments.context_length or subject.trained_length
@@ -128,13 +143,11 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     options = TextOptions(
         context_length, arguments.stride, max_tokens, subject.attend_across_documents, arguments.text_field
     )
-    found = {}
     for name, place in places.items():
         text = read_text(place, subject.tokenizer, options)
         logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
         scores = score_text(subject.model, text, arguments.batch_size, name)
-        found[name] = {"place": place, "context_length": context_length, "stride": options.stride, **scores}
-    return found
+        yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}
 
 
 def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -29,7 +30,7 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
         tasks: the harness' names, or YAML files of one's own.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: there is no such task, or its file is damaged.
     """
     # To look for the harness' own tasks takes ten seconds.
     manager = TaskManager(include_defaults=not all(task.endswith(YAML) for task in tasks))
@@ -38,7 +39,13 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
         if task.endswith(YAML):
             if not Path(task).is_file():
                 raise ValueError(f"{task}: no such file")
-            wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
+            try:
+                wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
+            except yaml.YAMLError as error:
+                place = getattr(error, "problem_mark", None)
+                line = "" if place is None else f", line {place.line + 1}"
+                wrong = getattr(error, "problem", None) or "cannot be read"
+                raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
         elif matching := manager.match_tasks([task]):
             wanted += matching
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shlex
@@ -36,6 +37,11 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
     folder = (out if out is not None else Path(str(run_dir)) / kind) / name
     if folder.exists():
         raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
+    above = next(path for path in folder.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(
+            f"{folder}: {above} is no folder that can be written to; give another one by --out DIR"
+        )
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import tokenizer_of
 from gsa_train.convert.hf_config import not_in_hf, to_hf_config
 from gsa_train.convert.in_memory import EMBEDDING, model_in_memory, to_device
+from gsa_train.convert.read_hf import named_eos, read_gsa_model, read_hf_config
 from gsa_train.convert.read_source import read_source
 from gsa_train.evaluation.settings import apply_settings, attends_densely, with_settings
 from gsa_train.evaluation.trained_model import TrainedModel, load_trained_model
@@ -79,7 +79,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         ValueError: there is no such model, or it cannot run so.
     """
     execution = execution or Execution()
-    device = torch.device(execution.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(execution.device)
     attention = execution.attention or by_default(device)
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
@@ -87,11 +87,12 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
     dtype = DTYPES.get(execution.dtype)
     if source.hf is not None:
-        hf_config = apply_settings(_hf_config(source.hf), settings)
+        if not (source.hf / "config.json").is_file():
+            raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
+        found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
+        hf_config = apply_settings(found, settings)
         attention = execution.attention or by_default(device, hf_config.index_pool)
-        loaded: Any = GSAForCausalLM.from_pretrained(
-            source.hf, config=hf_config, dtype=dtype or "auto", attn_implementation=attention
-        )
+        loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
         subject = Subject(to_device(loaded, device), _tokenizer(source.hf), length, False, None, None, about)
@@ -143,6 +144,17 @@ def by_default(device: torch.device, indexer_pool: int = 1) -> str:
     return "gsa" if device.type == "cuda" and indexer_pool == 1 else "sdpa"
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {name}: not on this machine ({str(error).splitlines()[0]}); give cpu, cuda or cuda:N"
+        ) from error
+    return device
+
+
 def _checkpoints_model(
     checkpoint: Path,
     config: Config,
@@ -175,19 +187,6 @@ def _config_of(subject: Subject) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name != "transformers_version"}
 
 
-def _hf_config(folder: Path) -> GSAConfig:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--hf {folder}: no config.json there; give a folder that export_hf.py wrote")
-    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    if kind != GSAConfig.model_type:
-        raise ValueError(
-            f"--hf {folder}: its model_type is {kind!r}; give a 'gsa' model (others: lm_eval --model hf)"
-        )
-    config: GSAConfig = GSAConfig.from_pretrained(folder)
-    return config
-
-
 def _tokenizer(folder: Path) -> Tokenizer:
     path = next(
         (folder / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON) if (folder / name).is_file()), None
@@ -196,6 +195,4 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(
             f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
-    settings = folder / "tokenizer_config.json"
-    named = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-    return Tokenizer(str(path), named.get("content") if isinstance(named, dict) else named)
+    return Tokenizer(str(path), named_eos(folder))

@@ -177,7 +177,10 @@ def wikitext_articles(path: Path) -> list[str]:
                 raise ValueError(f"{file} {trouble}; download it again")
             lines += [(row or b"").decode().removesuffix("\n") for row, _ in rows]
         elif file.suffix in (".tokens", ".raw") and file.is_file():
-            lines += file.read_text(encoding="utf-8").split("\n")
+            try:
+                lines += file.read_text(encoding="utf-8").split("\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: no UTF-8 text ({error}); download it again") from error
         else:
             raise ValueError(
                 f"{file}: no WikiText; give a file wiki.*.tokens, wiki.*.raw or *.parquet, or a folder of such"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
@@ -87,7 +88,7 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 pictures.</p></noscript>{plots}
 {analyses}"""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(title, body), encoding="utf-8")
+    write_atomically(path, document(title, body))
     return path
 
 

@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "imported").rename(folder / "run" / "checkpoints" / "step_00000000")
     (folder / "empty").mkdir()
     (folder / "blank.txt").write_text("One line\n\n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9\n")
     return folder
 
 
@@ -134,6 +135,9 @@ def test_lines_of_the_input_and_sampling(
         ("--run {}/run --prompt a --prompt=", "--prompt: an empty prompt; give a text"),
         ("--run {}/run --prompts {}/blank.txt", "blank.txt, line 2: an empty prompt"),
         ("--run {}/run --prompts {}/none.txt", "No such file"),
+        ("--run {}/run --prompts {}/latin.txt", "latin.txt: no UTF-8 text"),
+        ("--run {}/run --prompt caf\udce9", "--prompt: character 4 is no UTF-8"),
+        (f"--run {{}}/run --prompt a --temperature 1 --seed {2**64}", "seed is 18446744073709551616"),
         (
             "--run {}/run --prompt a --max-new-tokens 48",
             "with 48 new ones more than the model's context of 48",
@@ -161,6 +165,17 @@ def test_what_is_refused(
     shown = capsys.readouterr()
     assert said in shown.err.splitlines()[-1]
     assert shown.out == ""
+
+
+def test_lines_end_with_newlines_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A form feed or U+2028 is part of a prompt."""
+    prompts = ["The\x0cman", "one\u2028two"]
+    (folder / "breaks.txt").write_text("\r\n".join(prompts) + "\r\n", encoding="utf-8")
+    words = ["--run", folder / "run", "--prompts", folder / "breaks.txt", "--max-new-tokens", 1]
+    assert call(monkeypatch, *words) == 0
+    assert re.findall(r"--- (\d)", capsys.readouterr().out) == ["1", "2"]
 
 
 def test_a_text_goes_on_where_the_prompt_ends() -> None:

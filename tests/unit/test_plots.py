@@ -1,5 +1,6 @@
 """Figures come out of metrics.jsonl alone, whatever state the run left it in."""
 
+import errno
 import json
 import math
 import runpy
@@ -10,6 +11,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from gsa_train.commands.plot import main
 from gsa_train.report import plots
 from gsa_train.report.panels import PANELS
 from gsa_train.report.plots import write_comparison, write_plots
@@ -216,3 +218,17 @@ def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
         assert refused.value.code == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "good" / "plots").exists()
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run"), "--html"])
+    assert main() == 0
+    before = (tmp_path / "run" / "report.html").read_bytes()
+    monkeypatch.setattr("gsa_train.files.os.fsync", full)
+    assert main() == 2
+    assert "not all was drawn: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "run" / "report.html").read_bytes() == before

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from gsa_data.tokenize import Tokenizer
@@ -162,6 +164,17 @@ def test_the_command(
     assert "tensors" in capsys.readouterr().out
     assert run("--checkpoint", str(checkpoint), "--out", str(out)) == 2
     assert "not empty" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        patch.setattr("gsa_train.convert.safetensors_folder.save_file", full)
+        assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "full")) == 2
+        assert re.search(
+            r"model.safetensors cannot be written: .*No space left.*; make room", capsys.readouterr().err
+        )
+    assert not (tmp_path / "full").exists()
     with monkeypatch.context() as patch:
         patch.setattr("gsa_train.convert.PACKAGES", ("no_such_package",))
         assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other")) == 2

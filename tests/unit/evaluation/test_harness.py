@@ -197,9 +197,13 @@ def test_a_run_scores_tasks_as_the_harness_does(
 
 
 def test_tasks_that_a_run_cannot_score_are_refused(
-    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], monkeypatch: pytest.MonkeyPatch
+    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = models[0].subject.tokenizer
+    damaged = tmp_path / "damaged.yaml"
+    damaged.write_text("task: mine\ndoc_to_choice: [\n")
+    with pytest.raises(TaskError, match=r"damaged.yaml, line 3: is no YAML \(.+\); mend the file"):
+        prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
     with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
         prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
     monkeypatch.setattr(

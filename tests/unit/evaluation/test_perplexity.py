@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -133,6 +134,40 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(
 
     assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 2
     assert "give another name, or remove the folder" in capsys.readouterr().err
+
+
+def test_what_was_finished_is_shown_when_the_rest_fails(
+    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour of scores is not lost to the next text, nor to a full disk."""
+    good = (
+        "--run",
+        run[2],
+        "--name",
+        "shown",
+        "--data",
+        f"sample={SAMPLE / 'validation'}",
+        "--max-tokens",
+        "64",
+    )
+    assert evaluated(monkeypatch, *good, "--data", SAMPLE / "nowhere") == 2
+    failed = capsys.readouterr()
+    assert "nowhere' does not exist" in failed.err.splitlines()[-1]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gsa_train.evaluation.results.write_plots", full)
+        assert evaluated(monkeypatch, *good) == 2
+    unwritten = capsys.readouterr()
+    folder = run[2] / "evaluations" / "shown"
+    assert unwritten.err.splitlines()[-1] == f"[Errno {errno.ENOSPC}] No space left on device: '{folder}'"
+    assert evaluated(monkeypatch, *good) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| sample"))
+    for said in (failed.out, unwritten.out):
+        assert row in said
+        assert said.endswith(f"{folder} was not written; this is what was finished\n")
 
 
 def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +333,13 @@ def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
 
 
 def test_wrong_use(
-    run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: tuple[Any, Any, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    latin = tmp_path / "wiki.test.tokens"
+    latin.write_bytes(b" = caf\xe9 = \n")
     checkpoint = run[2] / "checkpoints" / "step_00000003"
     for words, message in (
         (("--run", run[2], "--step", 9), "no complete checkpoint there"),
@@ -307,6 +347,9 @@ def test_wrong_use(
         (("--hf", SAMPLE), "no config.json there"),
         (("--run", run[2], "--data", "a=/x", "--data", "a=/y"), "a is there already"),
         (("--run", run[2], "--stride", "64"), "above the context length 32"),
+        (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
+        (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: no UTF-8 text"),
+        (("--run", run[2], "--out", latin), f"{latin} is no folder that can be written to"),
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
         assert message in capsys.readouterr().err
