@@ -18,7 +18,7 @@ from gsa_train.parallel import DeviceError
 from gsa_train.run.exit_codes import UNHEALTHY
 from gsa_train.run.health import check, device_checks, driver, links, products
 from gsa_train.run.health.check import UnhealthyDevice, check_health, check_presence, note_bad_nodes
-from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_links
+from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
 from gsa_train.run.health.products import CHECKED_ROWS, LARGEST, make_problem
 from helpers.single_rank import single_rank
 
@@ -326,7 +326,10 @@ def test_of_links_the_node_that_explains_most_is_named_and_its_neighbours_are_no
 
 
 def test_where_all_nodes_would_be_named_none_is() -> None:
-    """It is what is between them, or of two either; no job can go on without all."""
+    """It is what is between them, or of two either; no job can go on without all. One alone is named for its device."""
+    for nodes, bad, named in (("aabb", {1}, ["a"]), ("aabb", {0, 1, 3}, []), ("aa", {1}, ["a"])):
+        findings = [Finding(node, 0, "", ["wrong"] * (rank in bad)) for rank, node in enumerate(nodes)]
+        assert nodes_of_bad_devices(findings) == named
     assert linked("a", "b", bad=[0]) == []
     assert linked("a", "b", "c", bad=[0, 1, 2]) == []
 
