@@ -39,6 +39,7 @@ NAMES = {"fp32": "float32", "fp64": "float64"}
 """Of types, where triton.language has them under another one."""
 COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal})
 BITWISE = frozenset({np.bitwise_and, np.bitwise_or, np.bitwise_xor})
+SHIFTS = frozenset({np.left_shift, np.right_shift})
 AT_ONCE = {
     "__add__": np.add,
     "__radd__": np.add,
@@ -49,6 +50,8 @@ AT_ONCE = {
     "__and__": np.bitwise_and,
     "__or__": np.bitwise_or,
     "__xor__": np.bitwise_xor,
+    "__lshift__": np.left_shift,
+    "__rshift__": np.right_shift,
     "__lt__": np.less,
     "__le__": np.less_equal,
     "__gt__": np.greater,
@@ -79,8 +82,10 @@ def mend_interpreter() -> None:
 def _at_once(name: str, operator: Any, whole: Any) -> Any:
     """An operator of tensors of one type, or of one and a number: its numpy operation, as Triton's dozen calls find it,
     and the type of what comes out. All else goes through `whole`."""
-    compares, reflected = operator in COMPARISONS, name.startswith("__r")
-    types = {"int32", "int64", "uint32"} | ({"int1"} if operator in BITWISE else {"fp32", "fp64"})
+    compares, reflected = operator in COMPARISONS, name in ("__radd__", "__rsub__", "__rmul__")
+    types = {"int32", "int64", "uint32"}
+    if operator not in SHIFTS:
+        types |= {"int1"} if operator in BITWISE else {"fp32", "fp64"}
 
     def call(self: Any, other: Any, **kwargs: Any) -> Any:
         if type(other) is core.constexpr:

@@ -108,3 +108,20 @@ def test_operators_at_once_are_torchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, torch.stack(wanted), rtol=0, atol=0, equal_nan=True)
     said = [(left < right) & (left != 2), (left >= right) | (right == 7), (left <= 0) ^ (right > 1)]
     assert torch.equal(truths, torch.stack(said))
+
+
+@triton.jit
+def _shifts_kernel(x, y, out, SIZE: tl.constexpr, BITS: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    value, bits = tl.load(x + index), tl.load(y + index)
+    tl.store(out + index, value >> BITS)
+    tl.store(out + SIZE + index, value << BITS)
+    tl.store(out + 2 * SIZE + index, value >> bits)
+    tl.store(out + 3 * SIZE + index, (value.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32))
+
+
+def test_shifts_at_once_keep_the_sign_of_what_has_one() -> None:
+    x, y = torch.tensor([5, -5, 2**31 - 1, -(2**31)]).int(), torch.tensor([0, 1, 30, 31]).int()
+    out = torch.empty(4, 4, dtype=torch.int32)
+    _shifts_kernel[(1,)](x, y, out, SIZE=4, BITS=2)
+    assert torch.equal(out, torch.stack([x >> 2, x << 2, x >> y, ((x.long() & 0xFFFFFFFF) >> 2).int()]))
