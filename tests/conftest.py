@@ -114,6 +114,12 @@ LONGEST_FILES = (
 """By CPU seconds and seconds spent waiting, down to 5; what comes after them fills the gaps at the end."""
 
 
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """From torch's own generator, which torch 2.13 seeds anew in each process; and in whatever order tests run."""
+    torch.manual_seed(0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=1, help="processes that share out the files of tests")
 
