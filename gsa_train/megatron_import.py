@@ -7,7 +7,9 @@ torch's compiler, which decorating its fused functions imports: `model/mcore/con
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +17,26 @@ from typing import Any
 UNUSED = ("wandb", "torch.utils.tensorboard")
 """Optional packages of megatron-core."""
 
+LIBRARIES_WARNINGS = (
+    r"(Transformer Engine and )?Apex (are|is) not installed",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
+    r"full scope is deprecated",  # of CUDA graphs, which are off
+    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
+)
+"""On every rank, about what is as it should be: they hid those that a user can act upon."""
+
 
 def import_megatron() -> None:
     """Import megatron-core, which is then the same for who imports it later. Before W&B is imported by anyone."""
     with _missing(UNUSED), _compiling_at_first_call():
         import megatron.core  # noqa: F401
+
+
+def quiet_libraries() -> None:
+    """Without `LIBRARIES_WARNINGS` and what megatron-core logs, in this process. Before megatron-core is imported."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
+    for message in LIBRARIES_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from gsa_train.checkpoint.load import (
     weights_to_load,
 )
 from gsa_train.config import Config, saved_sections
-from gsa_train.config.gate_shapes import FORM
+from gsa_train.config.gate_shapes import FORM, POSITIONS
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.parallel import Parallel
@@ -52,11 +52,7 @@ MEANING = {
     ),
     "moe": ("experts", "top_k", "router_score", "routed_scale"),
     "gsa": (
-        "value_gate",
-        "output_gate",
-        "key_gate",
-        "query_gate",
-        "projection_gate",
+        *(f"{position}_gate" for position in POSITIONS),
         *FORM,
         "indexer_heads",
         "indexer_activation",

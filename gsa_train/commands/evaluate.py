@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from gsa_train.convert import missing_package
+from gsa_train.megatron_import import quiet_libraries
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
     if (missing := missing_package()) is not None:
         print(missing, file=sys.stderr)
         return 2
+    quiet_libraries()
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_data.faults import DataFault
     from gsa_train.config import ConfigError

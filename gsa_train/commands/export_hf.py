@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from gsa_train.convert import missing_package
+from gsa_train.megatron_import import quiet_libraries
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -41,6 +42,7 @@ def main() -> int:
     if (missing := missing_package()) is not None:
         print(missing, file=sys.stderr)
         return 2
+    quiet_libraries()
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_train.convert.export_hf import Exported, export_hf
     from gsa_train.convert.read_source import read_source

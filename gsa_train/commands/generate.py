@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
 from gsa_train.convert import missing_package
+from gsa_train.megatron_import import quiet_libraries
 
 if TYPE_CHECKING:
     from gsa_hf.generation import Generator, Sampling
@@ -38,6 +39,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    quiet_libraries()
     # Here, so that wrong use is reported before torch is loaded.
     from gsa_hf.generation import Generator
 

@@ -19,13 +19,12 @@ import contextlib
 import io
 import logging
 import os
-import warnings
 
 from gsa_train.cli import parse_arguments, refuse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
-from gsa_train.megatron_import import import_megatron
+from gsa_train.megatron_import import import_megatron, quiet_libraries
 from gsa_train.run import exit_codes
 from gsa_train.run.kernel_cache import prepare_kernel_cache
 from gsa_train.run.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
@@ -36,14 +35,6 @@ from gsa_train.run.stop_signals import (
     find_deadline,
     job_start_time,
 )
-
-LIBRARIES_WARNINGS = (
-    r"(Transformer Engine and )?Apex (are|is) not installed",
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # whether there is one
-    r"full scope is deprecated",  # of CUDA graphs, which are off
-    r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
-)
-"""On every rank, about what is as it should be: they hid those that a user can act upon."""
 
 SHARED_MEMORY_REMEDY = (
     "/dev/shm is too small or full for NCCL: make room there (df -h /dev/shm; a container's: --shm-size=8g, or "
@@ -70,9 +61,7 @@ def run_command() -> int:
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
-    for message in LIBRARIES_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    quiet_libraries()
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -13,7 +13,10 @@ FORM = {
 }
 """What `gsa` says of the paper's gates: field -> value."""
 POSITIONS = ("value", "output", "key", "query", "projection")
-"""G2, G1, G3, G4 and G5: the field of `gsa` is `value_gate`, ..."""
+"""G2, G1, G3, G4 and G5: the field of `gsa` is `value_gate`, ... In the order of their rows in the layer's matrix."""
+FUSED = ("value", "output", "projection")
+"""Of these the ones with which the fused operation in front of attention runs: it has G2 and the rows of G1; G5 acts
+elsewhere."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
@@ -44,4 +47,5 @@ def has_paper_form(gsa: GSAConfig) -> bool:
 
 def fuses_gates(gsa: GSAConfig) -> bool:
     """The fused split and rotary embedding has all the gates that act in front of attention."""
-    return has_paper_form(gsa) and not gsa.key_gate and not gsa.query_gate
+    others = [position for position in POSITIONS if position not in FUSED]
+    return has_paper_form(gsa) and not any(getattr(gsa, f"{position}_gate") for position in others)

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from gsa_train.config import Config, ModelConfig, MoEConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
-from gsa_train.config.gate_shapes import FORM
+from gsa_train.config.gate_shapes import FORM, POSITIONS
 from gsa_train.config.load import as_written, problem_line
 from gsa_train.config.moe import layers_with_experts
 
@@ -29,12 +31,10 @@ MODEL_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """Field of `model` -> field of the same meaning. What is of the rotary embedding is in `rope_parameters`."""
+NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
+"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 GSA_FIELDS = {
-    "value_gate": "value_gate",
-    "output_gate": "output_gate",
-    "key_gate": "key_gate",
-    "query_gate": "query_gate",
-    "projection_gate": "projection_gate",
+    **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
     **{name: name for name in FORM},
     "output_transform": "output_transform",
     "indexer_heads": "index_n_heads",
@@ -66,10 +66,6 @@ MOE_FIELDS = {
 """The same of `moe`; which layers have experts is in `mlp_only_layers`. The others say how routers are balanced."""
 
 
-NOT_IN_HF = {"moe": ("capacity_factor",)}
-"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
-
-
 def to_hf_config(config: Config) -> GSAConfig:
     """Without tokens and dtype.
 
@@ -80,14 +76,17 @@ def to_hf_config(config: Config) -> GSAConfig:
     if problems := not_in_hf(config):
         raise ValueError("; ".join(problems))
     kind = INDEXED_LAYER if gsa.attention == "sparse" else DENSE_LAYER
-    return GSAConfig(
-        **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
-        **{theirs: getattr(gsa, ours) for ours, theirs in GSA_FIELDS.items()},
-        **_experts(config),
-        max_position_embeddings=config.train.seq_len_tokens,
-        rope_parameters=_rope_parameters(model),
-        layer_types=[kind] * model.num_layers,
-    )
+    try:
+        return GSAConfig(
+            **{theirs: getattr(model, ours) for ours, theirs in MODEL_FIELDS.items()},
+            **{theirs: getattr(gsa, ours) for ours, theirs in GSA_FIELDS.items()},
+            **_experts(config),
+            max_position_embeddings=config.train.seq_len_tokens,
+            rope_parameters=_rope_parameters(model),
+            layer_types=[kind] * model.num_layers,
+        )
+    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+        raise ValueError(f"the model of transformers (gsa_hf) does not have it: {error.__cause__}") from error
 
 
 def _experts(config: Config) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[P
     """In training the gates on heads are one matrix: for each key-value head the rows of all of them."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
-    on_heads = {f"{name}_gate_proj": rows[name] for name in ("value", "output", "key", "query") if rows[name]}
+    on_heads = {f"{name}_gate_proj": count for name, count in rows.items() if count and name != "projection"}
     groups = model.num_kv_heads if gsa.gate_sharing == "head_specific" else 1
     depends = gsa.gate_input == "query_dependent"
     whole = "linear_gate" if depends and gsa.gate_sharing == "head_specific" else "head_gate"

@@ -89,6 +89,7 @@ def saturated_share(
     z = (scaled @ keys.transpose(1, 2)).unflatten(1, queries.shape[1:3])  # [B, T, H_I, L_k]
     if score_bias is not None:
         z += score_bias[:, None]
+    assert activation in ("sigmoid", "relu"), f"when has {activation} no slope?"
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
     # A product in the type of z: a sum of bools copies them to int64 first.
     return (flat * seen[:, :, None]).sum(-1, dtype=torch.float32) / number[..., None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentF
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import Record
 from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
+from gsa_train.report.run_files import read_json
 from gsa_train.report.run_series import (
     first_step,
     flat,
@@ -151,7 +151,7 @@ def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
 
 
 def _draw_baselines(ax: Axes, summary_path: Path) -> None:
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else {}
+    summary = read_json(summary_path, "steps")
     for name, style in (("unigram", ":"), ("bigram", "--")):
         perplexity = summary.get(f"{name}_perplexity")
         if perplexity is not None:

@@ -31,8 +31,8 @@ class RunFiles:
         self.starts = read_starts(folder)
         self.samples = _read_samples(folder / SAMPLES)
         """Records of validations with `evaluate.prompts`, in the order of the steps."""
-        self.summary: Record = _read_json(folder / "summary.json", "steps")
-        self.stopped: Record = _read_json(folder / "stopped.json", "reason")
+        self.summary: Record = read_json(folder / "summary.json", "steps")
+        self.stopped: Record = read_json(folder / "stopped.json", "reason")
         self.config_path = folder / "config.yaml"
         self.config_yaml = self.config_path.read_text(encoding="utf-8") if self.config_path.exists() else ""
         self.phases = phase_starts(self.records)
@@ -112,7 +112,7 @@ def _read_samples(path: Path) -> list[Record]:
     return read_records(path) if path.exists() else []
 
 
-def _read_json(path: Path, key: str) -> Record:
+def read_json(path: Path, key: str) -> Record:
     """Empty where there is none, or a damaged one, which is named.
 
     Args:

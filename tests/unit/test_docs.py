@@ -13,6 +13,7 @@ from typing import get_type_hints
 import pytest
 
 from gsa_train.config import Config, reference
+from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.report.panels import PANELS
 from gsa_train.run import exit_codes
 
@@ -130,11 +131,12 @@ def test_files_that_comments_name_exist() -> None:
     assert lost == []
 
 
-def test_metrics_that_are_shown_are_explained() -> None:
+def test_metrics_of_the_layers_and_all_that_are_shown_are_explained() -> None:
     table = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/reference/monitoring.md").read_text(), re.MULTILINE)
     explained = set(re.findall(r"`([\w*]+)`", "\n".join(table)))
     shown = {key for panel in PANELS for key in (*panel.keys, panel.per_entry) if key}
     shown |= {f"validation_{panel.per_set}" for panel in PANELS if panel.per_set}
+    shown |= {*MEANS, *EXTREMES, *VECTORS}
     assert sorted(key for key in shown if not any(fnmatch(key, name) for name in explained)) == []
 
 

@@ -72,7 +72,9 @@ def assert_picture(path):
 
 def test_every_figure_of_a_complete_run(tmp_path):
     write_run(tmp_path / "run", tail=json.dumps(SEVERAL_SETS) + "\n")
-    (tmp_path / "run" / "summary.json").write_text('{"unigram_perplexity": 600.0, "bigram_perplexity": 90.0}')
+    (tmp_path / "run" / "summary.json").write_text(
+        '{"steps": 300, "unigram_perplexity": 600.0, "bigram_perplexity": 90.0}'
+    )
     written = write_plots(tmp_path / "run")
     assert names(written) == ALL
     assert sorted((tmp_path / "run" / "plots").iterdir()) == sorted(written)
@@ -148,6 +150,14 @@ def test_a_killed_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("content", ["", '{"steps": 3, "unigram_perpl', "[]", "{}"])
+def test_a_damaged_summary_costs_the_lines_of_the_baselines_alone(tmp_path, monkeypatch, content):
+    draw_only(monkeypatch, "loss")
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text(content)
+    assert names(write_plots(tmp_path / "run")) == ["loss"]
+
+
 def test_a_run_that_diverged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "phase": "a", "loss": 3.0, "grad_norm": "Infinity", "lrs": {"base": 0.0}}\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
+import gsa_hf
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import export_hf as command
+from gsa_train.config import GSAConfig, ModelConfig
 from gsa_train.convert.export_hf import export_hf, find_source
+from gsa_train.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
 from gsa_train.convert.import_hf import import_hf
 from helpers.converted import (
     MODELS,
@@ -134,6 +138,29 @@ def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has .* Give another checkpoint"):
         export_hf(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_every_field_of_the_model_has_been_thought_of() -> None:
+    """A new field that `gsa_hf` does not know must not be left out of an export: it belongs in NOT_IN_HF, or here."""
+    rotary = {"rope_base", "rope_scaling", "rotary_percent"}  # in rope_parameters
+    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay", "reuse_teacher"}
+    runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
+    for section, fields, others in (
+        (ModelConfig, MODEL_FIELDS, rotary),
+        (GSAConfig, GSA_FIELDS, trains | runs | {*NOT_IN_HF["gsa"]}),
+    ):
+        assert {field.name for field in dataclasses.fields(section)} == {*fields} | others
+    for theirs in (*MODEL_FIELDS.values(), *GSA_FIELDS.values()):
+        assert hasattr(gsa_hf.GSAConfig(), theirs)
+
+
+def test_a_value_that_transformers_has_not_is_refused_in_one_line() -> None:
+    config = config_of("GSA")
+    config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, indexer_activation="softplus"))
+    with pytest.raises(
+        ValueError, match=r"^the model of transformers .* 'index_activation' .* got softplus$"
+    ):
+        to_hf_config(config)
 
 
 def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:

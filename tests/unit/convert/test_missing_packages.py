@@ -1,8 +1,10 @@
-"""Commands whose models transformers knows, where it is not installed."""
+"""Commands whose models transformers knows: where it is not installed, and what else they say beside their results."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,23 @@ def test_a_missing_package_is_one_line(
         "the package a_package_that_is_not_there is not installed; run in the checkout: pip install '.[hf]'\n"
     )
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_libraries_say_of_packages_that_nobody_needs_is_not_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """megatron-core warns five times of Apex while it is imported."""
+    pytest.importorskip("transformers")
+    command, words = COMMANDS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *words.split()])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert command.main() == 2
+        warnings.warn("Transformer Engine and Apex are not installed. Falling back", stacklevel=1)
+        warnings.warn("Something else", stacklevel=1)
+    said = [str(warning.message) for warning in shown]
+    assert "Something else" in said
+    assert [each for each in said if "not installed" in each] == []
+    assert len(capsys.readouterr().err.splitlines()) == 1
