@@ -1,19 +1,25 @@
 """Time the masked attention kernels beside torch's, on one CUDA device, with a verdict on their results.
 
     python benchmarks/bench_attention.py [--lengths 4096 8192] [--shapes 1.7B 7B heads-256 heads-128]
+                                         [--selection FILE ...]
 
 masked: every query selects a random k = 2048 of its causal keys. dense: the same kernels without a mask.
+--selection: instead of the random ones those of a trained model's layers in real text; files that
+launch/export_indexer.py wrote, each for its own length. Results go to bench_attention_trained.json.
 TFLOP/s count the causal half of dense attention for all rows: 2 products forward, 7 forward and backward.
 Times are of CUDA graphs, without the launches: medians, in ms.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import cases
 import harness
 import torch
 from cases import AttentionInputs, Shape
+from trained_indexers import read_all
 
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.reference import sparse_attention
@@ -25,11 +31,11 @@ TOLERANCE = 1e-2
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
     """int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
-    keys = torch.arange(length, device="cuda")
+    keys = torch.arange(length, device=cases.DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large
         chance = (selected / (rows[:, None] + 1)).clamp(max=1)
-        chosen = torch.rand(batch, len(rows), length, device="cuda") < chance
+        chosen = torch.rand(batch, len(rows), length, device=cases.DEVICE) < chance
         parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
     return torch.cat(parts, 1)
 
@@ -54,7 +60,7 @@ def worst_error(shape: Shape, packed_mask: torch.Tensor | None) -> float:
     inputs = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
     exact = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     if packed_mask is None:
-        mask = torch.ones(1, CHECKED_LENGTH, CHECKED_LENGTH, dtype=torch.bool, device="cuda").tril()
+        mask = torch.ones(1, CHECKED_LENGTH, CHECKED_LENGTH, dtype=torch.bool, device=cases.DEVICE).tril()
     else:
         mask = unpack_mask(packed_mask, CHECKED_LENGTH)
     q, k, v = exact
@@ -63,10 +69,14 @@ def worst_error(shape: Shape, packed_mask: torch.Tensor | None) -> float:
     return max(map(harness.relative_error, Ours(inputs, packed_mask).both(), wanted))
 
 
-def measure(report: harness.Report, shape: Shape, length: int, selected: int) -> None:
+def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[str, torch.Tensor]) -> None:
+    """
+    Args:
+        masks: by the names of their rows.
+    """
     inputs = cases.attention_inputs(shape, 1, length)
     attentions: dict[str, Ours | cases.Dense] = {
-        "masked": Ours(inputs, random_packed_mask(1, length, selected)),
+        **{name: Ours(inputs, mask) for name, mask in masks.items()},
         "dense": Ours(inputs, None),
         "torch cuDNN": cases.cudnn(inputs),
         "torch flash": cases.flash(inputs),
@@ -106,11 +116,19 @@ def main() -> int:
     parser.add_argument(
         "--selected", type=int, default=cases.K_BASE, help="keys per query of the masked runs"
     )
+    parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
 
-    report = harness.Report("bench_attention", arguments)
+    try:
+        trained = {
+            length: {f"layer {layer}": indexer.packed_mask() for layer, indexer in layers.items()}
+            for length, layers in read_all(arguments.selection).items()
+        }
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    report = harness.Report("bench_attention_trained" if trained else "bench_attention", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:
         some = random_packed_mask(1, CHECKED_LENGTH, CHECKED_LENGTH // 2)
@@ -120,8 +138,9 @@ def main() -> int:
             if not error < TOLERANCE:
                 report.fail(f"{name}, {shape.name}: relative error {error:.1e}, at most {TOLERANCE:g}")
     for shape in shapes:
-        for length in arguments.lengths:
-            measure(report, shape, length, arguments.selected)
+        for length in trained or arguments.lengths:
+            masks = trained.get(length) or {"masked": random_packed_mask(1, length, arguments.selected)}
+            measure(report, shape, length, masks)
     cases.judge_wide_heads(report, "length", "attention")
     return report.finish()
 

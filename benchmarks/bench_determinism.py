@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -36,9 +35,8 @@ import torch
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.indexer_loss import triton_gathered_launch
-from gsa_train.config import load_config
-from gsa_train.parallel import init_parallel, shutdown_parallel
-from whole_steps.step_bench import OurTrainee, over_ranks, random_batches, time_steps
+from gsa_train.parallel import shutdown_parallel
+from whole_steps.step_bench import OurTrainee, add_model, over_ranks, random_batches, start_model, time_steps
 
 BY_KEY = (triton_gathered_backward, triton_gathered_launch)
 """Modules that add partial gradients by key."""
@@ -143,17 +141,12 @@ def count_different(trainee: OurTrainee, batches: list[Any], count: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
-    parser.add_argument("--config", default=str(harness.ROOT / "configs" / "gsa_1.7b.yaml"))
-    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    add_model(parser, harness.ROOT / "configs" / "gsa_1.7b.yaml")
     parser.add_argument("--steps", type=int, default=4, help="of a way in a round")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--replays", type=int, default=0, metavar="N")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
-    fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
-    parallel = init_parallel(config.parallel, seed=1)
+    config, parallel = start_model(arguments)
     report = harness.Report("bench_determinism", arguments) if parallel.is_main else None
     trainee = OurTrainee(config, config.phases[-1], parallel)
     batches = random_batches(config, parallel)

@@ -1,5 +1,6 @@
 """What surrounds attention in a step, one kernel each way, beside torch, torch.compile and liger-kernel (if installed):
-SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B model's sizes.
+SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B model's sizes; SwiGLU of
+weighted rows at those of the 15B mixture.
 
     python benchmarks/bench_elementwise.py [--tokens 16384]
 """
@@ -21,9 +22,12 @@ from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.split_rotate_gate.reference import split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
-from gsa_kernels.fused.swiglu.reference import swiglu
+from gsa_kernels.fused.swiglu.reference import swiglu, weighted_swiglu
+from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 
 WIDTH, FFN, VOCABULARY, HEADS, KV_HEADS, HEAD_SIZE = 2048, 5504, 128256, 16, 4, 128
+CHOICES, EXPERT_FFN = 8, 704
+"""Of the mixtures of configs/*_moe_15b_a2b.yaml: a token's experts, and their width."""
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
 Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -74,6 +78,14 @@ def cases(tokens: int) -> dict[str, tuple[list[torch.Tensor], dict[str, Op]]]:
         "swiglu": (
             [normal(tokens, 2 * FFN)],
             {"ours": fused_swiglu, "torch": swiglu, "compile": torch.compile(swiglu)},
+        ),
+        "weighted swiglu": (
+            [normal(tokens * CHOICES, 2 * EXPERT_FFN), torch.rand(tokens * CHOICES, device=DEVICE)],
+            {
+                "ours": fused_weighted_swiglu,
+                "torch": weighted_swiglu,
+                "compile": torch.compile(weighted_swiglu),
+            },
         ),
         "cross-entropy": (
             [normal(tokens, VOCABULARY), torch.randint(VOCABULARY, (tokens,), device=DEVICE)],

@@ -1,17 +1,21 @@
 """Times attention over key lists, forward and backward, on one CUDA device.
 
     python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B heads-256 heads-128]
-                                        [--ratios 1 4 8]
+                                        [--ratios 1 4 8] [--selection FILE ...]
 
 Lists are made up: k = 2048 keys per query, and together r * 2048 per tile of 32 queries. Block: one selection for
 32 queries and a window of 64 keys, almost all of it without words. TFLOP/s count what is executed: every query of
 a tile times every key in its list, 2 products forward and 5 backward. walk_ms, add_ms and turn_ms are the parts of
 the backward pass: the walk over the lists, the sums per key of what it leaves, and the lists turned round for them.
 
+--selection: instead of these, selections of a trained model's layers in real text; files that
+launch/export_indexer.py wrote, each for its own length. Results go to bench_gathered_trained.json.
+
 At CHECKED_LENGTH output and gradients are compared with torch in fp64 first.
 """
 
 import sys
+from pathlib import Path
 
 import cases
 import harness
@@ -19,6 +23,7 @@ import torch
 from cases import AttentionInputs, Shape
 from lists_for_bench import block_lists, random_lists
 from torch.profiler import ProfilerActivity, profile
+from trained_indexers import read_all, union_ratio
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.reference import sparse_attention
@@ -42,8 +47,8 @@ PARTS = {
 
 def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
     if selection == "block":
-        return block_lists(1, length, k, BLOCK, WINDOW, "cuda", 0)
-    return random_lists(1, length, k, ratio, "cuda", 0)
+        return block_lists(1, length, k, BLOCK, WINDOW, cases.DEVICE, 0)
+    return random_lists(1, length, k, ratio, cases.DEVICE, 0)
 
 
 def attend(x: AttentionInputs, lists: KeyLists) -> torch.Tensor:
@@ -77,8 +82,9 @@ def time_parts(run: harness.Run) -> dict[str, float]:
     return {column: sum(spent.get(name, 0.0) for name in names) for column, names in PARTS.items()}
 
 
-def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio: int) -> None:
-    lists = make_lists(selection, length, ratio)
+def run(
+    report: harness.Report, shape: Shape, selection: str, length: int, ratio: float, lists: KeyLists
+) -> None:
     x = cases.attention_inputs(shape, 1, length)
     leaves = [x.q, x.k, x.v, x.output_gate]
     kept = attend(x, lists)
@@ -107,7 +113,7 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
         **time_parts(backward),
         backward_peak_gib=peak / 2**30,
     )
-    case = (selection, ratio, length)
+    case = (selection, int(ratio), length)  # those that are promised have whole ratios
     if shape.name == "1.7B" and case in FORWARD_PROMISES:
         what = f"{selection}, r = {ratio}, {length}"
         report.bar(f"{what}: forward ms", times["forward"].ms, at_most=FORWARD_PROMISES[case])
@@ -119,17 +125,30 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--shapes", nargs="+", choices=cases.SHAPES, default=cases.USUAL)
     parser.add_argument("--ratios", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--selection", type=Path, nargs="+", default=[], metavar="FILE")
     args = parser.parse_args()
     harness.require_cuda()
-    report = harness.Report("bench_gathered", args)
+    try:
+        trained = read_all(args.selection)
+    except ValueError as error:
+        parser.error(str(error))
+    report = harness.Report("bench_gathered_trained" if trained else "bench_gathered", args)
     for name in args.shapes:
         for selection in ("token", "block"):
             check(report, cases.SHAPES[name], selection)
     for name in args.shapes:
-        for length in args.lengths:
+        shape = cases.SHAPES[name]
+        for length in trained or args.lengths:
+            if trained:
+                for layer, indexer in trained[length].items():
+                    found = indexer.select()
+                    assert found.key_lists is not None
+                    ratio = union_ratio(found, indexer)
+                    run(report, shape, f"layer {layer}", length, ratio, found.key_lists)
+                continue
             for ratio in args.ratios:
-                run(report, cases.SHAPES[name], "token", length, ratio)
-            run(report, cases.SHAPES[name], "block", length, 1)
+                run(report, shape, "token", length, ratio, make_lists("token", length, ratio))
+            run(report, shape, "block", length, 1, make_lists("block", length, 1))
     cases.judge_wide_heads(report, "selection", "length", "r")
     return report.finish()
 

@@ -1,6 +1,6 @@
 """Tokens per second of decoding in a whole 1.7B model, and of prefill: GSA, GSA with shared selections, standard.
 
-    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768]
+    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...]
 
 Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
 no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder` with
@@ -346,8 +346,11 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
         run = partial(decoder.prefill, tokens, mask)
         harness.require_finite(f"prefill of {name}", [run().float()])
         ms = harness.measure({name: run}, budget_ms=1, min_runs=2, rounds=1, compiled=True)[name].ms
-        report.row(prefill=length, model=name, layers=layers, ms=ms, tokens_per_s=length * 1e3 / ms)
-        del decoder, run
+        more, logits = harness.peak_bytes(run)
+        peak = (torch.cuda.memory_allocated() + more) / 2**30  # weights and cache, and what the pass takes
+        rate = length * 1e3 / ms
+        report.row(prefill=length, model=name, layers=layers, ms=ms, tokens_per_s=rate, peak_gib=peak)
+        del decoder, run, logits
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -367,7 +370,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=[STANDARD, OUR_STANDARD, *PROMISES])
     parser.add_argument("--products", choices=PRODUCTS, default="auto", help="of GSA")
     parser.add_argument("--layers", type=int, help="fewer than the model has, scaled to all of them")
-    parser.add_argument("--prefill", type=int, default=32768, help="tokens; 0: leave it out")
+    parser.add_argument("--prefill", type=int, nargs="+", default=[32768], help="tokens; 0: leave it out")
     parser.add_argument("--budget-ms", type=float, default=400.0, help="of device time for each step")
     parser.add_argument(
         "--eager", dest="compile", action="store_false", help="do not compile what is between products"
@@ -395,8 +398,9 @@ def main() -> int:
                 report.fail(f"batch {batch} at {length}: {str(error).splitlines()[0]}")
             gc.collect()
             torch.cuda.empty_cache()
-    if arguments.prefill and not is_late("prefill", arguments):
-        measure_prefill(report, arguments.prefill, arguments)
+    for length in filter(None, arguments.prefill):
+        if not is_late(f"prefill of {length}", arguments):
+            measure_prefill(report, length, arguments)
     print_again(report)
     return report.finish()
 

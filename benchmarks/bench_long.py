@@ -27,13 +27,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import cases
 import harness
 import torch
-from cases import AttentionInputs, IndexerInputs, Shape
+from cases import AttentionInputs, Shape
 from lists_for_bench import block_lists, random_lists
+from trained_indexers import Indexer, read_all, union_ratio
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
@@ -41,10 +42,6 @@ from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.indexer.pool import group_firsts, pool_keys
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.selection.block_op import select_block_lists
-from gsa_kernels.selection.groups import select_groups
-from gsa_kernels.selection.lists_op import select_key_lists
-from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
@@ -52,9 +49,6 @@ BLOCK, WINDOW = 32, 64
 POOL, REUSE = 4, 4
 LIKENESS = 0.9
 """Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
-
-WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
-"""Activations of the config: to the kernels these have head weights of 1, as the file has them."""
 
 PROMISES = (
     # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
@@ -78,37 +72,6 @@ LONG_PROMISES = {("GSA block selected", 524288, "both_ms"): 17.0}
 """Times as fast as cuDNN, for the 1.7B shape: Lighthouse attention's figure, of a whole step on a B200."""
 
 
-@dataclass(frozen=True)
-class Indexer:
-    """Selections of one layer."""
-
-    inputs: IndexerInputs
-    """Queries and weights of the first query of each block."""
-    ema: torch.Tensor
-    budget: tuple[int, int, int]
-    """k_base, k_min and k_max"""
-    block: int = 1
-    """Queries that share a selection."""
-    window: int = 0
-    """Last keys of each query that belong to every selection."""
-    activation: Literal["sigmoid", "relu"] = "sigmoid"
-    mode: Literal["inverse", "direct", "off"] = "inverse"
-    pool: int = 1
-    """Neighbouring keys that are selected together."""
-
-    def select(self) -> Selection:
-        indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        arguments = (
-            indexer,
-            BudgetRule(*self.budget, self.mode),
-            self.ema,
-            Geometry(selection_block=self.block, local_window=self.window, key_pool=self.pool),
-        )
-        if self.pool > 1:
-            return select_groups(*arguments, kernel="gathered")
-        return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
-
-
 def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: int = 1) -> Indexer:
     """With the moving average that a trained layer would have: the mean variance of its own scores."""
     inputs = cases.indexer_inputs(1, length, LIKENESS, block)
@@ -120,36 +83,6 @@ def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: 
     window = WINDOW if block > 1 else 0
     first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget, block, window, pool=pool)
     return replace(first, ema=first.select().variance.mean())
-
-
-def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
-    """The length, and layer -> indexer, of a file that launch/export_indexer.py wrote."""
-    content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
-    gsa = content["gsa"]
-    block = gsa["selection_block"]
-    indexers = {}
-    for layer, x in content["layers"].items():
-        own: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(cases.DTYPE) for name, tensor in x.items()
-        }
-        inputs = IndexerInputs(
-            own["queries"][:, ::block].contiguous(),
-            own["keys"],
-            own["weight_logits"][:, ::block].contiguous(),
-            own["score_bias"],
-            own["weight_bias"],
-        )
-        indexers[layer] = Indexer(
-            inputs,
-            x["variance_ema"].float(),
-            (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
-            block,
-            gsa["local_window"],
-            WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
-            gsa["adaptive_k"],
-            gsa["indexer_pool"],
-        )
-    return content["seq_len_tokens"], indexers
 
 
 @dataclass(frozen=True)
@@ -233,12 +166,11 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
     selection = indexer.select()
     lists = selection.key_lists
     assert lists is not None
-    # Of the queries of a tile: the keys of their union over the keys of one of them.
     mean_k = selection.budget.float().mean().item()
     return Case(
         f"{name} selected",
         Gathered(inputs, indexer),
-        lists.counts.float().mean().item() / (mean_k + indexer.window),
+        union_ratio(selection, indexer),
         name,
         mean_k=mean_k,
         lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.key_starts, lists.word_starts)),
@@ -366,9 +298,10 @@ def main() -> int:
     harness.require_cuda()
     torch.manual_seed(0)
 
-    trained = dict(map(read_indexers, arguments.selection))
-    if len(trained) < len(arguments.selection):
-        parser.error("--selection: two files are of one length; pass one for each length")
+    try:
+        trained = read_all(arguments.selection)
+    except ValueError as error:
+        parser.error(str(error))
     report = harness.Report("bench_long_trained" if trained else "bench_long", arguments)
     shapes = [cases.SHAPES[name] for name in arguments.shapes]
     for shape in shapes:

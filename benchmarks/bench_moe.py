@@ -5,7 +5,7 @@ beside standard attention.
     python benchmarks/bench_moe.py --layers 3 --experts 128
 
 The shapes are those of configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
-holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.67B in all, about
+holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.68B in all, about
 60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active.
 
 In `standard_sequential` and `standard_grouped` each mixture is megatron-core's own layer with the same weights:

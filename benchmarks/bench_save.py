@@ -17,7 +17,6 @@ the part before the copies. The last save is waited for until it is durable. Bar
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -36,9 +35,9 @@ from gsa_train.checkpoint import checksums, save
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.save import CheckpointSaver, SaveResult
 from gsa_train.checkpoint.staging import Copies, Group, Staging
-from gsa_train.config import CheckpointConfig, Config, config_to_yaml, load_config
-from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
-from whole_steps.step_bench import OurTrainee, random_batches
+from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.parallel import Parallel, shutdown_parallel
+from whole_steps.step_bench import OurTrainee, add_model, random_batches, start_model
 
 WAYS = ("before", "now")
 Row = dict[str, Any]
@@ -173,17 +172,12 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
-    parser.add_argument("--config", default=str(harness.ROOT / "configs" / "gsa_1.7b.yaml"))
+    add_model(parser, harness.ROOT / "configs" / "gsa_1.7b.yaml")
     parser.add_argument("--folder", default="runs", help="where checkpoints are written, and deleted again")
-    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--steps", type=int, default=8, help="behind each save")
     parser.add_argument("--saves", type=int, default=3, help="before the last one")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
-    fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
-    parallel = init_parallel(config.parallel, seed=1)
+    config, parallel = start_model(arguments)
     report = harness.Report("bench_save", arguments) if parallel.is_main else None
     trainee = OurTrainee(config, config.phases[-1], parallel)
     shared: list[Any] = [None]

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_gsa import GSAConfig
 from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
-from .indexer_gsa import GSAIndexer, indexer_loss, mean_attention, rotate, select_keys
+from .indexer_gsa import GSAIndexer, indexer_loss, key_groups, mean_attention, rotate, select_keys
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
 
@@ -60,6 +60,15 @@ class GSARotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def indexer_angles(
+    rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, pool: int
+) -> tuple[torch.Tensor, ...]:
+    """Cosines and sines [B, L, DI] for the indexer; with groups of keys, which turn as their first one, also those of
+    the keys: so a group's mean has turned, too, whatever the cache still lacks of it."""
+    angles = rotary(x, position_ids)
+    return angles if pool == 1 else (*angles, *rotary(x, position_ids - position_ids % pool))
 
 
 def eager_attention_forward(
@@ -121,7 +130,7 @@ class GSAAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         cache: Cache | None = None,
-        indexer_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        indexer_embeddings: tuple[torch.Tensor, ...] | None = None,
         selection: Any = None,
         kernel_pass: KernelPass | None = None,
         output_indexer_loss: bool = False,
@@ -133,7 +142,7 @@ class GSAAttention(nn.Module):
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the keys that each query may see; None for the kernels
             position_ids: int64 [B, L]
-            indexer_embeddings: cosines and sines for the indexer, where it has a rotary embedding
+            indexer_embeddings: of `indexer_angles`, where the indexer has a rotary embedding
             selection: what an earlier layer selected for this one, too; bool [B, L, Lk], the kernels have their own
             kernel_pass: where the tokens stand, for the kernels
 
@@ -185,8 +194,12 @@ class GSAAttention(nn.Module):
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 in_first_block = position_ids < self.config.index_block_size
                 selecting = self.indexer.from_cache(tokens, rows, leaders, in_first_block)
+                groups = None
+                if self.config.index_pool > 1:
+                    groups = key_groups(self.config.index_pool, slots, position_ids, k.shape[2])
+                    selecting = selecting._replace(keys=groups.mean(selecting.keys))
                 scores = self.indexer.scores(selecting)
-            selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders)
+            selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders, groups)
             if output_indexer_loss:
                 loss = self._loss(scores, q, k, selection, attention_mask[:, 0], leaders)
         if self.is_sparse:
@@ -246,6 +259,11 @@ class GSAAttention(nn.Module):
     ) -> torch.Tensor:
         """Arguments and result as in `indexer_loss`."""
         assert self.indexer is not None
+        if self.config.index_pool > 1:
+            raise ValueError(
+                f"index_pool is {self.config.index_pool}: the loss of an indexer over groups of keys is in gsa_train "
+                "alone; pass indexer_loss_coef=0 and no output_indexer_loss"
+            )
         check_no_past(q.shape[2], k.shape[2])
         probs = mean_attention(q, k, attended, self.scaling)
         return indexer_loss(scores, probs, attended, visible, leaders, self.indexer.inverse_temperature())

@@ -94,6 +94,9 @@ class GSAConfig(PreTrainedConfig):
         index_block_query (`str`, *optional*, defaults to `"first"`):
             What scores the keys for a block: its `"first"` query, or `"previous_mean"`, the mean of the queries and
             head weights over the block before it.
+        index_pool (`int`, *optional*, defaults to 1):
+            Keys in groups of this many, counted from the beginning of their document: the indexer scores the mean of a
+            group, and the budget is spent on whole groups before the query's own, which it reads up to itself.
         index_topk_freq (`int`, *optional*, defaults to 1):
             Layers in groups of this many share the selection of the first of them.
         indexer_loss_coef (`float`, *optional*, defaults to 0.0):
@@ -164,6 +167,7 @@ class GSAConfig(PreTrainedConfig):
     index_local_window: int = 0
     index_block_size: int = 1
     index_block_query: Literal["first", "previous_mean"] = "first"
+    index_pool: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
 
@@ -232,9 +236,20 @@ def validate_indexer(config: Any) -> None:
     for name in ("index_n_heads", "index_head_dim", "index_topk", "index_topk_min", "index_topk_max"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
-    for name in ("index_block_size", "index_topk_freq"):
+    for name in ("index_block_size", "index_pool", "index_topk_freq"):
         if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; pass 1, or a number of queries or layers")
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; pass 1, or a number of queries, keys or layers"
+            )
+    if 1 < config.index_pool > config.index_topk_min:
+        raise ValueError(
+            f"index_topk_min is {config.index_topk_min}; pass at least index_pool {config.index_pool}, so that each "
+            "query selects a group of keys"
+        )
+    if config.index_pool > 1 and config.index_block_size > 1:
+        raise ValueError(
+            f"index_pool is {config.index_pool} with index_block_size {config.index_block_size}; pass 1 for one of them"
+        )
     if config.index_topk_min > config.index_topk_max:
         raise ValueError(
             f"index_topk_min is {config.index_topk_min}; pass at most index_topk_max {config.index_topk_max}"

@@ -53,7 +53,8 @@ class ModelDecoder:
 
 def not_fused(config: Any) -> str | None:
     """What of a configuration fused steps do not have, `field is value`; None: nothing."""
-    for name, value in {"num_experts": 0, "sandwich_norm": False, "index_block_query": "first"}.items():
+    other = {"num_experts": 0, "sandwich_norm": False, "index_block_query": "first", "index_pool": 1}
+    for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
     return other_gates(config)

@@ -24,6 +24,49 @@ class IndexedTokens(NamedTuple):
     """[B, L, HI], before the bias and the sigmoid; constant where the indexer has no head weights."""
 
 
+class KeyGroups(NamedTuple):
+    """Neighbouring keys that are scored and selected together; a group's values stand at its first key."""
+
+    size: int
+    of_keys: torch.Tensor
+    """int64 [B, Lk], slot of the first key of each key's group"""
+    of_queries: torch.Tensor
+    """int64 [B, L], of each query's own group"""
+
+    def mean(self, keys: torch.Tensor) -> torch.Tensor:
+        """[B, Lk, DI], of whole groups, at their first keys; summed in fp32."""
+        sums = torch.zeros_like(keys, dtype=torch.float32)
+        sums = sums.scatter_add(1, self.of_keys[..., None].expand_as(keys), keys.float())
+        return (sums / self.size).to(keys.dtype)
+
+    def before_own(self, visible: torch.Tensor) -> torch.Tensor:
+        """Of the visible keys [B, L, Lk] the first ones of groups in front of each query's own, which are whole."""
+        slots = torch.arange(visible.shape[-1], device=visible.device)
+        return visible & (self.of_keys == slots)[:, None] & (slots < self.of_queries[..., None])
+
+    def keys_of(self, selected: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """All keys of the selected groups, and those of the query's own up to it: bool [B, L, Lk]."""
+        of_keys = self.of_keys[:, None]
+        chosen = selected.gather(-1, of_keys.expand_as(selected))
+        return (chosen | (of_keys == self.of_queries[..., None])) & visible
+
+
+def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, keys: int) -> KeyGroups:
+    """
+    Args:
+        slots: int64 [L], of the tokens of this forward pass
+        position_ids: int64 [B, L], theirs
+        keys: in the cache, or of this pass
+    """
+    own = slots - position_ids % size
+    if keys == len(slots):
+        return KeyGroups(size, own.clamp(min=0), own)
+    # With a cache a row is one document, whose last token is no padding.
+    every = torch.arange(keys, device=slots.device)
+    positions = every - (slots[-1] - position_ids[:, -1:])
+    return KeyGroups(size, (every - positions % size).clamp(min=0), own)
+
+
 class GSAIndexer(nn.Module):
     """Scores I[t, s] of every key for every query: small queries, one key for all indexer heads, head weights.
 
@@ -56,14 +99,13 @@ class GSAIndexer(nn.Module):
         # Moving average of the score variance, from pre-training; it does not move here. 0: budgets do not adapt.
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
 
-    def forward(
-        self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> IndexedTokens:
+    def forward(self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, ...] | None) -> IndexedTokens:
         """Of the tokens [B, L, d] of this forward pass.
 
         Args:
             hidden_states: detached here, so that only the indexer's own loss trains it
-            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them
+            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them; and those of the
+                keys, where these turn otherwise
         """
         hidden_states = hidden_states.detach()
         queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
@@ -71,9 +113,9 @@ class GSAIndexer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if rotary is not None:
-            cos, sin = rotary
+            cos, sin, *of_keys = rotary
             queries = rotate(queries, cos[:, :, None], sin[:, :, None])
-            keys = rotate(keys, cos, sin)
+            keys = rotate(keys, *(of_keys or (cos, sin)))
         if self.weights_proj is None:
             weights = keys.new_full((*keys.shape[:2], self.heads), self.weight_logit)
         else:
@@ -179,6 +221,7 @@ def select_keys(
     scores: torch.Tensor,
     visible: torch.Tensor,
     leaders: torch.Tensor | None,
+    groups: KeyGroups | None = None,
 ) -> torch.Tensor:
     """S_t: the k_t visible keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
 
@@ -187,16 +230,22 @@ def select_keys(
         scores: fp32 [B, L, Lk]; of the first query of each query's block, where blocks share
         visible: bool [B, L, Lk], the keys that each query itself may see
         leaders: int64 [B, L], slot of that first query, or None
+        groups: of keys, where they are selected together; the scores are theirs
     """
-    candidates = visible
+    candidates = visible if groups is None else groups.before_own(visible)
     if leaders is not None:
         candidates = visible & (torch.arange(visible.shape[-1], device=visible.device) <= leaders[..., None])
-    budget = budgets(scores, candidates, indexer.variance_ema, config)
+    readable = candidates if groups is None else visible
+    budget = budgets(scores, candidates, indexer.variance_ema, config, readable.sum(-1))
+    if groups is not None:
+        budget = budget // groups.size
     # Adding 0 makes 0.0 of -0.0, which a sort that compares bits would put behind it.
     ranked = torch.where(candidates, scores + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]
     selected = torch.zeros_like(visible).scatter(-1, order, within) & candidates
+    if groups is not None:
+        selected = groups.keys_of(selected, visible)
     if config.index_local_window > 0:
         # The last visible keys of the query, its own included: counted from the end.
         from_end = visible.flip(-1).cumsum(-1).flip(-1)
@@ -204,14 +253,19 @@ def select_keys(
     return selected
 
 
-def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
+def budgets(
+    scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
+) -> torch.Tensor:
     """k_t of equation 8: int64 [B, L], at most the number of visible keys; all of fewer than `index_dense_below`.
 
-    The population variance is over visible keys, in two passes, summed in fp64: it neither cancels nor depends on how
+    The population variance is over what is scored, in two passes, summed in fp64: it neither cancels nor depends on how
     many later keys there are.
+
+    Args:
+        visible: bool [B, L, Lk], what is scored: visible keys, or groups of them
+        count: int64 [B, L], visible keys
     """
-    count = visible.sum(-1)
-    size = count.clamp(min=1)
+    size = visible.sum(-1).clamp(min=1)
     mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()
     deviation = torch.where(visible, scores - mean[..., None], 0)
     variance = (deviation.square().sum(-1, dtype=torch.float64) / size).float().double()

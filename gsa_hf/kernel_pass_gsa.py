@@ -119,6 +119,11 @@ def make_kernel_pass(
     Raises:
         ValueError: the kernels cannot run it; it says what can.
     """
+    if config.index_pool > 1:
+        raise ValueError(
+            f"index_pool is {config.index_pool} with attn_implementation 'gsa', whose kernels score single keys; pass "
+            "'sdpa'"
+        )
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"

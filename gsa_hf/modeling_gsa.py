@@ -24,7 +24,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer_angles
 from .configuration_gsa import GSAConfig
 from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
@@ -195,7 +195,9 @@ class GSAModel(GSAPreTrainedModel):
             "output_indexer_loss": output_indexer_loss,
         }
         if self.indexer_rotary_emb is not None:
-            shared["indexer_embeddings"] = self.indexer_rotary_emb(hidden_states, position_ids=position_ids)
+            shared["indexer_embeddings"] = indexer_angles(
+                self.indexer_rotary_emb, hidden_states, position_ids, self.config.index_pool
+            )
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, selection, loss = layer(hidden_states, selection=selection, **shared, **kwargs)

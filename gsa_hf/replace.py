@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention_gsa import GSAAttention, GSARotaryEmbedding
+from .attention_gsa import GSAAttention, GSARotaryEmbedding, indexer_angles
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 from .modeling_gsa import CACHE_ARGUMENT, rotary_config_of_indexer
@@ -132,7 +132,9 @@ class ReplacedAttention(GSAAttention):
             visible,
             position_ids,
             cache,
-            indexer_embeddings=None if rotary is None else rotary(hidden_states, position_ids),
+            indexer_embeddings=None
+            if rotary is None
+            else indexer_angles(rotary, hidden_states, position_ids, self.config.index_pool),
             kernel_pass=kernel_pass,
             output_indexer_loss=learns,
             **kwargs,

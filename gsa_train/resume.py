@@ -295,7 +295,12 @@ def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
 
 
 def open_batches(
-    config: Config, arguments: Arguments, start: Start, tokenizer: Tokenizer, parallel: Parallel
+    config: Config,
+    arguments: Arguments,
+    start: Start,
+    tokenizer: Tokenizer,
+    parallel: Parallel,
+    begins_at: dict[str, Any] | None = None,
 ) -> TrainBatches:
     """The text from where the run stands. Collective.
 
@@ -303,10 +308,21 @@ def open_batches(
     shuffle_documents) goes on from epoch 0 of the config's; step, schedule, optimizer and counters go on. Where the
     text is the checkpoint's, the option does nothing, so a job that starts itself again may keep it.
 
+    Args:
+        begins_at: where another run stood in the text, with which a run at step 0 goes on (`checkpoint.initial_text`).
+
     Raises:
         ResumeError: the checkpoint's position is of other text, or of another tokenizer.
         DataFault: the text cannot be opened.
     """
+    if begins_at is not None:
+        try:
+            return TrainBatches(config, parallel, tokenizer, begins_at)
+        except StateMismatch as error:
+            raise ResumeError(
+                f"checkpoint.initial_text = continue: {config.checkpoint.initial_weights} cannot go on with this "
+                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.initial_text=anew."
+            ) from error
     try:
         return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)
     except StateMismatch as error:

@@ -19,7 +19,12 @@ import torch
 
 from gsa_train.batches import load_tokenizer, shared_validation_sets
 from gsa_train.checkpoint.damage import tensor_files
-from gsa_train.checkpoint.initial_weights import load_initial_main_weights, load_initial_weights
+from gsa_train.checkpoint.initial_weights import (
+    find_initial_weights,
+    initial_data_state,
+    load_initial_main_weights,
+    load_initial_weights,
+)
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
@@ -42,7 +47,7 @@ from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leav
 from gsa_train.run.folder import RunFolder, open_run_folder
 from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
-from gsa_train.run.health.check import check_health
+from gsa_train.run.health.check import check_health, check_presence
 from gsa_train.run.lock import RunLock
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import report_saves
@@ -67,6 +72,9 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         UnhealthyDevice: a device failed the check before anything else.
     """
     clock = RunClock()
+    if config.run.health_check_seconds > 0:
+        clock.begin("health")
+        check_presence()
     clock.begin("process_groups")
     parallel = init_parallel(config.parallel, config.run.seed)
     warn_of_cpus(config, parallel)
@@ -129,12 +137,14 @@ def open_run(
         watch_compilation(watchdog.compiling)
     profiler = StepProfiler(config.profile, folder / "profile", parallel.rank, parallel.device)
     clock.begin("readers")
-    data = open_data(config, arguments, start, parallel, watchdog)
-    clock.begin("model")
-    model = build_model(config, parallel)
     weights_from = None
     if start.checkpoint is None and config.checkpoint.initial_weights:
-        weights_from = load_initial_weights(config, model, data.tokenizer, parallel)
+        weights_from = find_initial_weights(config, parallel)
+    data = open_data(config, arguments, start, parallel, watchdog, weights_from)
+    clock.begin("model")
+    model = build_model(config, parallel)
+    if weights_from is not None:
+        load_initial_weights(config, weights_from, model, data.tokenizer, parallel)
     while True:
         try:
             phase_optimizer = open_phase(
@@ -191,9 +201,18 @@ def open_run(
 
 
 def open_data(
-    config: Config, arguments: Arguments, start: Start, parallel: Parallel, watchdog: HangWatchdog
+    config: Config,
+    arguments: Arguments,
+    start: Start,
+    parallel: Parallel,
+    watchdog: HangWatchdog,
+    weights_from: Path | None,
 ) -> Data:
-    """Tokenizer, validation sets, and the training text from where the run stands. Collective."""
+    """Tokenizer, validation sets, and the training text from where the run stands. Collective.
+
+    Args:
+        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose text may go on.
+    """
     # A heartbeat after each: it may take as long as reads have limits of their own.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
@@ -202,7 +221,8 @@ def open_data(
     watchdog.heartbeat(start.step, "starting")
     validation_sets = shared_validation_sets(config, tokenizer, parallel)
     watchdog.heartbeat(start.step, "starting")
-    batches = open_batches(config, arguments, start, tokenizer, parallel)
+    begins_at = initial_data_state(config, weights_from)
+    batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
     watchdog.heartbeat(start.step, "starting")
     return Data(batches, validation_sets, tokenizer, prompts, tasks)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import collect_env
 
 # Asked otherwise, CUDA does not work in forks of this process.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -25,9 +26,11 @@ else:
 
 # W&B's service lists the installed packages by `pip list` at the beginning of each run, two CPU seconds.
 os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
+# So does lm-evaluation-harness with each result, beside compilers and drivers; we keep nothing of it.
+collect_env.get_pretty_env_info = lambda: ""
 
-# Ranks of a layout send each other a thousand small messages a second: as batch processes they do not break in upon each
-# other with every one of them, a quarter of the switches of the processor from one to another.
+# Ranks of a layout send each other thousands of small messages a second. As batch processes they do not break in upon
+# each other with every one of them: a quarter as many switches that nobody asked for.
 if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -50,7 +53,7 @@ LONGEST_FILES = (
     "resume/test_data_survives_kills.py",
     "unit/test_zero.py",
     "distributed/test_fused_tensor_parallel.py",
-    "kernels/test_bench_harness.py",
+    "kernels/test_benches.py",
     "resume/test_wrong_bits.py",
     "resume/test_kills.py",
     "kernels/test_nonfinite.py",
@@ -109,6 +112,12 @@ LONGEST_FILES = (
     "resume/test_goodput.py",
 )
 """By CPU seconds and seconds spent waiting, down to 5; what comes after them fills the gaps at the end."""
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """From torch's own generator, which torch 2.13 seeds anew in each process; and in whatever order tests run."""
+    torch.manual_seed(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

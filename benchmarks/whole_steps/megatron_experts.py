@@ -74,21 +74,21 @@ def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
 def _transformer_config(ours: GSATransformerConfig, dispatcher: str) -> TransformerConfig:
     moe, on_gpu = ours.moe, not ours.use_cpu_initialization
     balanced = moe.balancing == "global_batch" and moe.balance_coeff > 0
-    return dataclasses.replace(
-        ours,
-        moe_router_topk=moe.top_k,
-        moe_router_score_function=moe.router_score,
-        moe_router_dtype="fp32",
-        moe_router_topk_scaling_factor=None if moe.routed_scale == 1.0 else moe.routed_scale,
-        moe_router_load_balancing_type="aux_loss" if balanced else "none",
-        moe_aux_loss_coeff=moe.balance_coeff if balanced else 0.0,
-        moe_z_loss_coeff=moe.z_loss_coeff or None,
-        moe_shared_expert_intermediate_size=moe.shared_expert_ffn_hidden_size or None,
-        moe_token_dispatcher_type=dispatcher,
-        bf16=True,  # GroupedMLP asserts it, for grouped_gemm knows no other type; torch's product does
-        use_te_activation_func=False,
-        bias_activation_fusion=on_gpu,  # through torch.compile, which takes longer than a test on CPUs
-    )
+    changes: dict[str, Any] = {
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.router_score,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": None if moe.routed_scale == 1.0 else moe.routed_scale,
+        "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
+        "moe_aux_loss_coeff": moe.balance_coeff if balanced else 0.0,
+        "moe_z_loss_coeff": moe.z_loss_coeff or None,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size or None,
+        "moe_token_dispatcher_type": dispatcher,
+        "bf16": True,  # GroupedMLP asserts it, for grouped_gemm knows no other type; torch's product does
+        "use_te_activation_func": False,
+        "bias_activation_fusion": on_gpu,  # through torch.compile, which takes longer than a test on CPUs
+    }
+    return dataclasses.replace(ours, **changes)
 
 
 def _layer_like(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +17,31 @@ import torch.distributed as dist
 
 from gsa_train.batches import MicroBatch, TrainBatches, load_tokenizer, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, PhaseConfig, load_config
 from gsa_train.micro_batch_graph import WARM_UP_STEPS, new_graph
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel
+from gsa_train.parallel import Parallel, init_parallel
 from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1
 """End-of-document id that no random token equals: one document per sequence."""
+
+
+def add_model(parser: argparse.ArgumentParser, config: Path) -> None:
+    """The options of `start_model`; `config` where none is named."""
+    parser.add_argument("--config", default=str(config))
+    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+
+
+def start_model(arguments: argparse.Namespace) -> tuple[Config, Parallel]:
+    """What is to be measured, in the layout of the config, without its text."""
+    fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
+    return config, init_parallel(config.parallel, seed=1)
 
 
 def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:

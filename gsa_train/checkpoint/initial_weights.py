@@ -1,14 +1,15 @@
 """A new run from the weights of another one: `checkpoint.initial_weights`.
 
-As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, text, optimizer and schedules begin
-anew. So a run goes on at another length, rotary base or budget of keys, or with YaRN, or a dense model gets gates and
-an indexer.
+As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, optimizer and schedules begin anew,
+and so does the text, unless `checkpoint.initial_text` says else. So a run goes on at another length, rotary base or
+budget of keys, or with YaRN, or a dense model gets gates and an indexer.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.damage import find_damage
@@ -67,18 +68,53 @@ WITHOUT_WEIGHTS = ("output_transform",)
 """The same of `gsa`, of every checkpoint."""
 
 
-def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, parallel: Parallel) -> Path:
-    """Fill a model that has just been built. Collective.
-
-    Returns:
-        The checkpoint, for `load_initial_main_weights`: a folder's newest may soon be another.
+def find_initial_weights(config: Config, parallel: Parallel) -> Path:
+    """The checkpoint of `checkpoint.initial_weights`, once for all that read it: a folder's newest may soon be another.
+    Collective.
 
     Raises:
-        ResumeError: the checkpoint is missing, damaged, of another tokenizer, or of a model that this one cannot take
-            over: weights that are left, missing (other than NEW) or of another size.
+        ResumeError: there is none.
     """
     folder = Path(config.checkpoint.initial_weights)
-    checkpoint = named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
+    return named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
+
+
+def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
+    """Position in the text with which a run begins; None for its beginning.
+
+    Args:
+        checkpoint: of `find_initial_weights`; None where the run begins without.
+
+    Raises:
+        ResumeError: `checkpoint.initial_text=continue`, and the checkpoint has no position.
+    """
+    if checkpoint is None or config.checkpoint.initial_text == "anew":
+        return None
+    try:
+        data = read_run_state(checkpoint).data
+    except ValueError as error:
+        raise ResumeError(f"{FIELD} = {config.checkpoint.initial_weights}: {error}") from error
+    if "cursors" not in data:
+        raise ResumeError(
+            f"checkpoint.initial_text = continue: {checkpoint} has weights alone, and no position in a text; set "
+            "checkpoint.initial_text=anew"
+        )
+    return data
+
+
+def load_initial_weights(
+    config: Config, checkpoint: Path, model: Model, tokenizer: Tokenizer, parallel: Parallel
+) -> None:
+    """Fill a model that has just been built. Collective.
+
+    Args:
+        checkpoint: of `find_initial_weights`.
+
+    Raises:
+        ResumeError: the checkpoint is damaged, of another tokenizer, or of a model that this one cannot take
+            over: weights that are left, missing (other than NEW) or of another size.
+    """
+    folder = config.checkpoint.initial_weights
     fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
     if fault is not None:
         raise ResumeError(f"{FIELD} = {folder}: {checkpoint} is damaged: {fault}. Give another checkpoint.")
@@ -115,7 +151,6 @@ def load_initial_weights(config: Config, model: Model, tokenizer: Tokenizer, par
         logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
         if fresh:
             logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
-    return checkpoint
 
 
 def load_initial_main_weights(

@@ -65,6 +65,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="a folder that training can read, also of C4's *.json.gz, or wikitext:PATH; may be given several times "
         "(default, without tasks: the run's validation sets)",
     )
+    text.add_argument(
+        "--validation",
+        action="store_true",
+        help="score the run's validation sets beside tasks and RULER, too",
+    )
     text.add_argument("--text-field", default="text", help="of JSON lines or Parquet (default: text)")
     text.add_argument("--context-length", type=positive, metavar="TOKENS", help="(default: as in training)")
     text.add_argument(
@@ -97,6 +102,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     ruler.add_argument(
         "--ruler-samples", type=positive, default=50, metavar="N", help="of each task (default: 50)"
+    )
+    ruler.add_argument(
+        "--ruler-gold",
+        action="store_true",
+        help="score the expected answers in bits per byte, instead of answers that the model writes: one forward pass "
+        "for each sample, and a score also where a model is too small to answer",
     )
     ruler.add_argument(
         "--haystack", metavar="PLACE", help="text that hides needles (default: the run's validation)"
@@ -134,6 +145,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(words)
     if arguments.step is not None and arguments.run is None:
         parser.error("--step is of a run; give --run RUN_DIR")
+    if arguments.ruler_gold and not arguments.ruler:
+        parser.error("--ruler-gold: give the lengths, --ruler TOKENS[,TOKENS...]")
+    if arguments.validation and (arguments.data or arguments.hf is not None):
+        parser.error("--validation: the run's sets are scored without --data, and an exported model has none")
     if len(arguments.qa) > 2:
         parser.error("--qa: give at most two files")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):

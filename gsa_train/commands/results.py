@@ -3,7 +3,7 @@
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
 
 A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
-of what the benches wrote; and README.md over all. Where a study's folder is not here its page stays as it is. Exit
+of what the benches wrote; and README.md over all. A page with more finished runs than are here stays as it is. Exit
 code 2: wrong use, or a mistake in a study file.
 """
 
@@ -33,7 +33,9 @@ def main() -> int:
             standings.append(standing)
             written += pages
             if not pages:
-                print(f"kept {arguments.out / standing.page}: no run of it is here")
+                print(
+                    f"kept {arguments.out / standing.page}: it has {standing.runs} runs, and fewer are here"
+                )
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -1,7 +1,7 @@
 """Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
 
     python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
-        [--arms A,B] [--seeds 1,2] [--pack FILE] [key=value ...]
+        [--arms A,B] [--seeds 1,2] [--pack FILE [--pack-weights FILE]] [key=value ...]
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
@@ -28,7 +28,7 @@ from gsa_train.run import exit_codes
 from gsa_train.run.stop_signals import find_deadline
 from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
-from gsa_train.study.pack import pack_study
+from gsa_train.study.pack import pack_study, pack_weights
 from gsa_train.study.page import write_study_report, write_tables
 from gsa_train.study.plan import StudyError, StudyPlan, chosen, plan_study
 from gsa_train.study.processes import check_devices, find_gpus
@@ -105,10 +105,11 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
     for key in sorted(failed):
         print(f"  failed: {key}: {failures[key]}")
     for job in plan.without_checkpoint:
-        print(
-            f"  cannot be done: {job.key}: the run is finished, and its checkpoint is not here; to train it"
-        )
-        print(f"    again, remove {job.run.folder}")
+        source, run, step = job.run.source, job.run, ""
+        if job.kind == "train" and source is not None:
+            run, step = source.run, f" of step {source.step}"
+        print(f"  cannot be done: {job.key}: {run.name} is finished, and its checkpoint{step} is not here;")
+        print(f"    to train it again, remove {run.folder}")
     for job, reason in runner.interrupted:
         print(f"  interrupted: {job.key}: {reason}")
     if failed:
@@ -150,6 +151,10 @@ def report(study: Study, arguments: argparse.Namespace) -> None:
         runs = pack_study(study, failures, arguments.pack)
         size = arguments.pack.stat().st_size / 2**20
         print(f"wrote {arguments.pack}: {runs} runs, {size:.1f} MiB")
+    if arguments.pack_weights is not None:
+        whose = pack_weights(study, failures, arguments.pack_weights)
+        size = arguments.pack_weights.stat().st_size / 2**20
+        print(f"wrote {arguments.pack_weights}: weights of {', '.join(whose) or 'no run'}, {size:.1f} MiB")
 
 
 def gpus_at_hand(asked: str | None) -> list[str] | None:
@@ -202,6 +207,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="write what another machine needs to go on into this .tar.gz",
     )
+    parser.add_argument(
+        "--pack-weights",
+        type=Path,
+        metavar="FILE",
+        help="beside --pack: checkpoints with which arms begin that are still to do, into this .tar, which is large",
+    )
     parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
@@ -213,6 +224,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="fields of all arms' configs, such as data.train_dir",
     )
     arguments = parser.parse_intermixed_args(words)
+    if arguments.pack_weights is not None and arguments.pack is None:
+        parser.error(
+            "--pack-weights needs --pack: without the results of their runs, these are trained again"
+        )
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments

@@ -86,6 +86,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *check_layout(config, world_size),
         *check_moe(config, world_size),
         *_check_multiple(config, "checkpoint.keep_every_steps", "checkpoint.every_steps"),
+        *_check_initial_text(config),
         *_check_recompute(config),
         *_check_phases(config),
         *check_monitor(config, data_parallel_size(config, world_size)),
@@ -118,6 +119,13 @@ def _is_installed(package: str) -> bool:
     """A folder of that name without code, such as W&B's own `wandb/` in the current folder, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def _check_initial_text(config: Config) -> list[str]:
+    if config.checkpoint.initial_text == "anew" or config.checkpoint.initial_weights:
+        return []
+    wrong, remedy = "there is no checkpoint whose text goes on", "name it in checkpoint.initial_weights"
+    return [problem_line("checkpoint.initial_text", config.checkpoint.initial_text, wrong, remedy)]
 
 
 def _check_validation_sets(data: DataConfig) -> list[str]:

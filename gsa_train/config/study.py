@@ -15,6 +15,11 @@ class ArmConfig:
     YAML has it. Not `run.name`, `run.dir`, `run.seed` and `data.seed`, which the study sets."""
     seeds: list[int] = field(default_factory=list)
     """Seeds of this arm's runs. Empty: those of the study."""
+    initial_weights: str = ""
+    """Arm with whose weights this one begins, as `checkpoint.initial_weights` does: seed by seed, and in the same text
+    where that one stopped reading. It is trained first, and once for all arms that name it. Empty: no arm."""
+    initial_step: int = 0
+    """Step of that arm: its last one, or one that its `checkpoint.keep_every_steps` keeps. 0 = its last."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,13 @@ class EvaluationConfig:
     name: str = ""
     """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
     of the run's folder, with `-L<length>` and `-k<k_base>` behind the name where those are listed."""
+    arms: list[str] = field(default_factory=list)
+    """Arms that are evaluated: each evaluation is a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """Texts, `name: place`, as `--data` takes them. Empty: the run's validation sets, or nothing beside `tasks` and
     `ruler`."""
+    validation: bool = False
+    """Beside `tasks` and `ruler` score the run's validation sets, too."""
     context_lengths: list[int] = field(default_factory=list)
     """Context lengths in tokens, an evaluation for each. Empty: as in training."""
     k_base: list[int] = field(default_factory=list)
@@ -38,6 +47,12 @@ class EvaluationConfig:
     """Examples of each task; 0 = all."""
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
+    ruler_tasks: list[str] = field(default_factory=list)
+    """Tasks of RULER. Empty: all that need no questions."""
+    ruler_samples: int = 50
+    """Samples of each of its tasks and lengths."""
+    ruler_gold: bool = False
+    """Score RULER's expected answers in bits per byte, instead of answers that the model writes."""
     settings: list[str] = field(default_factory=list)
     """`key=value`, as `launch/evaluate.py` takes them."""
 
@@ -45,7 +60,8 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class MetricConfig:
     key: str = ""
-    """What is compared: a key of the records in metrics.jsonl, of summary.json, or of an evaluation's results.json,
+    """What is compared: a key of the records in metrics.jsonl (of scores of tasks `eval_bits_per_byte`, the mean over
+    the tasks, or `eval_bits_per_byte: piqa_val_rc_5shot`, of one), of summary.json, or of an evaluation's results.json,
     there with a dot between the levels (`data.validation.loss`; of a list the number, from 0)."""
     label: str = ""
     """Heading of its column. Empty: the key."""
@@ -53,11 +69,13 @@ class MetricConfig:
     """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
     evaluations: list[str] = field(default_factory=list)
     """With `source: evaluation`, of which ones. Empty: of all."""
-    statistic: Literal["value", "max", "median"] = "value"
-    """Of the records of training: the value at one point, or the largest or the median over all logged steps."""
+    statistic: Literal["value", "max", "median", "last"] = "value"
+    """Of the records of training: the value at one point; or the largest, the median or the last of what a run has
+    logged, without what a run with whose weights it begins has. `last` is for scores of tasks, made at the end."""
     at_tokens: list[int] = field(default_factory=list)
     """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
-    most that all finished runs have."""
+    most that all finished runs have with whose weights no other one begins. An arm that begins with another's counts
+    that one's, too."""
     equal_time: bool = False
     """Read the value once more at equal time: at the longest training time that all finished runs have. It counts
     each step with the median time of its phase's steps: without compilation, validation, saves and restarts."""
@@ -106,6 +124,6 @@ class StudyConfig:
 
 
 AT_LEAST_ZERO = frozenset(
-    ["evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
+    ["arms.initial_step", "evaluations.max_tokens", "evaluations.task_examples", "selections.seq_len_tokens"]
 )
 """Integers that may be 0; the others are at least 1."""

@@ -31,7 +31,7 @@ MODEL_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """Field of `model` -> field of the same meaning. What is of the rotary embedding is in `rope_parameters`."""
-NOT_IN_HF = {"moe": ("capacity_factor",), "gsa": ("indexer_pool",)}
+NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
 """Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
@@ -42,6 +42,7 @@ GSA_FIELDS = {
     "indexer_activation": "index_activation",
     "indexer_rope": "index_rope",
     "indexer_norm": "index_norm",
+    "indexer_pool": "index_pool",
     "indexer_temperature": "index_temperature",
     "adaptive_k": "index_adaptive",
     "k_base": "index_topk",

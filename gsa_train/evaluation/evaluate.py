@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from gsa_train.evaluation.request_files import is_request_file, score
 from gsa_train.evaluation.requests import as_piece, encode_requests, read_tasks, requests_table
 from gsa_train.evaluation.results import circumstances, result_folder, table, write_results
 from gsa_train.evaluation.ruler import TASKS, Material, read_questions
-from gsa_train.evaluation.ruler_score import RulerOptions, ruler_table, score_ruler
+from gsa_train.evaluation.ruler_score import (
+    RulerOptions,
+    gold_table,
+    ruler_table,
+    score_gold,
+    score_ruler,
+)
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
 from gsa_train.evaluation.wandb_run import log_to_wandb
@@ -83,10 +90,13 @@ def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, A
         options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
         results["tasks"] = run_tasks(subject, tasks, *options)
         tables.append(task_table(results["tasks"]))
-    if arguments.ruler:
+    if arguments.ruler and arguments.ruler_gold:
+        results["ruler_gold"] = _ruler(subject, arguments)
+        tables.append(gold_table(results["ruler_gold"]))
+    elif arguments.ruler:
         results["ruler"] = _ruler(subject, arguments)
         tables.append(ruler_table(results["ruler"]))
-    if arguments.data or not tables:
+    if arguments.data or arguments.validation or not tables:
         results["data"] = {}
         for name, scores in _texts(subject, arguments):
             results["data"][name] = scores
@@ -97,13 +107,22 @@ def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[s
     found = {}
     for task in read_tasks(files, arguments.limit):
         length = arguments.context_length or subject.trained_length
-        requests = encode_requests(task.requests, subject.tokenizer, length, task.name)
-        sums = np.zeros(len(requests))
-        for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size):
-            sums[each.number] = -each.nats.sum(dtype=np.float64)
-        counts = {"questions": len(task.questions), "requests": len(requests), "file": str(task.file)}
-        found[task.name] = {**score(task, sums.tolist()), **counts}
+        nats = _nats(subject, arguments, task.requests, length, task.name)
+        counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
+        found[task.name] = {**score(task, [-each for each in nats]), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
+    return found
+
+
+def _nats(
+    subject: Subject, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], length: int, where: str
+) -> list[float]:
+    """Of each continuation behind its context, both together at most `length` tokens."""
+    requests = encode_requests(texts, subject.tokenizer, length, where)
+    sums = np.zeros(len(requests))
+    for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size):
+        sums[each.number] = each.nats.sum(dtype=np.float64)
+    found: list[float] = sums.tolist()
     return found
 
 
@@ -151,7 +170,10 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     options = RulerOptions(
         arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
     )
-    found = score_ruler(generate, tokenizer, options)
+    if arguments.ruler_gold:
+        found = score_gold(partial(_nats, subject, arguments, where="RULER"), tokenizer, options)
+    else:
+        found = score_ruler(generate, tokenizer, options)
     return {**found, "haystack": haystack, "without": [name for name in TASKS if name not in tasks]}
 
 

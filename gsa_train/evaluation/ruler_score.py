@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ THRESHOLD = 85.6
 
 Generate = Callable[[Sequence[str], int], list[str]]
 """Prompts, and tokens of an answer -> answers."""
+Score = Callable[[Sequence[tuple[str, str]], int], Sequence[float]]
+"""Prompts with their answers, and tokens of both -> nats of each answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +44,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     Raises:
         ValueError: an unknown task, one whose material is missing, or a length too short for one.
     """
-    for name in options.tasks:
-        if name not in TASKS:
-            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        _check_material(name, options.material)
+    _check(options)
     scores: dict[str, dict[str, float]] = {}
     needles: list[dict[str, Any]] = []
     for length in sorted(options.lengths_tokens):
@@ -77,6 +77,53 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     }
 
 
+def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
+    """`bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass for each
+    sample, which also tells models apart that are too small to answer.
+
+    Args:
+        score: prompts and their answers, whose nats it returns; and the length of the prompts.
+
+    Raises:
+        ValueError: as of `score_ruler`.
+    """
+    _check(options)
+    bits: dict[str, dict[str, float]] = {}
+    for length in sorted(options.lengths_tokens):
+        of_length = bits[str(length)] = {}
+        for name in options.tasks:
+            asked = samples(name, length, options.samples, options.seed, tokenizer, options.material)
+            texts = [
+                f" {sample.answers[0] if TASKS[name].any_answer else ', '.join(sample.answers)}"
+                for sample in asked
+            ]
+            nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
+            of_each = [
+                each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)
+            ]
+            of_length[name] = sum(of_each) / len(of_each)
+            logger.info("RULER, %d tokens, %s: %.3f bits per byte", length, name, of_length[name])
+    return {
+        "bits_per_byte": bits,
+        "mean": {length: sum(each.values()) / len(each) for length, each in bits.items()},
+        "tasks": list(options.tasks),
+        "samples": options.samples,
+        "seed": options.seed,
+    }
+
+
+def gold_table(found: dict[str, Any]) -> dict[str, Any]:
+    """For results.table."""
+    return {
+        "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
+        "head": ["tokens", *found["tasks"], "mean"],
+        "rows": [
+            [length, *(f"{each[name]:.3f}" for name in found["tasks"]), f"{found['mean'][length]:.3f}"]
+            for length, each in found["bits_per_byte"].items()
+        ],
+    }
+
+
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
     """For results.table."""
     effective = found["effective_length"] or "below all of these"
@@ -88,6 +135,13 @@ def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
             for length, each in found["scores"].items()
         ],
     }
+
+
+def _check(options: RulerOptions) -> None:
+    for name in options.tasks:
+        if name not in TASKS:
+            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+        _check_material(name, options.material)
 
 
 def _check_material(name: str, material: Material) -> None:

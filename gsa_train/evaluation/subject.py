@@ -80,7 +80,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     """
     execution = execution or Execution()
     device = _device(execution.device)
-    attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    attention = execution.attention or by_default(device)
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
     if execution.dtype and execution.dtype not in DTYPES:
@@ -91,6 +91,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
+        attention = execution.attention or by_default(device, hf_config.index_pool)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
@@ -98,8 +99,10 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
+            nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+            attention = execution.attention or by_default(device, config.gsa.indexer_pool)
             return Subject(
                 _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
@@ -134,6 +137,11 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     return subject
+
+
+def by_default(device: torch.device, indexer_pool: int = 1) -> str:
+    """The kernels on CUDA devices, where they have the model's selection."""
+    return "gsa" if device.type == "cuda" and indexer_pool == 1 else "sdpa"
 
 
 def _device(name: str) -> torch.device:

@@ -80,9 +80,9 @@ def kept_by_experts(config: Config, sizes: Sizes, rows: float) -> dict[str, floa
     return {
         "rows of the experts [R, d]": sizes.value * rows * sizes.hidden,
         "both halves of SwiGLU's input [R, 2 w]": sizes.value * rows * 2 * width,
-        "SwiGLU's output, and weighted, 2 x [R, w]": sizes.value * rows * 2 * width,
+        "SwiGLU's output, weighted [R, w]": sizes.value * rows * width,
         "weights of the outputs, fp32 [R]": 4 * rows,
-        "SiLU [R, w]": plain * sizes.value * rows * width,
+        "SiLU, and SwiGLU's output without weights, 2 x [R, w]": plain * sizes.value * rows * 2 * width,
     }
 
 
@@ -111,12 +111,12 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
         "rows' gradients arrive": stream + (2 if sends(config) else 1) * of_rows,
         # Of the rows, of what is weighted [R, w] and of W_2 [experts, d, w].
         "experts' W_2's backward": stream + of_rows + inner + weight,
-        # The last in fp32, times the weights and times the output itself, fp32 [R, w] each, and the first product in
-        # the working precision, where W_2's input was.
-        "weighting's backward": stream + 3 * 4 * rows * width,
+        # One by one: the last in fp32, times the weights and times the output itself, fp32 [R, w] each, and the first
+        # product in the working precision, where W_2's input was. Fused: of SwiGLU's input [R, 2 w] beside the last.
+        "weighting's backward": stream + (3 * 4 * rows * width if plain else 2 * inner),
         # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]; all that SwiGLU kept
         # has gone.
-        "experts' W_1's backward": stream + 2 * inner + of_rows + 2 * weight - (5 if plain else 4) * inner,
+        "experts' W_1's backward": stream + 2 * inner + of_rows + 2 * weight - (5 if plain else 3) * inner,
     }
 
 
@@ -127,9 +127,10 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
     )
     of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
+    plain = config.train.fused_ops == "none"
     return {
         "experts' W_1": of_rows + 2 * inner,
-        "weighting": of_rows + 3 * inner + 4 * rows * width,
+        "weighting": of_rows + 3 * inner + (4 * rows * width if plain else 0),
         # Beside the rows themselves, as in `mixture_moments`.
         "outputs come home": sizes.stream + (4 if sends(config) else 3) * of_rows,
     }

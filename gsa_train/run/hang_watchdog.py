@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -258,7 +258,10 @@ class HangWatchdog:
         if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
             place = self._place[0], time.time() - time.monotonic() + self._progress_at
             self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
-            self._telling.start()
+            with suppress(
+                RuntimeError
+            ):  # of a process that may have no more threads: the next beat tries again
+                self._telling.start()
 
     def _run(self) -> None:
         try:

@@ -63,8 +63,8 @@ def _chart(results: Results, key: str, over: str) -> Chart | None:
 
 def _points(each: RunValues, key: str, over: str) -> list[tuple[float, float]]:
     if over == "tokens":
-        return each.curve(key, each.tokens)
-    return [(seconds / 60, value) for seconds, value in each.curve(key, each.seconds)]
+        return each.curve(key, "tokens")
+    return [(seconds / 60, value) for seconds, value in each.curve(key, "seconds")]
 
 
 def _line(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gsa_train.config import Config
+from gsa_train.config import Config, PhaseConfig
 from gsa_train.files import write_atomically
-from gsa_train.model.flops import causal_mean_keys, mean_selected_keys
+from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_selected_keys
 from gsa_train.study.results import NOT_RUN, Standing, read_verdict
 from gsa_train.study.tables import Rows, bullets, markdown_table
 
@@ -19,7 +19,10 @@ DENSE = "torch cuDNN"
 LONG = 131072
 PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 """arXiv 2601.15305: GSA over the standard model; at 128K tokens, but for the training step."""
-BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", "bench_generate")
+STEPS = "bench_step_lengths"
+BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
+SHARED_BLOCK, SHARED_WINDOW = 32, 64
+"""Of what the benches call shared."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,17 @@ def write_efficiency(
     parts = [f"# {TITLE}"]
     parts.append(
         "GSA's time and memory over those of the standard model, or of dense attention: below 1 GSA is faster or "
-        "smaller. Theory counts operations of matrix products, with k_base keys for each query; in decoding, the time "
-        f"to read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens "
-        f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory."
+        "smaller. Theory counts operations of matrix products, as the paper's theorem 1 does: scores of all keys by "
+        "the indexer, attention to k_base of them; in decoding, the time to read weights and caches. The paper has "
+        f"{PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} for prefill, {PAPER['decode']} "
+        f"for decoding and {PAPER['memory']} for memory."
     )
     parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench`.")
     for title, rows in (
         ("One layer's attention", attention_rows(benches, shapes)),
         ("A training step of the whole model", step_rows(benches)),
-        ("Generation by the whole model", generation_rows(benches)),
+        ("Training steps from 4K to 128K tokens", length_rows(benches)),
+        ("Generation by the whole model", generation_rows(benches, shapes)),
     ):
         if len(rows) > 1:
             parts += [f"## {title}", markdown_table(rows)]
@@ -141,18 +146,73 @@ def step_rows(benches: Mapping[str, Bench]) -> Rows:
     return table
 
 
-def generation_rows(benches: Mapping[str, Bench]) -> Rows:
+def length_rows(benches: Mapping[str, Bench]) -> Rows:
+    """Steps of models with few layers, and what two depths say of the whole one. The newest row of each case."""
+    head = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
+    table = [[*head, "peak memory, GiB", "over standard"]]
+    rows = benches[STEPS].rows if STEPS in benches else ()
+
+    def case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
+        """Of one device and commit."""
+        return (row["gpu"], row["commit"], row["shape"], row["length"], row.get("layers"), model)
+
+    steps = {case(row, row["model"]): row for row in rows if row.get("step_ms") is not None}
+    newest = {key[2:]: (key, row) for key, row in steps.items()}
+    for key, row in sorted(newest.values(), key=lambda each: (each[0][2], *each[0][3:5])):
+        standard = steps.get((*key[:5], "standard"))
+        time_over = 1 / row["speed_up"] if row.get("speed_up") else None
+        memory_over = row["peak_gib"] / standard["peak_gib"] if standard else None
+        paper = PAPER["step"] if row["model"].startswith("gsa") and row["length"] == 4096 else ""
+        table.append([
+            row["shape"], str(row["length"]), str(row["layers"]), row["model"],
+            "–" if row.get("r") is None else f"{row['r']:.2g}", f"{row['step_ms']:.1f}", _two(time_over),
+            _two(1 / row["flops_limit"]), paper, f"{row['peak_gib']:.1f}", _two(memory_over),
+        ])  # fmt: skip
+    for row in {case(row, row["model"]): row for row in rows if "whole_ms" in row}.values():
+        time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
+        table.append([
+            row["shape"], str(row["length"]), "all", row["model"], "–", f"{row['whole_ms']:.1f}", _two(time_over),
+            "–", "", "–", "–",
+        ])  # fmt: skip
+    return table
+
+
+def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
+    """Operations of GSA's forward pass over the standard model's, of the last token's logits neither's."""
+    if config is None:
+        return None
+    gsa = config.gsa
+    if is_shared:
+        gsa = replace(gsa, selection_block=SHARED_BLOCK, local_window=SHARED_WINDOW)
+    phase = PhaseConfig(attention="sparse", train="base")
+    found = flops_per_token(config.model, gsa, config.moe, phase, length)
+    # Of what is trained a third is the forward pass; the indexer, which is not, has no other.
+    trained = found.projections + found.gates + found.mlp + found.attention
+    ours = trained / 3 + found.indexer_projections + found.indexer_scores
+    return ours / ((found.dense_equivalent - found.output - found.gates) / 3)
+
+
+def generation_rows(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Rows:
     """Prefill, and a token of decoding. Theory of the latter: what the weights and caches take to be read."""
-    table = [["", "tokens", "sequences", "model", "ms", "over standard", "theory", "the paper, at 128K"]]
+    head = ["", "tokens", "sequences", "model", "ms", "over standard", "theory", "the paper, at 128K"]
+    table = [[*head, "peak memory, GiB", "over standard"]]
     rows = benches["bench_generate"].rows if "bench_generate" in benches else ()
     for row in rows:
         if "prefill" in row:
             standard = next(
                 each for each in rows if each.get("prefill") == row["prefill"] and each["model"] == "standard"
             )
-            paper = PAPER["prefill"] if row["model"] == "GSA" and row["prefill"] == LONG else ""
-            words = ["prefill", str(row["prefill"]), "1", row["model"], f"{row['ms']:.1f}"]
-            table.append([*words, _two(row["ms"] / standard["ms"]), "–", paper])
+            length, is_gsa = row["prefill"], row["model"] != "standard"
+            theory = (
+                prefill_ratio(shapes.get("1.7B"), length, row["model"] == "GSA shared") if is_gsa else 1.0
+            )
+            at_paper_s = row["model"] == "GSA" and length == LONG
+            words = ["prefill", str(length), "1", row["model"], f"{row['ms']:.1f}"]
+            words += [_two(row["ms"] / standard["ms"]), _two(theory), PAPER["prefill"] if at_paper_s else ""]
+            peak = row.get("peak_gib")  # rows of earlier versions have none
+            over = None if peak is None else peak / standard["peak_gib"]
+            said = f" (the paper: {PAPER['memory']})" if at_paper_s and peak is not None else ""
+            table.append([*words, "–" if peak is None else f"{peak:.1f}", _two(over) + said])
         elif "step_ms" in row:
             same = ("batch", "length")
             standard = next(
@@ -163,7 +223,7 @@ def generation_rows(benches: Mapping[str, Bench]) -> Rows:
             paper = PAPER["decode"] if row["model"] == "GSA" and row["length"] == LONG else ""
             words = ["decode", str(row["length"]), str(row["batch"]), row["model"], f"{row['step_ms']:.2f}"]
             ratios = [row["step_ms"] / standard["step_ms"], row["bound_ms"] / standard["bound_ms"]]
-            table.append([*words, *map(_two, ratios), paper])
+            table.append([*words, *map(_two, ratios), paper, "–", "–"])
     return table
 
 

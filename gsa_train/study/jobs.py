@@ -64,7 +64,10 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Name, and words of the command line behind the program, of each of its lengths and budgets."""
+    """Name, and words of the command line behind the program, of each of its lengths and budgets; of a run that is not
+    evaluated none."""
+    if evaluation.arms and run.arm not in evaluation.arms:
+        return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
     budgets: Sequence[int | None] = (has_indexer(run) and evaluation.k_base) or [None]
     found = []
@@ -80,8 +83,11 @@ def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[st
             ("--max-tokens", evaluation.max_tokens),
             ("--limit", evaluation.task_examples),
             ("--ruler", ",".join(map(str, evaluation.ruler))),
+            ("--ruler-tasks", ",".join(evaluation.ruler_tasks)),
+            ("--ruler-samples", evaluation.ruler and evaluation.ruler_samples),
         ):
             words += [option, str(value)] if value else []
+        words += ["--validation"] * evaluation.validation + ["--ruler-gold"] * evaluation.ruler_gold
         words += evaluation.settings
         if budget:
             gsa = run.config.gsa

@@ -26,9 +26,9 @@ class StudyPlan:
     due: tuple[Job, ...]
     """To be started, or gone on with; of each run its training first."""
     blocked: tuple[Job, ...]
-    """Not to be done, as the training that they need has failed."""
+    """Not to be done, as a training that they need has failed, or cannot be done here."""
     without_checkpoint: tuple[Job, ...] = ()
-    """Not to be done here: their runs are finished, and the checkpoints are not in this folder."""
+    """Not to be done here: they need checkpoints of finished runs that are not in this folder."""
 
 
 def plan_study(
@@ -53,7 +53,12 @@ def plan_study(
             ])
         )  # fmt: skip
     finished, failed, due, blocked, lacking = [], [], [], [], []
-    without_training: set[str] = set()
+    without_training = {
+        state.job.run.name
+        for state in states
+        if state.job.kind == "train" and not state.finished
+        and (state.lacks_checkpoint or (state.job.key in failures and not retry_failed))
+    }  # fmt: skip
     for state in states:
         job, reason = state.job, failures.get(state.job.key)
         if state.finished:
@@ -62,19 +67,24 @@ def plan_study(
             lacking.append(job)
         elif reason is not None and not retry_failed:
             failed.append((job, reason))
-            if job.kind == "train":
-                without_training.add(job.run.name)
-        elif job.run.name in without_training:
+        elif without_training.intersection(needed_trainings(job)):
             blocked.append(job)
         else:
             due.append(job)
     return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked), tuple(lacking))
 
 
+def needed_trainings(job: Job) -> list[str]:
+    """Names of the runs that must be trained before the job: those with whose weights its run begins; unless it is that
+    run's training, its run, too."""
+    own = [] if job.kind == "train" else [job.run]
+    return [run.name for run in (*own, *job.run.before)]
+
+
 def chosen(
     states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
 ) -> list[JobState]:
-    """Those of some arms and seeds; None: of all.
+    """Those of some arms and seeds, and the trainings with whose weights they begin; None: of all.
 
     Raises:
         StudyError: the study has no such arm or seed.
@@ -89,10 +99,16 @@ def chosen(
     for seed in seeds or ():
         if seed not in known_seeds:
             raise StudyError(f"--seeds {seed}: the study has {', '.join(map(str, known_seeds))}")
-    return [
+    asked = [
         state
         for state in states
         if (arms is None or state.job.run.arm in arms) and (seeds is None or state.job.run.seed in seeds)
+    ]
+    needed = {name for state in asked for name in needed_trainings(state.job)}
+    return [
+        state
+        for state in states
+        if state in asked or (state.job.kind == "train" and state.job.run.name in needed)
     ]
 
 
@@ -102,7 +118,8 @@ def next_job(
     free_devices: int | None,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Job | None:
-    """The first of the due jobs that can start now: its training is over, there are enough devices, and it fits.
+    """The first of the due jobs that can start now: the trainings that it needs are over, there are enough devices, and
+    it fits.
 
     Args:
         due: without those that are running.
@@ -113,7 +130,7 @@ def next_job(
         return None
     unfinished = {job.run.name for job in (*due, *running) if job.kind == "train"}
     for job in due:
-        if job.kind != "train" and job.run.name in unfinished:
+        if unfinished.intersection(needed_trainings(job)):
             continue
         if (free_devices is None or job.devices <= free_devices) and fits(job):
             return job

@@ -48,13 +48,14 @@ class Standing:
 def write_page(study: Study, out: Path) -> tuple[Standing, list[Path]]:
     """A study's page and the CSV of its values; returns the files that were written.
 
-    Where the study's folder is not here a page with numbers stays as it is: they were made where it was.
+    A page stays as it is that was made of more finished runs than are here: of a study whose folder is elsewhere, or
+    was not unpacked.
     """
     page, verdict = out / f"{study.config.name}.md", read_verdict(out, study.config.name)
     results = read_results(study, read_failures(study.folder))
     finished = sum(each.complete for each in results.values)
     written = []
-    if finished or not _has_numbers(page):
+    if finished >= _finished_on(page):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(page, page_text(results, verdict))
         written.append(page)
@@ -86,9 +87,10 @@ def read_verdict(out: Path, name: str) -> str:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
-def _has_numbers(page: Path) -> bool:
+def _finished_on(page: Path) -> int:
+    """Runs of which a page was made."""
     found = FINISHED.search(page.read_text(encoding="utf-8")) if page.is_file() else None
-    return found is not None and found.group(1) != "0"
+    return int(found.group(1)) if found else 0
 
 
 def page_text(results: Results, verdict: str) -> str:

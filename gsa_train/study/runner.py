@@ -19,7 +19,7 @@ from gsa_train.run.file_names import LOCK, MONITOR_STOP
 from gsa_train.run.stop_signals import STOP_SIGNALS, reason_in_words
 from gsa_train.study import processes
 from gsa_train.study.jobs import Job
-from gsa_train.study.plan import Ended, StudyError, judge, next_job
+from gsa_train.study.plan import Ended, StudyError, judge, needed_trainings, next_job
 from gsa_train.study.processes import Running, child_environment
 from gsa_train.study.states import newest_checkpoint, note_failure, read_state
 from gsa_train.study.times import expected_time, note_time, read_times
@@ -156,7 +156,7 @@ class StudyRunner:
     def _leave_out(self, job: Job) -> None:
         """What needs this run's training is not done in this start."""
         if job.kind == "train":
-            self._due = [each for each in self._due if each.run.name != job.run.name]
+            self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
 
     @property
     def left(self) -> list[Job]:

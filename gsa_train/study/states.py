@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gsa_train.checkpoint.files import is_complete as is_saved
 from gsa_train.config import ConfigError, config_from_yaml
+from gsa_train.study.checks import FIELD
 from gsa_train.study.jobs import Job
 from gsa_train.study.study_file import StudyRun
 
 FAILURES = "failures.jsonl"
 """In the study's folder: each failure of a job, and that it was over."""
 PLACE_FIELDS = ("run.dir",)
-"""Of no meaning to what a run computes: it differs where the study is started from another folder."""
+"""Of no meaning to what a run computes: it differs where the study is started from another folder. So does the front of
+`checkpoint.initial_weights`, where that is another run of the study."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,24 @@ class JobState:
     changed: tuple[str, ...] = ()
     """What the study now asks otherwise than when the job began, `field: before -> now`."""
     lacks_checkpoint: bool = False
-    """It is not finished, and its run is, but without its checkpoint: on another machine, or removed."""
+    """It is not finished, and needs a checkpoint of a finished run that is not here: on another machine, or removed. A
+    training needs the one with whose weights it begins, any other job its own run's."""
 
 
 def read_state(job: Job) -> JobState:
     if job.kind == "train":
-        return JobState(job, is_complete(job.run), tuple(changed_fields(job.run)))
+        finished = is_complete(job.run)
+        lacks = not finished and newest_checkpoint(job.run.folder) == "" and _lacks_source(job.run)
+        return JobState(job, finished, tuple(changed_fields(job.run)), lacks)
     finished = job.result.is_file()
     lacks = not finished and is_complete(job.run) and newest_checkpoint(job.run.folder) == ""
     changed = _changed_evaluation(job) if job.kind == "evaluate" else ()
     return JobState(job, finished, tuple(changed), lacks)
+
+
+def _lacks_source(run: StudyRun) -> bool:
+    source = run.source
+    return source is not None and is_complete(source.run) and not is_saved(source.checkpoint)
 
 
 def is_complete(run: StudyRun) -> bool:
@@ -57,6 +68,9 @@ def changed_fields(run: StudyRun) -> Iterator[str]:
         yield f"config.yaml cannot be read ({' '.join(str(error).split())})"
         return
     before, now = (dict(_fields(dataclasses.asdict(config))) for config in (began, run.config))
+    if run.source is not None:
+        for fields in (before, now):
+            fields[FIELD] = str(fields[FIELD]).removeprefix(f"{fields['run.dir']}/")
     for field in {**before, **now}:
         if field not in PLACE_FIELDS and before.get(field) != now.get(field):
             yield f"{field}: {before.get(field)} -> {now.get(field)}"

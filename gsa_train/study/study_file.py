@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.config.file_checks import check_files
+from gsa_train.config.file_checks import check_data, check_files, check_tasks
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
 from gsa_train.config.study import ArmConfig, StudyConfig
-from gsa_train.study.checks import missing_texts, mistakes, seeds_of
+from gsa_train.study.checks import FIELD, in_order_of_weights, missing_texts, mistakes, seeds_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class StudyRun:
     config: Config
     """Of both."""
     ranks: int
+    source: RunSource | None = None
+    """Whose weights it begins with; None: of no run of the study."""
 
     @property
     def name(self) -> str:
@@ -46,7 +49,35 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.config.train.global_batch_size * self.config.train.seq_len_tokens
+        """That it trains on itself."""
+        return self.steps * self.tokens_a_step
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.train.seq_len_tokens
+
+    @property
+    def before(self) -> list[StudyRun]:
+        """The run with whose weights it begins, the one with whose weights that one begins, and so on."""
+        return [] if self.source is None else [self.source.run, *self.source.run.before]
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """A run at a step, with whose weights another one begins."""
+
+    run: StudyRun
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        return step_folder(self.run.folder / "checkpoints", self.step)
+
+    @property
+    def tokens(self) -> int:
+        """Of all runs up to here."""
+        before = self.run.source.tokens if self.run.source else 0
+        return before + self.step * self.run.tokens_a_step
 
 
 @dataclass(frozen=True)
@@ -86,9 +117,12 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     config_path = base_config(path, study.config)
     runs: dict[str, list[StudyRun]] = {}
     wrong: dict[str, list[str]] = {}
-    for arm in study.arms:
+    for arm in in_order_of_weights(study.arms):
+        if arm.initial_weights and arm.initial_weights not in runs:
+            continue  # what is wrong with that one comes first
         try:
-            runs[arm.name] = _runs_of(arm, study, config_path, overrides, need_data)
+            sources = _sources_of(arm, runs, config_path)
+            runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data, sources)
         except ConfigError as error:
             for line in error.problems:
                 wrong.setdefault(line, []).append(arm.name)
@@ -125,29 +159,70 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
     return tree
 
 
+def _sources_of(
+    arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
+) -> dict[int, RunSource]:
+    """By seed; empty where the arm begins with no other arm's weights.
+
+    Raises:
+        ConfigError: that arm never saves this step.
+    """
+    found = {
+        run.seed: RunSource(run, arm.initial_step or run.steps) for run in runs.get(arm.initial_weights, ())
+    }
+    for source in list(found.values())[:1]:
+        step, steps, every = source.step, source.run.steps, source.run.config.checkpoint.keep_every_steps
+        if step != steps and (step > steps or every == 0 or step % every):
+            kept = f"keeps its last one, {steps}, and {f'each {every}th' if every else 'no other'}"
+            remedy = f"give one of these, or set checkpoint.keep_every_steps of {source.run.arm}"
+            line = problem_line("initial_step", step, f"{source.run.arm} {kept}", remedy)
+            raise ConfigError(config_path, [line])
+    return found
+
+
 def _runs_of(
-    arm: ArmConfig, study: StudyConfig, config_path: str, of_all_arms: Sequence[str], need_data: bool
+    arm: ArmConfig,
+    study: StudyConfig,
+    base: Sequence[str],
+    need_data: bool,
+    sources: Mapping[int, RunSource],
 ) -> list[StudyRun]:
-    """A run for each seed; the configs differ in nothing else, so one is read and checked."""
+    """A run for each seed; the configs differ in nothing else, so one is read and checked.
+
+    Args:
+        base: path of the base config, and fields of all arms.
+        sources: seed -> with whose weights its run begins.
+    """
+    config_path, *of_all_arms = base
+    if sources:
+        of_all_arms.append("checkpoint.initial_text=continue")
     set_here = (f"{key}={value}" for fields in (study.set, arm.set) for key, value in fields.items())
     fields = (*of_all_arms, *set_here)
     folder = str(Path(study.dir) / study.name)
-    config = load_config(config_path, [*fields, f"run.dir={folder}"])
+    weights = {seed: (f"{FIELD}={source.checkpoint}",) for seed, source in sources.items()}
+    first = weights.get(seeds_of(arm, study)[0], ())
+    config = load_config(config_path, [*fields, f"run.dir={folder}", *first])
     parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
     found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
     if need_data:
-        found += [*check_files(config), *check_packages(config)]
+        # Another arm's checkpoint is there once that one has been trained.
+        files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)
+        found += [*files, *check_packages(config)]
     if found:
         raise ConfigError(config_path, found)
     runs = []
     for seed in seeds_of(arm, study):
-        name = f"{arm.name}-seed{seed}"
+        name, source = f"{arm.name}-seed{seed}", sources.get(seed)
         of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
         own = replace(
             config, run=replace(config.run, seed=seed, name=name), data=replace(config.data, seed=seed)
         )
-        runs.append(StudyRun(arm.name, seed, config_path, (*fields, *of_seed), own, ranks))
+        if source is not None:
+            saved = str(source.checkpoint)
+            own = replace(own, checkpoint=replace(own.checkpoint, initial_weights=saved))
+        overrides = (*fields, *of_seed, *weights.get(seed, ()))
+        runs.append(StudyRun(arm.name, seed, config_path, overrides, own, ranks, source))
     return runs
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
 from gsa_train.study.spread import Spread, close_pairs, spread_of, written
-from gsa_train.study.study_file import Study, StudyRun
+from gsa_train.study.study_file import RunSource, Study, StudyRun
 from gsa_train.study.values import Column, RunValues, columns_of
 
 Rows = list[list[str]]
@@ -87,14 +87,20 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
 
     Args:
         folder_of: folders are told as seen from this one; None: as the study has them.
+
+    Tokens and time of a run that begins with another one's weights are told as `that one's + its own`.
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
     for each in results.values:
         folder = relative(each.run.folder, folder_of) if folder_of else str(each.run.folder)
         last = each.starts[-1] if each.starts else {}
-        tokens = compact(each.tokens[-1][1]) if each.tokens else "–"
-        seconds = duration(each.seconds[-1][1]) if each.seconds else "–"
+        tokens = compact(each.own_tokens[-1][1]) if each.own_tokens else "–"
+        seconds = duration(each.own_seconds[-1][1]) if each.own_seconds else "–"
+        if each.run.source is not None:
+            tokens = f"{compact(each.tokens_before)} + {tokens}"
+            known = each.seconds_before is not None
+            seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
         config = f"{folder}/config.yaml" if each.starts else "–"
         rows.append([
             each.run.name, results.state(each), tokens, seconds, str(last.get("device", "–")), folder, config,
@@ -124,15 +130,23 @@ def close_lines(results: Results) -> list[str]:
 def notes(results: Results) -> list[str]:
     """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
     lines = []
+    lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
     if single:
         lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
     missing = [each for each in results.values if not each.complete]
     if missing:
+        states: dict[tuple[str, str], list[str]] = {}
+        for each in missing:
+            states.setdefault((each.run.arm, results.state(each)), []).append(str(each.run.seed))
+        said = (
+            f"{arm}-seed{seeds[0]} ({state})"
+            if len(seeds) == 1
+            else f"{arm}, seeds {', '.join(seeds)} ({state})"
+            for (arm, state), seeds in states.items()
+        )
         lines.append(
-            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: "
-            + ", ".join(f"{each.run.name} ({results.state(each)})" for each in missing)
-            + "."
+            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: {'; '.join(said)}."
         )
     for what, found in (
         ("commits", _commits(results)),
@@ -147,6 +161,20 @@ def notes(results: Results) -> list[str]:
         if any(each.complete for each in results.values) and not _known(column):
             lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
     return lines
+
+
+def weights_in_words(study: Study) -> list[str]:
+    """Of the arms that begin with another one's weights, a line for each that they begin with."""
+    of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
+    for run in study.runs:
+        if (source := run.source) is not None:
+            _, arms = of_source.setdefault((source.run.arm, source.step), (source, []))
+            arms += [run.arm] * (run.arm not in arms)
+    return [
+        f"{', '.join(arms)}: begin with the weights of {arm} at step {step} of {source.run.steps}. Tokens and time "
+        f"count the {compact(source.tokens)} tokens up to there, which were trained once for all of them."
+        for (arm, step), (source, arms) in of_source.items()
+    ]
 
 
 def _commits(results: Results) -> set[str]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from gsa_train.config.study import MetricConfig
 from gsa_train.metrics.progress import compact, duration
@@ -20,17 +20,28 @@ from gsa_train.study.study_file import Study, StudyRun
 
 Points = Sequence[tuple[float, float]]
 """(x, y), x rising."""
+Over = Literal["tokens", "seconds"]
+STATISTICS = {
+    "max": "largest of all steps",
+    "median": "median of all steps",
+    "last": "at the end of each run",
+}
+"""In words, where a column is read."""
 
 
 class RunValues:
-    """Of a run at any time; before it has logged anything, empty."""
+    """Of a run at any time; before it has logged anything, empty.
+
+    Where it begins with another run's weights, its tokens and its time go on from that run's, and so do its curves.
+    """
 
     def __init__(self, run: StudyRun) -> None:
         self.run = run
+        self.before = RunValues(run.source.run) if run.source else None
         has_records = (run.folder / "metrics.jsonl").is_file() and bool(
             read_records(run.folder / "metrics.jsonl")
         )
-        self.records = [flat(record) for record in records_of(run.folder)] if has_records else []
+        self.records = [with_means(record) for record in records_of(run.folder)] if has_records else []
         self.complete = is_complete(run)
         self.starts = read_starts(run.folder)
 
@@ -39,33 +50,62 @@ class RunValues:
         return read_json(self.run.folder / "summary.json")
 
     @cached_property
-    def tokens(self) -> Points:
-        """(step, tokens trained on)"""
+    def own_tokens(self) -> Points:
+        """(step, tokens trained on) of this run alone."""
         return token_knots(self.records)
 
     @cached_property
-    def seconds(self) -> Points:
-        """(step, seconds of training)"""
+    def own_seconds(self) -> Points:
+        """(step, seconds of training) of this run alone."""
         return time_knots(self.records)
 
-    def curve(self, key: str, over: Points) -> list[tuple[float, float]]:
+    @cached_property
+    def tokens(self) -> Points:
+        """(step, tokens trained on)"""
+        return behind(self.tokens_before, self.own_tokens)
+
+    @cached_property
+    def seconds(self) -> Points:
+        """(step, seconds of training); empty where they are not known of a run before."""
+        return behind(self.seconds_before, self.own_seconds)
+
+    @property
+    def tokens_before(self) -> float:
+        """Of the runs before."""
+        return self.run.source.tokens if self.run.source else 0
+
+    @cached_property
+    def seconds_before(self) -> float | None:
+        if self.run.source is None or self.before is None:
+            return 0.0
+        return interpolate(self.before.seconds, self.run.source.step)
+
+    def curve(self, key: str, over: Over) -> list[tuple[float, float]]:
         """(tokens or seconds, value) of each record with the key."""
+        knots, start = self.tokens, self.tokens_before
+        if over == "seconds":
+            knots, start = self.seconds, self.seconds_before or 0.0
         points = [
-            (interpolate(over, record["step"]), float(record[key]))
+            (interpolate(knots, record["step"]), float(record[key]))
             for record in self.records
             if is_number(record.get(key))
         ]
-        return [(x, y) for x, y in points if x is not None]
+        before = self.before.curve(key, over) if self.before and points else []
+        return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """The largest, or the median, over the logged steps; NaN where one of them is."""
-        values = [
-            float(record[key])
-            for record in self.records
-            if "event" not in record and is_number(record.get(key))
-        ]
-        if not values or any(map(math.isnan, values)):
-            return math.nan if values else None
+        """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
+        for the last one."""
+        records = self.records
+        if statistic != "last":
+            records = [record for record in records if "event" not in record]
+        values = [float(record[key]) for record in records if is_number(record.get(key))]
+        if not values:
+            return None
+        if statistic == "last":
+            return values[-1]
+        if any(map(math.isnan, values)):
+            return math.nan
         return max(values) if statistic == "max" else statistics.median(values)
 
     def of_evaluation(self, name: str, key: str) -> float | None:
@@ -77,6 +117,20 @@ class RunValues:
             else:
                 found = found.get(part) if isinstance(found, dict) else None
         return float(found) if is_number(found) else None
+
+
+def with_means(record: Record) -> Record:
+    """Entries of dicts as keys of their own, `eval_bits_per_byte: piqa`; and the mean of each score over all tasks
+    under the score's own key."""
+    means = {
+        key: statistics.fmean(value.values())
+        for key, value in record.items()
+        if key.startswith("eval_")
+        and isinstance(value, dict)
+        and value
+        and all(map(is_number, value.values()))
+    }
+    return {**flat(record), **means}
 
 
 def is_number(value: Any) -> bool:
@@ -99,6 +153,11 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
         seconds = statistics.median(record["step_seconds"] for record in steps if record["phase"] == name)
         knots.append((float(end), knots[-1][1] + (end - start) * seconds))
     return knots
+
+
+def behind(start: float | None, points: Points) -> Points:
+    """The points, raised by what was there before them; none where that is not known."""
+    return [] if start is None else [(x, start + y) for x, y in points]
 
 
 def interpolate(points: Points, x: float) -> float | None:
@@ -134,7 +193,8 @@ class Column:
 
 
 def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
-    """The study's metrics of its finished runs. Equal tokens and equal time are those that all of them have."""
+    """The study's metrics of its finished runs. Equal tokens and equal time are those that all of them have, but for
+    runs with whose weights others begin: they may be shorter."""
     finished = [values for values in all_values if values.complete and values.tokens]
     columns: list[Column] = []
     for metric in study.config.metrics:
@@ -147,8 +207,9 @@ def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
             columns += _of_evaluations(study, metric, title, finished)
         elif metric.statistic != "value":
             found = {each.run.name: each.statistic(metric.key, metric.statistic) for each in finished}
-            at = "largest of all steps" if metric.statistic == "max" else "median of all steps"
-            columns.append(Column(title, metric.key, at, is_timing(metric.key), found))
+            columns.append(
+                Column(title, metric.key, STATISTICS[metric.statistic], is_timing(metric.key), found)
+            )
         elif finished:
             columns += _at_points(metric, title, finished)
         if len(columns) > before:
@@ -175,16 +236,16 @@ def _of_evaluations(
 
 def _at_points(metric: MetricConfig, title: str, finished: Sequence[RunValues]) -> list[Column]:
     columns = []
-    most = min(each.tokens[-1][1] for each in finished)
+    begun_with = {run.name for each in finished for run in each.run.before}
+    ends = [each for each in finished if each.run.name not in begun_with]
+    most = min(each.tokens[-1][1] for each in ends)
     for tokens in metric.at_tokens or (most,):
-        found = {each.run.name: interpolate(each.curve(metric.key, each.tokens), tokens) for each in finished}
+        found = {each.run.name: interpolate(each.curve(metric.key, "tokens"), tokens) for each in finished}
         at = f"at {compact(tokens)} tokens"
         columns.append(Column(f"{title}, {at}", metric.key, at, is_timing(metric.key), found))
-    if metric.equal_time and all(each.seconds for each in finished):
-        seconds = min(each.seconds[-1][1] for each in finished)
-        found = {
-            each.run.name: interpolate(each.curve(metric.key, each.seconds), seconds) for each in finished
-        }
+    if metric.equal_time and all(each.seconds for each in ends):
+        seconds = min(each.seconds[-1][1] for each in ends)
+        found = {each.run.name: interpolate(each.curve(metric.key, "seconds"), seconds) for each in finished}
         at = f"at {duration(seconds)} of training"
         columns.append(Column(f"{title}, {at}", metric.key, at, True, found))
     return columns

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from gsa_data.pack import document_ids
-from helpers.layout_comparison import assert_same, assert_trains_as_one_rank
+from helpers.layout_comparison import (
+    assert_carries_weights_over,
+    assert_goes_on,
+    assert_trains_as_one_rank,
+)
 from helpers.many_layouts import BOUNDARIES, CASES, EOS, EQUAL, LENGTH, RESHARDED, WORLD, blocks
 from helpers.runs import run_script
 
@@ -37,23 +41,13 @@ def test_what_only_moves_work_changes_no_bit(name: str, results: Any) -> None:
 
 @pytest.mark.parametrize("name", RESHARDED)
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
-    (writer, expected), *others = results["resumed"][name]
-    assert len(others) == len(RESHARDED[name].readers)
-    for layout, found in others:
-        assert layout
-        assert_same(found, expected, relative=1e-5)
-        if layout == writer:
-            assert found == expected
+    assert_goes_on(results["resumed"][name], RESHARDED[name])
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
     """To the last bit, whether it begins in the same process or from the checkpoint before it."""
-    uninterrupted, resumed = results["crossed"][name]
-    assert uninterrupted == resumed
-    records, finer = resumed
-    assert finer
-    assert all(record["update_norm"] > 0 for record in records)
+    assert_carries_weights_over(results["crossed"][name])
 
 
 def test_documents_cross_the_borders_of_chunks() -> None:

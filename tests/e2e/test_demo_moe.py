@@ -12,6 +12,7 @@ from gsa_train.commands import evaluate, export_hf, generate
 from helpers.runs import Run, start
 
 SHORT = (
+    "model.num_layers=2",
     "train.seq_len_tokens=64",
     "train.micro_batch_size=2",
     "train.global_batch_size=8",
@@ -26,7 +27,7 @@ SHORT = (
     "logging.every_steps=4",
     "logging.wandb=disabled",
 )
-EXPERTS, LAYERS = 8, 4
+EXPERTS, LAYERS = 8, 2
 
 pytestmark = pytest.mark.slow
 

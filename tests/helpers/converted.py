@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
@@ -37,6 +37,10 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "plain, norms": {"gsa": {"indexer_activation": "plain", "indexer_norm": True, "indexer_rope": True}},
     "qsa, blocks": {"gsa": {"indexer_activation": "qsa", "selection_block": 4, "local_window": 4}},
+    "groups of keys": {
+        "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5}
+    },
+    "groups of keys, with norms": {"gsa": {"indexer_pool": 2, "indexer_norm": True, "selection_reuse": 2}},
     "previous mean": {
         "gsa": {
             "selection_block": 4,
@@ -176,5 +180,5 @@ def model_with_weights_of(folder: Path, config: Config) -> Model:
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)
     tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None)
-    load_initial_weights(config, model, tokenizer, single_rank())
+    load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
     return model

@@ -193,7 +193,7 @@ def resume_all(folder: Path) -> dict[str, list[tuple[str, list[dict[str, Any]]]]
             sections = {**case.sections, "model": {**case.sections["model"], "num_layers": case.layers}}
             config = Case(layout, sections).config(**pairs(layout))
             parallel = init_parallel(config.parallel, seed=1)
-            records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
+            records = go_on(config, case.phase, parallel, folder / name, number)
             resumed.setdefault(name, []).append((str(layout), records))
             leave_layout()
     return resumed

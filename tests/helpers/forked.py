@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
@@ -82,7 +82,7 @@ class ForkedRanks:
         for rank in range(ranks):
             own = {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
             arguments = (list(command), cwd, {**environment, **mark, **own}, log)
-            self._processes.append(_start(_run_rank, arguments, environment, log))
+            self._processes.append(start_process(_run_rank, arguments, environment, log))
         atexit.register(self._end)  # before multiprocessing waits for them
 
     @property
@@ -139,7 +139,7 @@ class ForkedAgent:
         assert environment.get("CUDA_VISIBLE_DEVICES") == "", "runs on GPUs need real=True"
         self._ranks = log.with_suffix(".ranks")
         arguments = (list(torchrun), list(command), cwd, {**environment, **mark}, log, self._ranks)
-        self._process = _start(_run_agent, arguments, environment, log)
+        self._process = start_process(_run_agent, arguments, environment, log)
         atexit.register(self._process.kill)
 
     @property
@@ -188,7 +188,7 @@ def keep_server() -> None:
         server.ensure_running = resource_tracker.ensure_running
 
 
-def _start(
+def start_process(
     target: Callable[..., None], arguments: tuple[object, ...], environment: Mapping[str, str], log: Path
 ) -> ForkServerProcess:
     log.touch()
@@ -210,7 +210,7 @@ def _run_agent(
     )
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    _become(cwd, environment, log)
+    become(cwd, environment, log)
 
     def fork(handler: SubprocessHandler, arguments: Sequence[str], of_rank: dict[str, str]) -> _ForkedRank:
         *_, unbuffered = arguments[: arguments.index(command[0])]
@@ -229,38 +229,17 @@ def _run_agent(
         run.main(sys.argv[1:])
 
 
-class _ForkedRank:
-    """A rank forked by its agent, with what torchrun uses of subprocess.Popen."""
+class Fork:
+    """A child of this process that runs something to its end, with what torchrun and the runner of studies use of
+    subprocess.Popen."""
 
-    def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> None:
+    def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(command, cwd, environment, ranks)
-
-    @staticmethod
-    def _run(command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> NoReturn:
-        code = 1
-        try:
-            with ranks.open("a") as file:
-                file.write(f"{environment['RANK']} {os.getpid()}\n")
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # else the agent's
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            _let_go_of_files()
-            _become(cwd, environment)
-            _run_file(command)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            _leave_with(run)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -268,6 +247,43 @@ class _ForkedRank:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+def _leave_with(run: Callable[[], None]) -> NoReturn:
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def usual_signals(numbers: Iterable[int]) -> None:
+    """In a fork: these end the process, instead of what its parent does about them."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _ForkedRank(Fork):
+    """A rank forked by its agent."""
+
+    def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> None:
+        def run() -> None:
+            with ranks.open("a") as file:
+                file.write(f"{environment['RANK']} {os.getpid()}\n")
+            usual_signals((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+            _let_go_of_files()
+            become(cwd, environment)
+            run_file(command)
+
+        super().__init__(run)
 
     def wait(self, seconds: float) -> int:
         deadline = time.monotonic() + seconds
@@ -290,11 +306,11 @@ def _let_go_of_files() -> None:
 
 def _run_rank(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> None:
     """In the child: become what `python command` would be, and stay it to the end."""
-    _become(cwd, environment, log)
-    _run_file(command)
+    become(cwd, environment, log)
+    run_file(command)
 
 
-def _become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> None:
+def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> None:
     assert WAS_PRELOADED, f"the server could not import {HEAVY}"
     os.setsid()
     if log is not None:
@@ -306,7 +322,7 @@ def _become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> 
     os.environ.update(environment)
 
 
-def _run_file(command: list[str]) -> None:
+def run_file(command: list[str]) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     gc.freeze()  # what the server imported need not be searched at each collection

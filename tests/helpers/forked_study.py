@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 from unittest.mock import patch
 
 from gsa_train.run.stop_signals import STOP_SIGNALS
 from gsa_train.study import processes
 from gsa_train.study.processes import end_with
-from helpers.forked import _become, _run_file, _start
+from helpers.forked import Fork, become, run_file, start_process, usual_signals
 from helpers.runs import ENVIRONMENT, REPOSITORY, inherited
 
 
@@ -31,7 +28,7 @@ class ForkedStudy:
         self.log = log
         environment = {**inherited(), **ENVIRONMENT}
         command = ["launch/study.py", *words]
-        self._process = _start(_run_study, (command, REPOSITORY, environment, log), environment, log)
+        self._process = start_process(_run_study, (command, REPOSITORY, environment, log), environment, log)
         atexit.register(self._process.kill)
 
     @property
@@ -51,44 +48,19 @@ class ForkedStudy:
         os.kill(self.pid, number)
 
 
-class ForkedJob:
-    """A job of the study, with what its runner uses of subprocess.Popen."""
+class ForkedJob(Fork):
+    """A job of the study."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self.returncode: int | None = None
         ends_with_parent = end_with(os.getpid())
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            for number in (*STOP_SIGNALS, signal.SIGHUP):  # else the study's
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def run() -> None:
+            usual_signals((*STOP_SIGNALS, signal.SIGHUP))
             ends_with_parent()
-            self._run(list(command[1:]), dict(environment), log)
+            become(Path.cwd(), dict(environment), log)
+            run_file(list(command[1:]))
 
-    @staticmethod
-    def _run(command: list[str], environment: dict[str, str], log: Path) -> NoReturn:
-        code = 1
-        try:
-            _become(Path.cwd(), environment, log)
-            _run_file(command)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        super().__init__(run)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -96,6 +68,6 @@ class ForkedJob:
 
 
 def _run_study(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> None:
-    _become(cwd, environment, log)
+    become(cwd, environment, log)
     with patch.object(processes, "start_process", ForkedJob):
-        _run_file(command)
+        run_file(command)

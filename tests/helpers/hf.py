@@ -68,6 +68,7 @@ BEYOND: dict[str, dict[str, Any]] = {
         "index_block_query": "previous_mean",
         "index_rope": True,
     },
+    "pool": {"index_pool": 3, "index_rope": True, "index_local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "index_adaptive": "direct"},
     "blocks-rope-reuse": {
         "index_block_size": 4,

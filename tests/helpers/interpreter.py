@@ -3,8 +3,8 @@
 Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
 it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
-yet, builds the table of numpy's types at each operation, describes the shape of each tensor anew, and makes operands of
-one shape before numpy does so by itself.
+yet, builds the table of numpy's types at each operation, describes the shape of each tensor anew, makes operands of
+one shape before numpy does so by itself, and takes a dozen calls from an operator to numpy's.
 
 bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
 products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
@@ -37,6 +37,31 @@ PLAIN = frozenset(
 NUMBERS = frozenset({int, float, bool})
 NAMES = {"fp32": "float32", "fp64": "float64"}
 """Of types, where triton.language has them under another one."""
+COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal})
+BITWISE = frozenset({np.bitwise_and, np.bitwise_or, np.bitwise_xor})
+SHIFTS = frozenset({np.left_shift, np.right_shift})
+AT_ONCE = {
+    "__add__": np.add,
+    "__radd__": np.add,
+    "__sub__": np.subtract,
+    "__rsub__": np.subtract,
+    "__mul__": np.multiply,
+    "__rmul__": np.multiply,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor,
+    "__lshift__": np.left_shift,
+    "__rshift__": np.right_shift,
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
+"""Operators of tensors, and what they are of their elements."""
+OFFSETS = ("int32", "int64")
+"""Types of what is added to pointers."""
 
 
 def mend_interpreter() -> None:
@@ -52,6 +77,70 @@ def mend_interpreter() -> None:
     _multiply_in_fp64()
     _calculate_bf16()
     _compare_as_a_gpu()
+
+
+def _at_once(name: str, operator: Any, whole: Any) -> Any:
+    """An operator of tensors of one type, or of one and a number: its numpy operation, as Triton's dozen calls find it,
+    and the type of what comes out. All else goes through `whole`."""
+    compares, reflected = operator in COMPARISONS, name in ("__radd__", "__rsub__", "__rmul__")
+    types = {"int32", "int64", "uint32"}
+    if operator not in SHIFTS:
+        types |= {"int1"} if operator in BITWISE else {"fp32", "fp64"}
+
+    def call(self: Any, other: Any, **kwargs: Any) -> Any:
+        if type(other) is core.constexpr:
+            other = other.value
+        kind, own, shaped = type(other), self.dtype.name, self.type
+        is_offset = operator is np.add and self.dtype.is_ptr()
+        others = OFFSETS if is_offset else (own,) if own in types else ()
+        if kind is core.tensor and other.dtype.name in others:
+            handle, sizes = other.handle, other.type.sizes
+            if shaped.sizes != sizes:
+                shaped = core.block_type(self.dtype, list(_joined(shaped.sizes, sizes)))
+        elif (
+            kind in NUMBERS
+            and others
+            and _fits(other, core.int32 if is_offset else self.dtype)
+            and not (compares and _may_be_fp64(other))
+        ):
+            handle = _constant(other, "int32" if is_offset else own)
+        else:
+            return whole(self, other, **kwargs)
+        if is_offset:
+            return core.tensor(interpreter.interpreter_builder.create_addptr(self.handle, handle), shaped)
+        left, right = self.handle.data, handle.data
+        found = operator(right, left) if reflected else operator(left, right)
+        if compares:
+            shaped = core.block_type(core.int1, list(shaped.sizes)) if shaped.sizes else core.int1
+        return core.tensor(interpreter.TensorHandle(found, self.handle.dtype), shaped)
+
+    return call
+
+
+@lru_cache(maxsize=4096)
+def _constant(value: Any, name: str) -> Any:
+    dtype = getattr(core, NAMES.get(name, name))
+    data = np.array([value or 0], dtype=interpreter._get_np_dtype(dtype))  # no zero is negative
+    return interpreter.TensorHandle(data, dtype)
+
+
+def _may_be_fp64(number: Any) -> bool:
+    """To Triton, where a tensor is compared with it: it is not within fp32's normal numbers."""
+    return type(number) is float and (0 < abs(number) < 2.0**-126 or 3e38 < abs(number) < math.inf)
+
+
+@cache
+def _joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return np.broadcast_shapes(left, right)
+
+
+def _fits(number: Any, dtype: Any) -> bool:
+    """Becomes a number of this type, without an error or another type for both."""
+    if dtype.is_floating():
+        return dtype.name in ("fp32", "fp64")
+    if type(number) is float or dtype.is_ptr() or dtype.is_int1():
+        return False
+    return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
 
 
 def _remember_numpy_types() -> None:
@@ -70,7 +159,10 @@ def _remember_builtins() -> None:
     @cache
     def builtins_of(package: Any) -> dict[str, Any]:
         found = {name: member for name, member in inspect.getmembers(package) if core.is_builtin(member)}
-        return {name: interpreted(member) for name, member in found.items()}
+        members = {name: interpreted(member) for name, member in found.items()}
+        if package is core.tensor:
+            members |= {name: _at_once(name, operator, members[name]) for name, operator in AT_ONCE.items()}
+        return members
 
     checking = core.builtin(lambda: None).__code__  # of what asks for `_semantic` before each call
 
@@ -176,16 +268,6 @@ def _leave_shapes_to_numpy() -> None:
     check = semantic.binary_op_type_checking_impl
     halves, widths = ("fp16", "bf16"), ("int32", "int64")
 
-    @lru_cache(maxsize=4096)
-    def constant(value: Any, name: str) -> Any:
-        dtype = getattr(core, NAMES.get(name, name))
-        data = np.array([value or 0], dtype=interpreter._get_np_dtype(dtype))  # no zero is negative
-        return interpreter.TensorHandle(data, dtype)
-
-    @cache
-    def joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-        return np.broadcast_shapes(left, right)
-
     def of_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
         if tensor.type.sizes == shape:
             return tensor
@@ -197,14 +279,6 @@ def _leave_shapes_to_numpy() -> None:
         handle = interpreter.TensorHandle(tensor.handle.data.astype(np.int64), core.int64)
         sizes = tensor.type.sizes
         return core.tensor(handle, core.block_type(core.int64, list(sizes)) if sizes else core.int64)
-
-    def fits(number: Any, dtype: Any) -> bool:
-        """Becomes a number of this type, without an error or another type for both."""
-        if dtype.is_floating():
-            return dtype.name in ("fp32", "fp64")
-        if type(number) is float or dtype.is_ptr() or dtype.is_int1():
-            return False
-        return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
 
     def operands(
         self: Any,
@@ -221,18 +295,47 @@ def _leave_shapes_to_numpy() -> None:
             same = one.name == other.name and not one.is_ptr() and not (division and one.name in halves)
             offset = left_pointer and one.is_ptr() and other.is_int()
             if same or offset:
-                shape = joined(left.type.sizes, right.type.sizes)
+                shape = _joined(left.type.sizes, right.type.sizes)
                 return of_shape(left, shape), of_shape(right, shape)
             if arithmetic and one.name in widths and other.name in widths:
-                shape = joined(left.type.sizes, right.type.sizes)
+                shape = _joined(left.type.sizes, right.type.sizes)
                 return of_shape(in_64_bits(left), shape), of_shape(in_64_bits(right), shape)
-        elif arithmetic and kinds[0] and type(right) in NUMBERS and fits(right, left.dtype):
-            return left, core.tensor(constant(right, left.dtype.name), left.type)
-        elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):
-            return core.tensor(constant(left, right.dtype.name), right.type), right
+        elif arithmetic and kinds[0] and type(right) in NUMBERS and _fits(right, left.dtype):
+            return left, core.tensor(_constant(right, left.dtype.name), left.type)
+        elif arithmetic and kinds[1] and type(left) in NUMBERS and _fits(left, right.dtype):
+            return core.tensor(_constant(left, right.dtype.name), right.type), right
         found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
         return found
 
+    def filled(tensor: Any, shape: tuple[int, ...]) -> Any:
+        handle = tensor.handle
+        data = np.full(shape, handle.data, interpreter._get_np_dtype(handle.dtype))
+        block = core.block_type(tensor.dtype, list(shape))
+        return core.tensor(interpreter.TensorHandle(data, handle.dtype), block)
+
+    def stretched(tensor: Any, shape: tuple[int, ...]) -> Any:
+        if tensor.type.sizes == shape:
+            return tensor
+        data = np.broadcast_to(tensor.handle.data, shape)
+        block = core.block_type(tensor.dtype, list(shape))
+        return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype), block)
+
+    def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        one, other = left.type.sizes, right.type.sizes
+        if one == other:
+            return left, right
+        if not one:
+            return filled(left, other), right
+        if not other:
+            return left, filled(right, one)
+        if len(one) == len(other):
+            shape = _joined(one, other)
+            return stretched(left, shape), stretched(right, shape)
+        found: tuple[Any, Any] = broadcast(self, left, right)
+        return found
+
+    broadcast = semantic.broadcast_impl_value
+    semantic.broadcast_impl_value = of_one_shape
     semantic.binary_op_type_checking_impl = operands
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gsa_train.model import query_sample
-from helpers.many_layouts import BASELINE, SAMPLE, SELECTED, Case, train_case
+from helpers.many_layouts import BASELINE, SAMPLE, SELECTED, Case, Reshard, train_case
 from helpers.margins import measured_margins
 from helpers.single_rank import single_rank
 
@@ -62,3 +62,23 @@ def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
         assert_same(found, expected, relative=1e-5, but=COUNTS)
     else:
         assert_same(found, expected, relative=1e-5, but=TIES)
+
+
+def assert_goes_on(resumed: list[Any], case: Reshard) -> None:
+    """Layouts and numbers of who wrote a checkpoint, and of all who read it."""
+    (writer, expected), *others = resumed
+    assert len(others) == len(case.readers)
+    for layout, found in others:
+        assert layout
+        assert_same(found, expected, relative=1e-5)
+        if layout == writer:
+            assert found == expected
+
+
+def assert_carries_weights_over(crossed: list[Any]) -> None:
+    """Without a break and from a checkpoint, and whether the weights were finer than bf16."""
+    uninterrupted, resumed = crossed
+    assert uninterrupted == resumed
+    records, finer = resumed
+    assert finer
+    assert all(record["update_norm"] > 0 for record in records)

@@ -229,7 +229,8 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Who writes a checkpoint, and who goes on from it. In its own layout it goes on bit for bit."""
+    """Who writes a checkpoint, and who goes on from it, the first of them after a damaged copy of it (of each kind of
+    optimizer one does). In its own layout it goes on bit for bit."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]
@@ -244,22 +245,22 @@ class Reshard:
 RESHARDED = {
     "interleaved": Reshard(
         INTERLEAVED,
-        [{}, {"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {"context": 2, "tensor": 2}],
+        [{"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {}, {"context": 2, "tensor": 2}],
     ),
     # Each copy of the embedding has a bucket of gradients to itself. More tensor- than data-parallel ranks read it.
     "pipeline, tied": Reshard(
         {"pipeline": 2, "pipeline_layers": [3, 1]},
-        [{"tensor": 2, **INTERLEAVED}, {"tensor": 4, **ZERO_3}],
+        [{"tensor": 4, **ZERO_3}, {"tensor": 2, **INTERLEAVED}],
         {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
     ),
-    "context": Reshard({"context": 2}, [{"context": 4}, {"pipeline": 4}, {"tensor": 2, **ZERO_2}]),
+    "context": Reshard({"context": 2}, [{"tensor": 2, **ZERO_2}, {"context": 4}, {"pipeline": 4}]),
     "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
     "free gates": Reshard(
         {"tensor": 2, **REPLICATED},
         [{"tensor": 4, "sequence": False}, REPLICATED],
         {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
     ),
-    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [{"tensor": 2, **ZERO_3}, ZERO_1]),
+    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}]),
     # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }
@@ -393,11 +394,16 @@ def take_step(
 
 
 def go_on(
-    config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, saves: bool
+    config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, number: int
 ) -> list[dict[str, Any]]:
     """A step, a checkpoint and two more, of which the checkpoint, written meanwhile, may show nothing; or these two
     from the checkpoint. The first loss then is that of the weights, the second shows the optimizer's state, and its
-    statistics the moving averages."""
+    statistics the moving averages.
+
+    Args:
+        number: 0 writes; 1 has read a damaged copy before.
+    """
+    saves = number == 0
     model = build_model(config, parallel)
     optimizer = build_optimizer(model, phase, config)
     saver = CheckpointSaver(folder, CheckpointConfig(), parallel)
@@ -405,7 +411,10 @@ def go_on(
         take_step(0, model, optimizer, config, parallel, measures=False)
         assert saver.begin(run_state(1, config, parallel.layout), model, optimizer) == []
     else:
-        load_behind_damage(folder, model, optimizer, parallel)
+        good = folder / "step_00000001"
+        if number == 1:
+            read_damaged_copy(good, model, optimizer, parallel)
+        load_checkpoint(good, model, optimizer, parallel, True, unchecked=tensor_files(good))
     records = [take_step(step, model, optimizer, config, parallel, measures=step == 2) for step in (1, 2)]
     assert [result.error for result in saver.ended(now=3, wait=True)] == [None] * saves
     saver.close()
@@ -413,11 +422,11 @@ def go_on(
     return records
 
 
-def load_behind_damage(folder: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """A checkpoint, after a copy of it in which a bit is wrong: what that leaves behind, the other one replaces."""
-    good, damaged = folder / "step_00000001", folder / "damaged" / "step_00000001"
+def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
+    """Of a checkpoint, with a wrong bit: what that leaves behind, the good one is to replace."""
+    damaged = good.parent / "damaged" / good.name
     if parallel.is_main:
-        shutil.copytree(good, damaged, dirs_exist_ok=True)
+        shutil.copytree(good, damaged)
         path = damaged / sorted(tensor_files(good))[-1]
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -429,7 +438,6 @@ def load_behind_damage(folder: Path, model: Model, optimizer: PhaseOptimizer, pa
     except DamagedCheckpoint as damage:
         said = str(damage)
     assert f"{sorted(tensor_files(good))[-1]} has checksum" in said, said
-    load_checkpoint(good, model, optimizer, parallel, True, unchecked=tensor_files(good))
 
 
 def cross_boundary(
@@ -493,7 +501,7 @@ def main(folder: Path) -> None:
             }
             config = Case(layout, sections).config(**pairs(layout))
             parallel = init_parallel(config.parallel, seed=1)
-            records = go_on(config, case.phase, parallel, folder / name, saves=number == 0)
+            records = go_on(config, case.phase, parallel, folder / name, number)
             resumed.setdefault(name, []).append([str(layout), records])
             leave_layout()
     for name, layout in BOUNDARIES.items():

@@ -190,7 +190,7 @@ class Run:
             if over and not condition():
                 kill(self)
                 raise AssertionError(f"the run did not get there:\n{self.output[-5000:]}")
-            # Some conditions read all records, or ask all processes: a thirtieth of a core is for them, the rest for ranks.
+            # Some conditions read all records, or ask all processes: a thirtieth of a core is for them.
             time.sleep(max(0.01, 29 * (time.thread_time() - looked)))
             looked = time.thread_time()
 

@@ -73,3 +73,55 @@ def test_extremes_of_a_number_and_a_nan_are_those_of_a_gpu() -> None:
     _extremes_kernel[(1,)](x, y, out, SIZE=4)
     wanted = [[2, 1, nan, 4], [2, 1, nan, 3], [nan, nan, nan, 4], [nan, nan, nan, 3], [3] * 4, [1] * 4]
     torch.testing.assert_close(out, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _operators_kernel(x, y, out, truths, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Of a column and a row, numbers, constants and pointers."""
+    index = tl.arange(0, SIZE)
+    left, right = tl.load(x + index)[:, None], tl.load(y + index)[None, :]
+    place = index[:, None] * SIZE + index[None, :]
+    block = SIZE * SIZE
+    tl.store(out + place, left + right)
+    tl.store(out + block + place, left - right)
+    tl.store(out + 2 * block + place, left * right)
+    tl.store(out + 3 * block + place, 3 - left * STEP + right)
+    tl.store(truths + place, (left < right) & (left != 2))
+    tl.store(truths + block + place, (left >= right) | (right == STEP))
+    tl.store(truths + 2 * block + place, (left <= 0.0) ^ (right > 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
+def test_operators_at_once_are_torchs(dtype: torch.dtype) -> None:
+    nan, largest = float("nan"), 2**31 - 1
+    x = torch.tensor(
+        [2, -1, 0, largest] if not dtype.is_floating_point else [2.0, nan, -0.0, 1e-40], dtype=dtype
+    )
+    y = torch.tensor(
+        [2, 7, -3, largest] if not dtype.is_floating_point else [0.0, nan, 7.0, 1e38], dtype=dtype
+    )
+    out = torch.empty(4, 4, 4, dtype=dtype)
+    truths = torch.empty(3, 4, 4, dtype=torch.bool)
+    _operators_kernel[(1,)](x, y, out, truths, SIZE=4, STEP=7)
+    left, right = x[:, None], y[None, :]
+    wanted = [left + right, left - right, left * right, 3 - left * 7 + right]
+    torch.testing.assert_close(out, torch.stack(wanted), rtol=0, atol=0, equal_nan=True)
+    said = [(left < right) & (left != 2), (left >= right) | (right == 7), (left <= 0) ^ (right > 1)]
+    assert torch.equal(truths, torch.stack(said))
+
+
+@triton.jit
+def _shifts_kernel(x, y, out, SIZE: tl.constexpr, BITS: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    value, bits = tl.load(x + index), tl.load(y + index)
+    tl.store(out + index, value >> BITS)
+    tl.store(out + SIZE + index, value << BITS)
+    tl.store(out + 2 * SIZE + index, value >> bits)
+    tl.store(out + 3 * SIZE + index, (value.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32))
+
+
+def test_shifts_at_once_keep_the_sign_of_what_has_one() -> None:
+    x, y = torch.tensor([5, -5, 2**31 - 1, -(2**31)]).int(), torch.tensor([0, 1, 30, 31]).int()
+    out = torch.empty(4, 4, dtype=torch.int32)
+    _shifts_kernel[(1,)](x, y, out, SIZE=4, BITS=2)
+    assert torch.equal(out, torch.stack([x >> 2, x << 2, x >> y, ((x.long() & 0xFFFFFFFF) >> 2).int()]))

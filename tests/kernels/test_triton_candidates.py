@@ -227,7 +227,8 @@ def test_a_guess_that_lets_too_few_through(
     """The sampled keys score high, the others low; and the guess believes that k_t is below their number."""
     case = make_case(device, 60)
     _, positions = candidates.sample_keys(score_inputs(case.indexer, case.geometry))
-    case.k[:] = -case.q.abs().amax((0, 1, 2)) * torch.rand(60, 1, device=device)
+    shares = torch.rand(60, 1, generator=torch.Generator().manual_seed(0)).to(device)
+    case.k[:] = -case.q.abs().amax((0, 1, 2)) * shares
     case.k[:, positions.long()] *= -1
     case.q.abs_()
     rule = BudgetRule(20, 20, 20, "off")

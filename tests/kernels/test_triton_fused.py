@@ -28,7 +28,8 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op  # noqa: E402
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate  # noqa: E402
 from gsa_kernels.fused.split_rotate_gate.reference import split_rotate_gate  # noqa: E402
 from gsa_kernels.fused.swiglu.op import fused_swiglu  # noqa: E402
-from gsa_kernels.fused.swiglu.reference import swiglu  # noqa: E402
+from gsa_kernels.fused.swiglu.reference import swiglu, weighted_swiglu  # noqa: E402
+from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu  # noqa: E402
 from gsa_kernels.indexer.split_op import split_projection  # noqa: E402
 from gsa_kernels.key_lists.format import key_lists_from_mask  # noqa: E402
 
@@ -90,10 +91,40 @@ def test_swiglu(device, shape):
 
 
 @devices
+@pytest.mark.parametrize(("rows", "width"), [(3, 74), (21, 300), (8, 256), (1, 1)])
+def test_weighted_swiglu(device, rows, width):
+    for dtype in DTYPES:
+        x = (torch.randn(rows, 2 * width, device=device) * 3).to(dtype)
+        x.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        weights, grad = torch.rand(rows, device=device), torch.randn(rows, width, device=device)
+        weights[0] = 0  # its row teaches its weight all the same
+        found, again = (run(fused_weighted_swiglu, [x, weights], [grad]) for _ in range(2))
+        exact = run(weighted_swiglu, [x.double(), weights.double()], [grad])
+        assert_as_good(found, run(weighted_swiglu, [x, weights], [grad]), exact, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        assert found[-1][0] != 0
+
+
+@devices
 def test_swiglu_of_nothing(device):
     x = torch.empty(0, 8, device=device, requires_grad=True)
     fused_swiglu(x).sum().backward()
     assert x.grad.shape == (0, 8)
+    weights = torch.empty(0, device=device, requires_grad=True)
+    fused_weighted_swiglu(x, weights).sum().backward()
+    assert weights.grad.shape == (0,)
+
+
+def test_weights_that_do_not_fit():
+    x = torch.zeros(4, 6)
+    for weights, message in (
+        (torch.zeros(3), r"weights has shape \(3,\)"),
+        (torch.zeros(4).bfloat16(), "pass float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_weighted_swiglu(x, weights)
+    with pytest.raises(ValueError, match="two halves"):
+        fused_weighted_swiglu(torch.zeros(4, 5), torch.zeros(4))
 
 
 def test_fp16_is_refused_by_all():
@@ -102,6 +133,7 @@ def test_fp16_is_refused_by_all():
     options = {"kv_heads": 1, "value_gate": False, "output_gate": False}
     for call in (
         lambda: fused_swiglu(half),
+        lambda: fused_weighted_swiglu(half[0], torch.zeros(2)),
         lambda: fused_sigmoid_gate(half, half),
         lambda: fused_split_rotate_gate(half, None, tables, tables, **options),
         lambda: vocab_parallel_cross_entropy(flat, torch.zeros(2, dtype=torch.int64)),

@@ -173,3 +173,59 @@ def test_a_study_with_another_config_than_its_runs_began_with_is_refused(undistu
     said = running.log.read_text()
     assert "gsa-seed1: gsa.k_base: 16 -> 17" in said
     assert "gated-seed1" not in said
+
+
+# ---- arms that begin with the weights of another one
+
+DENSE, SPARSE = ({**PHASE, "name": kind, "steps": 4, "attention": kind} for kind in ("dense", "sparse"))
+SHARED = {
+    "late": {"initial_weights": "first", "set": {"phases": [{**SPARSE}]}},
+    "whole": {"set": {"phases": [{**DENSE}, {**SPARSE}]}},
+    "longer": {
+        "initial_weights": "first",
+        "initial_step": 2,
+        "set": {"phases": [{**SPARSE}], "train.seq_len_tokens": 96, "model.rope_base": 40000},
+    },
+    "first": {"set": {"phases": [{**DENSE}], "checkpoint.keep_every_steps": 2}},
+}
+
+
+def write_shared(folder: Path, base: Path) -> Path:
+    study = yaml.safe_load(write_study(folder, base).read_text())
+    study["arms"] = [{"name": name, **fields} for name, fields in SHARED.items()]
+    study["set"] = {"gsa.attention": "sparse"}
+    study["metrics"] = [{"key": "loss"}, {"key": "val_perplexity", "source": "summary"}]
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(study))
+    return path
+
+
+def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(
+    base: Path, tmp_path: Path
+) -> None:
+    """Also where the study is killed, in the run that is shared and in one that begins with it."""
+    study = write_shared(tmp_path, base)
+    for arm in ("first", "late"):
+        running = start(study)
+        wait_until(lambda arm=arm: steps_logged(study, arm) >= 1, running, may_end=True)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    running = start(study)
+    assert running.wait() == 0, running.log.read_text()
+
+    records = {arm: read_records(tmp_path / "two" / f"{arm}-seed1" / "metrics.jsonl") for arm in SHARED}
+    losses = {
+        arm: {each["step"]: each["loss"] for each in found if "loss" in each}
+        for arm, found in records.items()
+    }
+    assert {4 + step: loss for step, loss in losses["late"].items()}.items() <= losses["whole"].items()
+    assert losses["first"].items() <= losses["whole"].items()
+    assert sorted(losses["late"]) == sorted(losses["longer"]) == [1, 2, 3, 4]
+    ends = {
+        row["arm"]: row["mean"]
+        for row in rows_of(study, "arms.csv", ("arm", "metric", "mean"))
+        if row["metric"].startswith("val_perplexity")
+    }
+    assert ends["late"] == ends["whole"] != ends["first"]
+    said = (tmp_path / "two" / "report" / "tables.md").read_text()
+    assert "late: begin with the weights of first at step 4 of 4" in said

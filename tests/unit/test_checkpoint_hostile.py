@@ -21,7 +21,7 @@ import yaml
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint.damage import find_damage
-from gsa_train.checkpoint.initial_weights import load_initial_weights
+from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_state
 from gsa_train.cli import Arguments
 from gsa_train.config import _SAVED_LOADER
@@ -124,8 +124,9 @@ def test_a_crafted_pickle_is_refused_by_both_ways_in(
     )
     with pytest.raises(ResumeError, match=expected):
         choose_start(config, ARGUMENTS, phase_ranges(config.phases), single_rank())
+    found = find_initial_weights(config, single_rank())
     with pytest.raises(ResumeError, match=expected):
-        load_initial_weights(config, cast(Model, None), NO_TOKENIZER, single_rank())
+        load_initial_weights(config, found, cast(Model, None), NO_TOKENIZER, single_rank())
     assert not marker.exists()
 
 

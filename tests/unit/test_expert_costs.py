@@ -98,10 +98,10 @@ def test_rows_of_a_rank() -> None:
     alone = load(EXPERTS)
     assert most_rows(alone, sizes) == routed_rows(alone, sizes) == even
     assert worst_expert_load(alone, 8, 0) == 0
-    # Rows, both halves of SwiGLU's input, its output, and weighted, of 23 layers; one weight each; two of the last
+    # Rows, both halves of SwiGLU's input, and its weighted output, of 23 layers; one weight each; two of the last
     # layer's outputs.
     more = 7 * even
-    kept = 23 * more * (2 * (2048 + 4 * 512) + 4)
+    kept = 23 * more * (2 * (2048 + 3 * 512) + 4)
     assert worst_expert_load(config, 8, 0) == pytest.approx(kept + 2 * 2 * more * 2048)
     recomputed = load([*EXPERT_8, "train.recompute=full"])
     assert worst_expert_load(recomputed, 8, 0) == pytest.approx(kept / 23 + 2 * 2 * more * 2048)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from gsa_train.commands import check_node
+from gsa_train.parallel import DeviceError
 from gsa_train.run.exit_codes import UNHEALTHY
 from gsa_train.run.health import check, device_checks, driver, links, products
-from gsa_train.run.health.check import UnhealthyDevice, check_health, note_bad_nodes
-from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_links
+from gsa_train.run.health.check import UnhealthyDevice, check_health, check_presence, note_bad_nodes
+from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
 from gsa_train.run.health.products import CHECKED_ROWS, LARGEST, make_problem
 from helpers.single_rank import single_rank
 
@@ -119,6 +120,59 @@ def test_the_command_names_a_bad_device_by_its_exit_code(
     assert check_node.main([]) == UNHEALTHY
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     assert f"CPU of local rank 0 on {host}: " in capsys.readouterr().out
+
+
+class Gpus:
+    """So many are found; the last one fails where that is asked for."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", raising(error) if error else lambda index: None)
+        ones = torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "said"),
+    [
+        (7, None, "GPU 7 on n3: of 8 GPUs that Slurm has given 7 are found. Leave out n3"),
+        (0, None, "of 8 GPUs that Slurm has given 0 are found"),
+        (
+            8,
+            RuntimeError("CUDA error: ECC\nmore"),
+            "GPU 7 on n3: it fails at once: CUDA error: ECC. Leave out n3",
+        ),
+    ],
+)
+def test_a_gpu_that_is_lost_or_fails_at_once_is_named_before_ranks_meet(
+    count: int, error: Exception | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for its rank, and nobody would leave its node out."""
+    for name, value in (("LOCAL_RANK", "7"), ("SLURMD_NODENAME", "n3"), ("SLURM_GPUS_ON_NODE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GSA_SUBMISSION", str(tmp_path))
+    Gpus(8, monkeypatch)
+    check_presence()
+    assert not (tmp_path / "bad_nodes").exists()
+    Gpus(count, monkeypatch, error)
+    with pytest.raises(UnhealthyDevice, match=said):
+        check_presence()
+    assert (tmp_path / "bad_nodes").read_text() == "n3\n"
+
+
+def test_more_ranks_than_gpus_are_wrong_use_and_no_bad_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a user's own srun may see one GPU each of those that Slurm counts."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.delenv("GSA_SUBMISSION", raising=False)
+    Gpus(1, monkeypatch)
+    with pytest.raises(DeviceError, match="local rank 1 has no GPU of its own, as this machine shows 1"):
+        check_presence()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_presence()
+    Gpus(0, monkeypatch)
+    check_presence()
 
 
 class FakeNvml:
@@ -272,7 +326,10 @@ def test_of_links_the_node_that_explains_most_is_named_and_its_neighbours_are_no
 
 
 def test_where_all_nodes_would_be_named_none_is() -> None:
-    """It is what is between them, or of two either; no job can go on without all."""
+    """It is what is between them, or of two either; no job can go on without all. One alone is named for its device."""
+    for nodes, bad, named in (("aabb", {1}, ["a"]), ("aabb", {0, 1, 3}, []), ("aa", {1}, ["a"])):
+        findings = [Finding(node, 0, "", ["wrong"] * (rank in bad)) for rank, node in enumerate(nodes)]
+        assert nodes_of_bad_devices(findings) == named
     assert linked("a", "b", bad=[0]) == []
     assert linked("a", "b", "c", bad=[0, 1, 2]) == []
 

@@ -12,7 +12,7 @@ import yaml
 
 from gsa_train.commands.results import main
 from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
-from gsa_train.study.efficiency import forward_ratio
+from gsa_train.study.efficiency import forward_ratio, prefill_ratio
 from gsa_train.study.study_file import load_study
 
 BENCH = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "0123456"}}
@@ -106,7 +106,7 @@ def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main() == 0
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
-    assert "kept out/small.md: no run of it is here" in capsys.readouterr().out
+    assert "kept out/small.md: it has 1 of 4 runs, and fewer are here" in capsys.readouterr().out
 
 
 def test_time_and_memory_over_dense_attention(folder: Path) -> None:
@@ -128,6 +128,8 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
         {"batch": 1, "length": 131072, "model": "GSA", "step_ms": 3.0, "bound_ms": 1.0},
         {"prefill": 32768, "model": "standard", "ms": 10.0},
         {"prefill": 32768, "model": "GSA", "ms": 5.0},
+        {"prefill": 131072, "model": "standard", "ms": 100.0, "peak_gib": 10.0},
+        {"prefill": 131072, "model": "GSA", "ms": 20.0, "peak_gib": 11.0},
     ]
     for name, content in (("bench_long", rows), ("bench_generate", generated)):
         (folder / "benches" / f"{name}.json").write_text(json.dumps({**BENCH, "rows": content}))
@@ -135,12 +137,18 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
     page = folder / "out" / "efficiency.md"
     (line,) = lines_of(page, "| 1.7B ")
     assert line == "| 1.7B | 131072 | token | 4 | 0.50 | 0.09 | 0.25 | – | 1.50 |"
-    assert lines_of(page, "| decode")[1] == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 |"
-    assert lines_of(page, "| prefill")[1] == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | – |  |"
+    assert (
+        lines_of(page, "| decode")[1] == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 | – | – |"
+    )
+    _, short, _, long = lines_of(page, "| prefill")
+    assert short == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | 0.56 |  | – | – |"
+    assert (
+        long == "| prefill | 131072 | 1 | GSA | 20.0 | 0.20 | 0.24 | 0.09 | 11.0 | 1.10 (the paper: 0.97) |"
+    )
     assert lines_of(page, "- `bench_long`") == [
         "- `bench_long`: NVIDIA H200, torch 2.11, Triton 3.6, 0123456"
     ]
-    assert "2 of 5 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
+    assert "2 of 6 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
 
 
 def test_the_theory_of_one_layer_by_hand() -> None:
@@ -151,3 +159,37 @@ def test_the_theory_of_one_layer_by_hand() -> None:
     assert forward_ratio(config, 4, 1) == pytest.approx((selected + scores) / dense)
     assert forward_ratio(config, 4, 2) == pytest.approx((selected + scores / 2) / dense)
     assert forward_ratio(None, 4, 1) is None
+
+
+def test_steps_over_lengths(folder: Path) -> None:
+    """The newest row of a case, over the standard model's of the same device and commit; whole models behind them."""
+    common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
+    gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
+    rows = [
+        {**common, "model": "standard", "step_ms": 90.0, "speed_up": 1.0, "flops_limit": 1.0},
+        {**gsa, "commit": "a", "step_ms": 300.0, "speed_up": 0.3, "peak_gib": 20.0},
+        {**gsa, "step_ms": 180.0, "speed_up": 0.5, "peak_gib": 15.0},
+        {**common, "model": "shared", "step_ms": None, "speed_up": None, "flops_limit": 2.0},
+        {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "model": "gsa", "whole_ms": 200.0,
+         "whole_speed_up": 0.4},
+    ]  # fmt: skip
+    (folder / "benches" / "bench_step_lengths.json").write_text(json.dumps({**BENCH, "rows": rows}))
+    assert main() == 0
+    standard, of_gsa, whole = lines_of(folder / "out" / "efficiency.md", "| 94m")
+    assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 |"
+    assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 |"
+    assert whole == "| 94m | 8192 | all | gsa | – | 200.0 | 2.50 | – |  | – | – |"
+
+
+def test_the_theory_of_prefill_by_hand() -> None:
+    model = ModelConfig(
+        num_layers=3, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=8, ffn_hidden_size=5, vocab_size=7
+    )
+    gsa = GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2, value_gate=True, output_gate=True)
+    config = Config(model=model, gsa=gsa)
+    of_both = 2 * (4 * (16 + 2 * 8) + 16 * 4) + 2 * 3 * 4 * 5  # projections, feed-forward layer
+    gates = 2 * (4 * 8 + 4 * 16)
+    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the keys that are seen
+    ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
+    assert prefill_ratio(config, 4, is_shared=False) == pytest.approx(ratio)
+    assert prefill_ratio(None, 4, is_shared=False) is None

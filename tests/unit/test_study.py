@@ -68,6 +68,30 @@ def test_what_the_study_sets_comes_between_the_command_line_and_the_arm(tmp_path
     assert [(phase.steps, phase.lr) for phase in run.config.phases] == [(3, 1e-4)]
 
 
+def test_an_evaluation_may_be_of_some_arms(tmp_path: Path) -> None:
+    ruler = {
+        "ruler": [512, 1024],
+        "ruler_tasks": ["vt", "cwe"],
+        "ruler_samples": 20,
+        "ruler_gold": True,
+        "validation": True,
+    }
+    study = load(tmp_path, seeds=[1], evaluations=[{"name": "needle", "arms": ["two"], **ruler}])
+    (job,) = (job for job in jobs_of(study) if job.kind == "evaluate")
+    assert job.run.arm == "two"
+    words = [
+        "--ruler",
+        "512,1024",
+        "--ruler-tasks",
+        "vt,cwe",
+        "--ruler-samples",
+        "20",
+        "--validation",
+        "--ruler-gold",
+    ]
+    assert list(job.command[-len(words) :]) == words
+
+
 def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
     arms = [{"name": "wide", "set": {"parallel.tensor": 2}}]
     (run,) = load(tmp_path, arms=arms, seeds=[1], data_parallel=2).runs
@@ -114,6 +138,18 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
             "metrics.0.evaluations = a: the study has no such evaluation",
         ),
         ({"evaluations": [{"name": "e", "k_base": [0]}]}, "evaluations.0.k_base = 0: below 1"),
+        (
+            {"evaluations": [{"name": "e", "arms": ["on"]}]},
+            "evaluations.0.arms = on: the study has no such arm",
+        ),
+        (
+            {"evaluations": [{"name": "e", "validation": True}]},
+            "evaluations.0.validation = true: the run's sets are scored beside tasks and ruler",
+        ),
+        (
+            {"evaluations": [{"name": "e", "ruler_gold": True}]},
+            "evaluations.0.ruler_gold = true: there is no RULER without lengths",
+        ),
         (
             {"evaluations": [{"name": "e", "data": {"a": "/no/where"}}]},
             "evaluations.0.data.a = /no/where: not there",

@@ -23,6 +23,7 @@ from gsa_train.study.plan import StudyError, chosen
 from gsa_train.study.states import note_failure, read_state
 from gsa_train.study.study_file import Study, StudyRun, load_study
 from gsa_train.study.times import (
+    BESIDE_MANY,
     CUT,
     OTHER_ARM,
     SAME_ARM,
@@ -32,6 +33,7 @@ from gsa_train.study.times import (
     note_time,
     read_times,
 )
+from helpers.studies import load
 
 LIMIT = 1000
 """Seconds; no job of these tests takes one."""
@@ -97,6 +99,16 @@ def test_what_is_expected_of_a_job(study: Study) -> None:
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "checkpoints" / "latest").write_text("step_00000006")
     assert expected("one-seed2 train", ended=ended) == about(SAME_ARM * (100 * 0.4 + 10))
+
+
+def test_of_an_arm_beside_many_less_is_expected(tmp_path: Path) -> None:
+    arms = [{"name": name} for name in ("one", "two", "three", "four")]
+    jobs = jobs_of(load(tmp_path, seeds=[1], arms=arms))
+    last = jobs[-1]
+    ended = {"one-seed1 train": 100.0}
+    assert expected_time(last, jobs, WallTimes(ended)) == Expected(OTHER_ARM * 100, is_guess=True)
+    ended["two-seed1 train"] = 90.0
+    assert expected_time(last, jobs, WallTimes(ended)) == Expected(BESIDE_MANY * 100, is_guess=True)
 
 
 # ---- calls

@@ -206,3 +206,37 @@ def test_the_cost_is_that_of_the_dry_run(compared: Study) -> None:
     (measured, _) = arm_costs(read_results(compared, {}).values, "NVIDIA H200", None)
     assert measured.source == "measured in one-seed1"
     assert measured.gpu_hours == pytest.approx(one.gpu_hours * 0.25 / 0.3)
+
+
+def test_scores_of_tasks_have_a_mean_and_one_number_of_each(tmp_path: Path) -> None:
+    key = "eval_bits_per_byte"
+    study = load(tmp_path, seeds=[1], metrics=[{"key": key}, {"key": f"{key}: piqa", "statistic": "last"}])
+    for run, bits in zip(study.runs, (1.0, 3.0), strict=True):
+        scores = {"event": "tasks", key: {"piqa": bits, "lambada": 2.0}, "eval_accuracy": {}}
+        log_run(run, [record(5, 2.0), record(10, 1.0), record(10, 0.0, **scores)], {})
+    mean, of_one = read_results(study, {}).columns
+    assert of_one.at == "at the end of each run"
+    assert list(mean.values.values()) == [1.5, 2.5]
+    assert list(of_one.values.values()) == [1.0, 3.0]
+
+
+def test_an_evaluation_of_some_arms_has_the_columns_of_these(tmp_path: Path) -> None:
+    dense = {"gsa.attention": "dense", "phases": [{"name": "dense", "steps": 10, "attention": "dense"}]}
+    arms = [{"name": "dense", "set": dense}, {"name": "two"}]
+    evaluation = {"name": "k", "arms": ["two"], "k_base": [8, 16]}
+    metrics = [{"key": "data.validation.loss", "source": "evaluation", "label": "loss"}]
+    study = load(tmp_path, arms=arms, evaluations=[evaluation], metrics=metrics)
+    assert [column.title for column in read_results(study, {}).columns] == ["loss, k-k8", "loss, k-k16"]
+
+
+def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
+    study = load(tmp_path, arms=[{"name": "one"}, {"name": "two"}, {"name": "three", "seeds": [1]}])
+    log_run(study.runs[0], [record(10, 1.0)], {})
+    log_run(study.runs[1], [record(3, 1.0)])
+    said = "4 of 5 runs are not finished and in no mean: two-seed1 (after step 3 of 10); three-seed1 (not begun); "
+    assert any(line.startswith(said) for line in notes(read_results(study, {})))
+    others = load(
+        tmp_path, name="other", seeds=[1, 2, 3], arms=[{"name": "one"}, {"name": "two", "seeds": [1]}]
+    )
+    log_run(next(run for run in others.runs if run.arm == "two"), [record(10, 1.0)], {})
+    assert any("one, seeds 1, 2, 3 (not begun)" in line for line in notes(read_results(others, {})))

@@ -114,10 +114,14 @@ def test_ctrl_c_before_and_behind_the_jobs_ends_in_a_line(
     def press(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     monkeypatch.setattr(command, beside_the_jobs, press)
     file = str(study.folder.parents[1] / "study.yaml")
     monkeypatch.setattr("sys.argv", ["study.py", "--study", file, "--report"])
-    assert command.main() == exit_codes.STOPPED
+    try:
+        assert command.main() == exit_codes.STOPPED
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 
 

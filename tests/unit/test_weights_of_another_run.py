@@ -18,6 +18,7 @@ from gsa_train import train
 from gsa_train.checkpoint.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
+    find_initial_weights,
     load_initial_main_weights,
     load_initial_weights,
 )
@@ -91,7 +92,7 @@ def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Mod
     checkpoint = dataclasses.replace(config.checkpoint, initial_weights=str(folder))
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)
-    load_initial_weights(config, model, tokenizer, single_rank())
+    load_initial_weights(config, find_initial_weights(config, single_rank()), model, tokenizer, single_rank())
     return model
 
 

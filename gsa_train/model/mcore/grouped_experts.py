@@ -35,7 +35,7 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = _Weights(config, (num_local_experts, 2 * width, config.hidden_size), 0, stride=2)
         """The first half of the rows are the gate's."""
         self.linear_fc2 = _Weights(config, (num_local_experts, config.hidden_size, width), 1, stride=1)
-        self.activation = _fused_swiglu() if config.fused_ops else swiglu
+        self.activation = _fused_swiglu() if config.fused_ops else weighted_swiglu
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
@@ -50,9 +50,8 @@ class GroupedExperts(MegatronModule):
             [M, d], weighted: this rank's part of the sum, where ranks split the experts' width.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends))
         # Weighted before the second product, whose output then is not kept for the backward pass (megatron-core).
-        inner = (inner * weights[:, None]).to(rows.dtype)
+        inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends), weights)
         return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
     def sharded_state_dict(
@@ -131,13 +130,13 @@ class _Weights(torch.nn.Module):
         return self.weight
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """[M, 2 F] -> [M, F]"""
+def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[M, 2 F], [M] -> [M, F]"""
     gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return (torch.nn.functional.silu(gate) * up * weights[:, None]).to(x.dtype)
 
 
-def _fused_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
-    from gsa_kernels.fused.swiglu.op import fused_swiglu  # imports Triton
+def _fused_swiglu() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu  # imports Triton
 
-    return fused_swiglu
+    return fused_weighted_swiglu

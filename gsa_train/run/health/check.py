@@ -61,6 +61,40 @@ def device_here(device: torch.device, index: int) -> Finding:
     return Finding(node, index, uuid_of(device))
 
 
+def check_presence() -> None:
+    """This rank's GPU is there and answers. Before the ranks meet, who would wait for one that cannot.
+
+    Raises:
+        UnhealthyDevice: it is lost, or fails at once; on this rank alone.
+        DeviceError: the node has fewer GPUs than ranks.
+    """
+    index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # A job of launch/slurm/submit.py has one task on a node, which sees all GPUs that Slurm has given.
+    given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if SUBMISSION in os.environ else 0
+    fault = None
+    if found < given and torch.backends.cuda.is_built():
+        fault = f"of {given} GPUs that Slurm has given {found} are found"
+    elif 0 < found <= index:
+        from gsa_train.parallel import DeviceError
+
+        raise DeviceError(
+            f"local rank {index} has no GPU of its own, as this machine shows {found}: start no more ranks than GPUs "
+            "on it (--nproc_per_node), or look whether one is lost (nvidia-smi)"
+        )
+    elif found:
+        try:
+            torch.cuda.set_device(index)
+            torch.ones(1, device="cuda").sum().item()
+        except RuntimeError as error:
+            fault = f"it fails at once: {first_line(error)}"
+    if fault is not None:
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        note_bad_nodes([node])
+        raise UnhealthyDevice(
+            f"GPU {index} on {node}: {fault}. Leave out {node} and start the same command again"
+        )
+
+
 def check_health(parallel: Parallel, seconds: float) -> None:
     """Of all devices of a run. Collective.
 

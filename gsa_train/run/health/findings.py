@@ -103,8 +103,11 @@ class Exchange:
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
-    """Names, each once."""
-    return list(dict.fromkeys(each.node for each in findings if each.faults))
+    """Names, each once; none where it would be all of several: that is the driver, or the check itself, and a job that
+    went on elsewhere would leave out one node after another."""
+    named = list(dict.fromkeys(each.node for each in findings if each.faults))
+    nodes = {each.node for each in findings}
+    return [] if len(named) == len(nodes) > 1 else named
 
 
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,8 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
     run_id = log_to_wandb(RESULTS, folder, wandb_config(wandb="offline", wandb_group="study"), "trained1")
     assert sorted(run_dir.rglob("*")) == before
     (kept,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    content = kept.read_bytes()
     assert f"run-{run_id}.wandb" == kept.name
-    for words in (
+    words = (
         "evaluation",
         "study",
         "gsa all",
@@ -183,8 +183,11 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
         "trained1",
         "eval/perplexity/wiki",
         "eval/needle",
-    ):
-        assert words.encode() in content, words
+    )
+    deadline = time.monotonic() + 60  # W&B's own process writes the file, some time after it said it finished
+    while missing := [word for word in words if word.encode() not in kept.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
     assert {
         path.name.split("_")[0] for path in (kept.parent / "files" / "media" / "images" / "eval").iterdir()
     } == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,14 @@ import pytest
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
 from gsa_train.evaluation.ruler import TASKS, Material, Question, read_questions, samples
-from gsa_train.evaluation.ruler_score import RulerOptions, answer_score, ruler_table, score_ruler
+from gsa_train.evaluation.ruler_score import (
+    RulerOptions,
+    answer_score,
+    gold_table,
+    ruler_table,
+    score_gold,
+    score_ruler,
+)
 from gsa_train.evaluation.ruler_words import FIRST, NOUNS
 from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 
@@ -83,6 +91,37 @@ def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
     found = score_ruler(lambda prompts, _: ["I do not know"] * len(prompts), tokenizer, options)
     assert found["scores"][str(LENGTH)] == dict.fromkeys(TASKS, 0.0)
     assert found["effective_length"] is None
+
+
+def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
+    """Of a model that gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
+    asked: list[tuple[str, str, int]] = []
+
+    def score(texts: Sequence[tuple[str, str]], length: int) -> list[float]:
+        asked.extend((*each, length) for each in texts)
+        bits = [2 if answer.split(", ")[-1].strip() in prompt else 5 for prompt, answer in texts]
+        return [
+            each * math.log(2) * len(answer.encode()) for each, (_, answer) in zip(bits, texts, strict=True)
+        ]
+
+    names = ["niah_single_1", "niah_multivalue", "qa_1"]
+    options = RulerOptions([LENGTH, 1000], names, samples=2, material=material)
+    found = score_gold(score, tokenizer, options)
+    assert [*found["bits_per_byte"]] == ["1000", str(LENGTH)]
+    of_long = found["bits_per_byte"][str(LENGTH)]
+    assert of_long == {
+        "niah_single_1": pytest.approx(2),
+        "niah_multivalue": pytest.approx(2),
+        "qa_1": pytest.approx(2),
+    }
+    assert found["mean"][str(LENGTH)] == pytest.approx(2)
+    assert len(asked) == 2 * 2 * len(names)
+    for prompt, answer, length in asked:
+        assert answer.startswith(" ")
+        assert len(tokenizer.encode(prompt + answer)) <= length
+    assert gold_table(found)["rows"][0] == ["1000", "2.000", "2.000", "2.000", "2.000"]
+    with pytest.raises(ValueError, match="RULER has no task niah"):
+        score_gold(score, tokenizer, RulerOptions([LENGTH], ["niah"]))
 
 
 def test_the_effective_length_is_the_longest_with_a_mean_of_85_6(tokenizer: Tokenizer) -> None:
@@ -181,3 +220,13 @@ def test_the_command(
     assert [*found["scores"]] == ["300", "400"]
     assert len(found["without"]) == 11
     assert "RULER, 1 samples of each; effective length (85.6): below all of these" in capsys.readouterr().out
+
+    words[3:6] = ["gold", "--ruler", "300"]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--ruler-gold", "--validation"])
+    assert command.main() == 0, capsys.readouterr().err
+    results = json.loads((run / "evaluations" / "gold" / "results.json").read_text())
+    assert results["data"]["validation"]["loss"] > 0
+    of_tasks = results["ruler_gold"]["bits_per_byte"]["300"]
+    assert [*of_tasks] == ["niah_single_1", "niah_single_2"]
+    assert all(1 < bits < 20 for bits in of_tasks.values()), "of random weights"
+    assert "RULER, bits per byte of the expected answers, 1 samples of each" in capsys.readouterr().out

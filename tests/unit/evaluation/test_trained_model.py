@@ -15,7 +15,6 @@ from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
 from gsa_train.commands import evaluate as command
-from gsa_train.convert.hf_config import not_in_hf
 from gsa_train.evaluate import evaluate
 from gsa_train.evaluation import subject as subjects
 from gsa_train.evaluation import trained_model
@@ -69,10 +68,7 @@ def test_the_run_says_the_same(
     name: str, runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config, folder = runs[name]
-    if name == "pool":
-        assert len(not_in_hf(config)) == 1
-    else:
-        monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
     tokenizer, across = Tokenizer(TOKENIZER), config.data.attend_across_documents
     arguments = (open_corpus(config.data.validation_dir), tokenizer, LENGTH, READ, Reading())
     validation = read_validation_set("validation", *arguments, across, split_by_source=False)
@@ -126,6 +122,7 @@ def test_the_command_scores_it_and_says_what_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = runs["pool"][2]
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
 
     def evaluated(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["evaluate.py", "--run", str(folder), *words])
@@ -147,7 +144,10 @@ def test_the_command_scores_it_and_says_what_runs(
         assert said in capsys.readouterr().err
 
 
-def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path: Path) -> None:
+def test_a_model_with_one_matrix_for_embedding_and_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
     config = evaluated_config(model={"tie_embeddings": True}, gsa={"indexer_pool": 2})
     model = evaluated_model(config)
     subject = load_subject(Source(run=save_run(model, config, tmp_path / "run")))
@@ -156,6 +156,15 @@ def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path: Path) -> Non
     model.gpt.eval()
     expected = model.gpt(tokens, torch.arange(10)[None], None)
     torch.testing.assert_close(logits, expected[0])
+
+
+def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(
+    runs: dict[str, tuple[Any, Any, Path]],
+) -> None:
+    assert [subjects.by_default(torch.device("cuda"), pool) for pool in (1, 2)] == ["gsa", "sdpa"]
+    assert subjects.by_default(torch.device("cpu")) == "sdpa"
+    folder = runs["pool"][2]
+    assert not isinstance(load_subject(Source(run=folder)).model, trained_model.TrainedModel)
 
 
 def test_settings_change_a_config_as_they_change_the_other() -> None:

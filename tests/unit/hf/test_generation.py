@@ -43,6 +43,7 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
         ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
         ({"sandwich_norm": True}, "sandwich_norm is True"),
         ({"index_block_query": "previous_mean"}, "index_block_query is 'previous_mean'"),
+        ({"index_pool": 2, "index_block_size": 1}, "index_pool is 2"),
     ],
 )
 def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:

@@ -90,7 +90,7 @@ def test_prompt_lookup_crops_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+@pytest.mark.parametrize("name", ["gsa", "pool", "blocks-rope-reuse"])
 def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     model, tokens = tiny_model(name), distinct_tokens(2, 30)
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
@@ -100,6 +100,15 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
         for piece in tokens.split([5, 9, 1, 1, 14], 1):
             pieces.append(model(piece, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_of_keys_are_of_plain_torch_and_learn_nothing_here() -> None:
+    model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
+    with pytest.raises(ValueError, match="index_pool is 3: the loss of an indexer over groups"):
+        model(tokens, labels=tokens)
+    model.set_attn_implementation("gsa")
+    with pytest.raises(ValueError, match="index_pool is 3 with attn_implementation 'gsa'"):
+        model(tokens)
 
 
 def test_a_cache_without_room_for_the_indexer_is_refused() -> None:

@@ -116,6 +116,11 @@ def test_layer_types_by_either_name() -> None:
             {"index_block_query": "previous_mean"},
             "index_block_query is 'previous_mean' with index_block_size 1",
         ),
+        ({"index_pool": 4}, "index_topk_min is 3; pass at least index_pool 4"),
+        (
+            {"index_pool": 2, "index_block_size": 4, "index_local_window": 4},
+            "index_pool is 2 with index_block_size 4; pass 1 for one of them",
+        ),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (
             {"projection_gate": True, "gate_sharing": "head_shared"},

@@ -280,9 +280,11 @@ def test_statistics_of_bounded_gates_alone() -> None:
 
 
 def test_what_transformers_has_not_is_refused_by_name() -> None:
-    wrong = r"gsa\.indexer_pool = 2: the model of transformers \(gsa_hf\) does not have it"
+    config = config_of({}, {})
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=1.5))
+    wrong = r"moe\.capacity_factor = 1\.5: the model of transformers \(gsa_hf\) does not have it"
     with pytest.raises(ValueError, match=wrong):
-        to_hf_config(config_of({"indexer_pool": 2}, {}))
+        to_hf_config(config)
 
 
 @pytest.mark.parametrize(

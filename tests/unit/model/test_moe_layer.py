@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 from gsa_train.config import Config, MoEConfig
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.model.moe.router import update_routers
@@ -135,10 +136,16 @@ def test_the_layer_is_its_definition(name: str) -> None:
     assert min(expected.counts) < max(expected.counts)
 
 
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled for CUDA here")
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
 @pytest.mark.parametrize("name", CASES)
-def test_grouped_experts_are_those_one_by_one(name: str) -> None:
+def test_grouped_experts_are_those_one_by_one(name: str, fused: bool) -> None:
     """In fp32, as near to fp64 as these: the same weights under the same names in a checkpoint."""
     found, expected = (layer_of({**CASES[name], "experts_impl": each}) for each in ("grouped", "sequential"))
+    if fused:
+        found[0].experts.activation = fused_weighted_swiglu
     config = found[1]
     one_by_one = run(expected[0], *inputs_of(config, torch.float32))
     grouped = run(found[0], *inputs_of(config, torch.float32))
@@ -146,6 +153,8 @@ def test_grouped_experts_are_those_one_by_one(name: str) -> None:
     torch.testing.assert_close(
         grouped.gradients["hidden"], one_by_one.gradients["hidden"], rtol=1e-5, atol=1e-5
     )
+    routers = grouped.gradients["router.weight"], one_by_one.gradients["router.weight"]
+    torch.testing.assert_close(*routers, rtol=1e-5, atol=1e-5)  # by way of the rows' weights
     for number in (1, 2):
         together = torch.stack(
             [one_by_one.gradients[f"experts.local_experts.{e}.linear_fc{number}.weight"] for e in range(8)]

@@ -1,0 +1,120 @@
+"""Selections of trained models for benches: what `launch/export_indexer.py` wrote, as the kernels take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import cases
+import torch
+from cases import IndexerInputs
+
+from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.groups import select_groups
+from gsa_kernels.selection.lists_op import select_key_lists
+from gsa_kernels.selection.op import select_keys
+from gsa_kernels.types import BudgetRule, Geometry, Selection
+from gsa_kernels.types import Indexer as SelectionInputs
+
+WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
+"""Activations of the config: to the kernels these have head weights of 1, as the file has them."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Selections of one layer."""
+
+    inputs: IndexerInputs
+    """Queries and weights of the first query of each block."""
+    ema: torch.Tensor
+    budget: tuple[int, int, int]
+    """k_base, k_min and k_max"""
+    block: int = 1
+    """Queries that share a selection."""
+    window: int = 0
+    """Last keys of each query that belong to every selection."""
+    activation: Literal["sigmoid", "relu"] = "sigmoid"
+    mode: Literal["inverse", "direct", "off"] = "inverse"
+    pool: int = 1
+    """Neighbouring keys that are selected together."""
+
+    def select(self) -> Selection:
+        """As key lists."""
+        arguments = self._arguments
+        if self.pool > 1:
+            return select_groups(*arguments, kernel="gathered")
+        return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
+
+    def packed_mask(self) -> torch.Tensor:
+        """int32 [1, L, ceil(L / 32)].
+
+        Raises:
+            ValueError: queries share selections, which the kernels over packed masks do not take.
+        """
+        if self.block > 1:
+            raise ValueError(
+                f"--selection: of a run with gsa.selection_block={self.block}; attention over packed masks has a "
+                "selection for each query: pass a file of a run with 1"
+            )
+        select = partial(select_groups, kernel="masked") if self.pool > 1 else select_keys
+        packed = select(*self._arguments).packed_mask
+        assert packed is not None
+        return packed
+
+    @property
+    def _arguments(self) -> tuple[SelectionInputs, BudgetRule, torch.Tensor, Geometry]:
+        indexer = replace(self.inputs.of_kernels, activation=self.activation)
+        geometry = Geometry(selection_block=self.block, local_window=self.window, key_pool=self.pool)
+        return indexer, BudgetRule(*self.budget, self.mode), self.ema, geometry
+
+
+def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
+    """The length, and layer -> indexer, of a file that launch/export_indexer.py wrote."""
+    content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
+    gsa = content["gsa"]
+    block = gsa["selection_block"]
+    indexers = {}
+    for layer, x in content["layers"].items():
+        own: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(cases.DTYPE) for name, tensor in x.items()
+        }
+        inputs = IndexerInputs(
+            own["queries"][:, ::block].contiguous(),
+            own["keys"],
+            own["weight_logits"][:, ::block].contiguous(),
+            own["score_bias"],
+            own["weight_bias"],
+        )
+        indexers[layer] = Indexer(
+            inputs,
+            x["variance_ema"].float(),
+            (gsa["k_base"], gsa["k_min"], gsa["k_max"]),
+            block,
+            gsa["local_window"],
+            WITHOUT_HEAD_WEIGHTS.get(gsa["indexer_activation"], gsa["indexer_activation"]),
+            gsa["adaptive_k"],
+            gsa["indexer_pool"],
+        )
+    return content["seq_len_tokens"], indexers
+
+
+def read_all(paths: Sequence[Path]) -> dict[int, dict[int, Indexer]]:
+    """Length -> layer -> indexer, of several files.
+
+    Raises:
+        ValueError: two are of one length.
+    """
+    found = dict(map(read_indexers, paths))
+    if len(found) < len(paths):
+        raise ValueError("--selection: two files are of one length; pass one for each length")
+    return found
+
+
+def union_ratio(selection: Selection, indexer: Indexer) -> float:
+    """r: of the queries of a tile, the keys of their union over the keys of one of them."""
+    assert selection.key_lists is not None
+    mean_k = selection.budget.float().mean().item()
+    return selection.key_lists.counts.float().mean().item() / (mean_k + indexer.window)

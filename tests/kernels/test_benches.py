@@ -1,0 +1,414 @@
+"""Benches at sizes for the interpreter and for CPUs: what they measure, check and write. Times are made up."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import harness
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from gsa_kernels.packed_mask import unpack_mask
+from helpers.bench_without_cuda import stand_in_for_cuda
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benches at a size for the interpreter; what they check runs, and every time is a second."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = cases.Shape("1.7B", 2, 1, 32)
+    sizes = {"USUAL": ["1.7B"], "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
+    for name, value in (
+        sizes | {"DEVICE": device, "DTYPE": torch.float32, "SHAPES": {"1.7B": shape}}
+    ).items():
+        monkeypatch.setattr(cases, name, value)
+    for name in ("cudnn", "flash"):
+        dense = getattr(cases, name)
+        monkeypatch.setattr(cases, name, lambda x, f=dense: replace(f(x), backend=SDPBackend.MATH))
+    monkeypatch.setattr(harness, "require_cuda", lambda: None)
+    monkeypatch.setattr(harness, "capture", lambda run: run)
+    monkeypatch.setattr(harness, "peak_bytes", lambda run: (2**30, run()))
+    second = harness.Timing(1000.0, 1000.0, 1000.0, 1)
+    monkeypatch.setattr(harness, "measure", lambda runs, **_: dict.fromkeys(runs, second))
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("behind", [False, True], ids=["loss by itself", "loss behind attention"])
+def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_gsa
+
+    if behind:
+        monkeypatch.setattr(cases, "SHAPES", {"1.7B": cases.Shape("1.7B", 4, 1, 32)})
+        monkeypatch.setattr(cases, "DTYPE", torch.float16)
+        if not bench_gsa.can_fuse_indexer_loss(*(cases.normal(1, 1, n, 32) for n in (4, 1))):
+            pytest.skip("needs a Hopper")
+    monkeypatch.setattr(bench_gsa, "CHECKED_LENGTH", 40)
+    monkeypatch.setattr(
+        sys, "argv", ["bench_gsa.py", "--out", str(tmp_path), "--lengths", "40", "--batches", "1"]
+    )
+    assert bench_gsa.main() == 0
+    report = json.loads((tmp_path / "bench_gsa.json").read_text())
+    assert not report["failures"]
+    checks, rows = report["rows"][: 1 + behind], report["rows"][1 + behind :]
+    assert all(check["relative_error"] < (5e-3 if behind else 1e-4) for check in checks)
+    assert [(row["mode"], row["ratio"]) for row in rows] == [("eager", 1.0), ("graph", 1.0)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    options = ["--out", str(tmp_path), "--lengths", "40", "--ratios", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", *options])
+    assert bench_long.main() == 0
+    rows = json.loads((tmp_path / "bench_long.json").read_text())["rows"]
+    *checks, _, _, token, block, token_selected, _, pool_selected = rows
+    assert max(check["relative_error"] for check in checks) < 1e-4
+    assert token["both_kl_ms"] == block["both_kl_ms"] == 3000
+    assert (token_selected["attention"], token_selected["forward_ms"]) == ("GSA token selected", 1000)
+    assert (pool_selected["attention"], pool_selected["pool"]) == ("GSA pool selected", 4)
+    assert pool_selected["forward_reuse_ms"] == 250
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    monkeypatch.setattr(bench_long, "LONGEST_IN_FULL", 40)
+    monkeypatch.setattr(bench_long, "LONG_PROMISES", {("GSA block selected", 72, "both_ms"): 17.0})
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--out", str(tmp_path), "--lengths", "72"])
+    assert bench_long.main() == 0
+    report = json.loads((tmp_path / "bench_long.json").read_text())
+    names = [row["attention"] for row in report["rows"] if "attention" in row]
+    assert names == ["torch cuDNN", "GSA token selected", "GSA block selected", "GSA pool selected"]
+    assert [(bar["value"], bar["met"]) for bar in report["bars"]] == [(1.0, False)]
+
+
+@pytest.fixture
+def exports(tiny: None, tmp_path: Path) -> dict[str, Path]:
+    """What launch/export_indexer.py writes of runs with other selections."""
+    inputs = cases.indexer_inputs(1, 72)
+    tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
+    tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
+    layers = {3: {name: tensor.detach() for name, tensor in tensors.items()}}
+    shared = {"selection_block": 32, "local_window": 40, "k_base": 24, "k_min": 8, "k_max": 32}
+    shared |= {"indexer_activation": "sigmoid", "adaptive_k": "inverse", "indexer_pool": 1}
+    own = {**shared, "selection_block": 1, "local_window": 0}
+    files = {}
+    for name, gsa in {
+        "shared": shared,
+        "own": own,
+        "plain": {**shared, "indexer_activation": "plain"},
+    }.items():
+        files[name] = tmp_path / f"{name}.pt"
+        torch.save({"gsa": gsa, "seq_len_tokens": 72, "layers": layers}, files[name])
+    return files
+
+
+def call(monkeypatch: pytest.MonkeyPatch, bench: Any, *words: Any) -> int:
+    monkeypatch.setattr(sys, "argv", [f"{bench.__name__}.py", *map(str, words)])
+    code: int = bench.main()
+    return code
+
+
+def test_an_export_is_read(exports: dict[str, Path]) -> None:
+    import trained_indexers
+
+    queries = torch.load(exports["own"])["layers"][3]["queries"]
+    length, indexers = trained_indexers.read_indexers(exports["shared"])
+    assert (length, list(indexers)) == (72, [3])
+    assert torch.equal(indexers[3].inputs.q_idx, queries[:, ::32])
+    selection = indexers[3].select()
+    assert selection.budget.shape == (1, 3)
+    assert selection.key_lists.length == 72
+    with pytest.raises(ValueError, match=r"gsa\.selection_block=32"):
+        indexers[3].packed_mask()
+    assert trained_indexers.read_indexers(exports["plain"])[1][3].activation == "sigmoid"
+
+    of_each = trained_indexers.read_indexers(exports["own"])[1][3]
+    mask = unpack_mask(of_each.packed_mask(), 72)
+    assert torch.equal(mask.sum(-1), of_each.select().budget)
+    with pytest.raises(ValueError, match="two files are of one length"):
+        trained_indexers.read_all([exports["own"], exports["shared"]])
+
+
+def test_bench_long_reads_the_export(
+    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_long
+
+    monkeypatch.setattr(bench_long, "CHECKED_LENGTH", 40)
+    out = ("--out", tmp_path, "--selection", exports["shared"])
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, bench_long, *out, exports["shared"])
+    assert call(monkeypatch, bench_long, *out) == 0
+    row = json.loads((tmp_path / "bench_long_trained.json").read_text())["rows"][-1]
+    assert (row["length"], row["attention"]) == (72, "GSA layer 3 selected")
+
+
+def test_the_benches_of_attention_alone_read_the_export(
+    exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_attention
+    import bench_gathered
+
+    monkeypatch.setattr(bench_gathered, "CHECKED_LENGTH", 64)
+    monkeypatch.setattr(bench_gathered, "time_parts", lambda run: {"walk_ms": 1.0})
+    out = ("--out", tmp_path, "--selection")
+    assert call(monkeypatch, bench_gathered, *out, exports["shared"]) == 0
+    row = json.loads((tmp_path / "bench_gathered_trained.json").read_text())["rows"][-1]
+    assert (row["length"], row["selection"]) == (72, "layer 3")
+    assert 0 < row["r"] <= 1, "a window that not all queries have in full"
+
+    monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, bench_attention, *out, exports["shared"])
+    assert call(monkeypatch, bench_attention, *out, exports["own"]) == 0
+    rows = json.loads((tmp_path / "bench_attention_trained.json").read_text())["rows"]
+    assert [row["attention"] for row in rows if row["length"] == 72][:2] == ["layer 3", "dense"]
+
+
+def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models on a CPU, on which nothing is profiled: who takes turns with whom, and which ratios are bars."""
+    import bench_step
+
+    from gsa_train.config import load_config
+    from helpers.single_rank import single_rank
+
+    def load(name: str, sequences: int, overrides: list[str]) -> Any:
+        size = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "model.num_layers=1"]
+        own = [*size, "train.seq_len_tokens=64", "data.num_workers=0", *overrides, *name.split(",")[1:]]
+        return load_config(harness.ROOT / "configs" / "demo.yaml", own, world_size=1, need_data=False)
+
+    turns: list[str] = []
+    stand_in_for_cuda(monkeypatch)
+
+    class Subject(bench_step.Subject):
+        def step_seconds(self) -> float:
+            super().step_seconds()
+            turns.append(self.name)
+            return {"standard_x": 2.0, "gsa_x": 3.0}.get(self.name, 5.0)
+
+    names = ["standard_x", "gsa_x", "gsa_x,gsa.indexer_loss_row_fraction=0.25"]
+    monkeypatch.setattr(bench_step, "init_parallel", lambda *_, **__: single_rank())
+    monkeypatch.setattr(bench_step, "shutdown_parallel", lambda: None)  # it serves other tests, too
+    monkeypatch.setattr(bench_step, "load", load)
+    monkeypatch.setattr(bench_step, "Subject", Subject)
+    options = [
+        "--micro-batch",
+        "1",
+        "--sequences",
+        "1",
+        "--steps",
+        "2",
+        "--warm-up-seconds",
+        "0",
+        "--no-profile",
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path), *options, "--configs", *names])
+    assert bench_step.main() == 0
+    standard, gsa, fraction = names
+    assert turns == [standard] * 3 + ([standard, gsa] * 2 + [gsa]) + ([standard, fraction] * 2 + [fraction])
+    report = json.loads((tmp_path / "bench_step.json").read_text())
+    rows = [row for row in report["rows"] if "ratio" in row]
+    assert [(row["ratio"], row["ratio_error"]) for row in rows] == [(1.0, 0.0), (1.5, 0.0), (2.5, 0.0)]
+    assert [bar["value"] for bar in report["bars"]][1:] == [1.5, 2.5]
+
+
+def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call measures what the file of the earlier ones lacks; what does not fit in memory says so, and the others go
+    on; of two depths follows the whole model."""
+    import bench_step
+
+    from helpers.single_rank import single_rank
+    from whole_steps import step_cases, step_sweep
+
+    stand_in_for_cuda(monkeypatch)
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_hidden_size": 32}
+    fields = [f"model.{name}={size}" for name, size in sizes.items()]
+    fields += ["model.vocab_size=64", "gsa.indexer_dim=16", "gsa.k_base=8", "gsa.k_min=4", "gsa.k_max=16"]
+    fields += ["train.precision=fp32", "gsa.dense_attention=auto"]
+    tiny = step_cases.StepShape("1.7b", layers=10, depths=(1, 2), shallow=(1,), overrides=tuple(fields))
+    monkeypatch.setitem(step_cases.SHAPES, "1.7b", tiny)
+    monkeypatch.setitem(step_cases.MODELS, "standard", ())
+    monkeypatch.setattr(step_sweep, "init_parallel", lambda *_, **__: single_rank())
+    monkeypatch.setattr(step_sweep, "shutdown_parallel", lambda: None)
+    measured: list[tuple[str, int, str]] = []
+    full: list[str] = []
+
+    class Subject(step_sweep.Subject):
+        def step_seconds(self) -> float:
+            if self.name in full:
+                raise torch.OutOfMemoryError("no room\nfor more")
+            super().step_seconds()
+            return (2.0 if self.name == "standard" else 1.0) + self.bench.config.model.num_layers
+
+    def measure(subject: Any, reference: Any, *options: Any) -> Any:
+        other = reference.name if reference else ""
+        measured.append((subject.name, subject.bench.config.model.num_layers, other))
+        return timed(subject, reference, *options)
+
+    timed = step_sweep.measure
+    monkeypatch.setattr(step_sweep, "measure", measure)
+    monkeypatch.setattr(step_sweep, "Subject", Subject)
+
+    def call(*models: str) -> list[dict[str, Any]]:
+        options = [
+            "--lengths",
+            "128",
+            "--shapes",
+            "1.7b",
+            "--tokens",
+            "256",
+            "--steps",
+            "1",
+            "--seconds",
+            "0",
+        ]
+        options += ["--micro-batches", "2", "--no-profile", "--out", str(tmp_path), "--models", *models]
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", *options])
+        assert bench_step.main() == 0
+        return json.loads((tmp_path / "bench_step_lengths.json").read_text())["rows"]
+
+    rows = call("standard", "shared")
+    standard, shared = "standard", "shared"
+    assert measured == [(standard, 1, ""), (shared, 1, standard), (standard, 2, ""), (shared, 2, standard)]
+    cut, whole = [row for row in rows if "step_ms" in row], [row for row in rows if "whole_ms" in row]
+    assert [row["step_ms"] for row in cut] == [3000, 2000, 4000, 3000]
+    assert [row["speed_up"] for row in cut] == [1, 1.5, 1, pytest.approx(4 / 3)]
+    assert [(row["sequences"], row["micro_batch"], row["vocab"], row["indexer"]) for row in cut[:2]] == [
+        (2, 1, 64, "none"),
+        (2, 1, 64, "alike 0.78"),
+    ]
+    assert cut[1]["r"] == pytest.approx(1, abs=0.5), "one selection for all, and their windows"
+    assert cut[1]["mean_k"] > 1
+    assert [(row["layer_ms"], row["whole_ms"], row["whole_speed_up"]) for row in whole] == [
+        (1000, 12000, 1),
+        (1000, 11000, pytest.approx(12 / 11)),
+    ]
+
+    measured.clear()
+    full.append("gsa")
+    rows = call("shared", "gsa", "gsa_rope", "standard")
+    rope = "gsa_rope"
+    assert measured == [(rope, 1, standard), (rope, 2, standard)]
+    assert [row["failed"] for row in rows if row["model"] == "gsa"] == ["out of memory: no room"] * 2
+    assert len([row for row in rows if "whole_ms" in row]) == 3
+    measured.clear()
+    assert call("gsa", "gsa_rope", "shared", "standard") == rows
+    assert measured == []
+
+
+def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
+    """Exported layers give the model their scores and average; the gradients of its own indexer's are those of a loss
+    over theirs, and its weights learn."""
+    from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
+    from whole_steps.planted_indexer import alike, exported, plant
+    from whole_steps.step_bench import OurTrainee
+
+    config = tiny_config([SPARSE], model={"init_std": 0.02}, data={"attend_across_documents": True})
+    found = []
+
+    def prepare(model: Any) -> None:
+        source = [alike(each.indexer, 24, 0.5, seed) for seed, each in enumerate(model.attentions)]
+        layers = {
+            number: {
+                "queries": layer.projections.queries,
+                "keys": layer.projections.keys,
+                "weight_logits": layer.projections.head_weight_logits,
+                "score_bias": layer.score_bias,
+                "weight_bias": layer.weight_bias,
+                "variance_ema": torch.tensor(0.5 + number),
+            }
+            for number, layer in enumerate(source)
+        }
+        torch.save({"seq_len_tokens": 24, "layers": layers}, tmp_path / "layers.pt")
+        length, planted = exported(tmp_path / "layers.pt", torch.device("cpu"))
+        assert length == 24
+        with pytest.raises(ValueError, match="25 or more"):
+            plant(model, planted, batch=2, length=25)
+        plant(model, planted, batch=2, length=16)
+        for number, attention in enumerate(model.attentions):
+            assert attention.variance.ema == 0.5 + number
+            assert torch.equal(attention.indexer.score_bias, source[number].score_bias)
+            given = attention.indexer(torch.randn(16, 2, 16))
+            assert torch.equal(given.keys[1], source[number].projections.keys[0, :16])
+        found.extend(source)
+
+    trainee = OurTrainee(config, SPARSE, single_rank(), prepare)
+    before = [each.indexer.key_weight.detach().clone() for each in trainee.model.attentions]
+    trainee.step(random_batches(config, attend_across=True))
+    for old, attention in zip(before, trainee.model.attentions, strict=True):
+        assert not torch.equal(old, attention.indexer.key_weight)
+    trainee.close()
+    assert len(found) == 2
+
+
+def test_heads_of_256_beside_those_of_128(tmp_path: Path) -> None:
+    report = harness.Report("bench", argparse.Namespace(out=tmp_path))
+    for shape, length, attention, ms in (
+        ("heads-256", 4096, "dense", 1.1),
+        ("heads-256", 4096, "torch flash", 9.0),
+        ("heads-256", 8192, "dense", 9.0),  # alone
+        ("heads-128", 4096, "dense", 1.0),
+        ("heads-128", 4096, "torch flash", 1.0),
+    ):
+        report.row(shape=shape, length=length, attention=attention, forward_ms=ms)
+    report.row(shape="heads-256", relative_error=0.0)
+    cases.judge_wide_heads(report, "length", "attention")
+    assert [(bar.value, bar.met) for bar in report.bars] == [(1.1, True)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_table
+
+    small = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
+    blocks = bench_table.Variant(cases.Shape("blocks", 2, 1, 32), 16, 2, False, "a note")
+    monkeypatch.setattr(bench_table, "VARIANTS", {"small": small, "blocks": blocks})
+    monkeypatch.setattr(bench_table, "CHECKED_LENGTH", 70)
+    monkeypatch.setattr(bench_table, "CHUNK_NUMBERS", 64 * 20)
+    page = tmp_path / "page.md"
+    options = ["--out", str(tmp_path), "--lengths", "72", "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["bench_table.py", *options])
+    assert bench_table.main() == 0
+    header, *rows = (tmp_path / "bench_table.csv").read_text().splitlines()
+    assert header.split(",")[:12] == [
+        *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
+        *("backend", "ms"),
+    ]
+    assert [row.split(",")[0] for row in rows] == ["small"] * 3 + ["blocks"] * 3
+    text = page.read_text()
+    assert "## blocks: 2 query heads, 1 key-value heads of 32, 2 entries of 16" in text
+    assert f"commit {harness.commit()}" in text
+    assert "| 72 | shared by 32 |" in text
+
+
+def test_the_table_counts_and_selects_as_its_grid() -> None:
+    import bench_table
+
+    # Of its results: 4096 tokens.
+    assert bench_table.count_flops(bench_table.VARIANTS["qwen3.8"], 4096) == 154719485952
+    assert bench_table.count_flops(bench_table.VARIANTS["minimax"], 4096) == 210453397504
+    variant = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)
+    rows = range(64, 128)
+    for share in (1, 32):
+        generator = torch.Generator().manual_seed(1)
+        mask = unpack_mask(bench_table.random_rows(variant, rows, share, generator), 128)[0]
+        position = torch.arange(64, 128)
+        assert not (mask & (torch.arange(128) > position[:, None])).any()
+        assert mask[torch.arange(64), position].all()
+        chosen = mask.unflatten(1, (-1, 4)).any(-1)
+        if share == 1:
+            assert (chosen.sum(-1) == 5).all()
+            assert len({tuple(row.tolist()) for row in chosen}) > 32
+        else:
+            assert torch.equal(chosen[0, :16], chosen[31, :16])
+            assert chosen[0].sum() == 5
