@@ -53,10 +53,11 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     try:
         run = measure_run(arguments.run) if arguments.run else None
-    except NoAccount as error:
+        parts, sources = choose_parts(arguments, run)
+        check_faults(arguments, parts)
+    except (NoAccount, ValueError) as error:
         print(error, file=sys.stderr)
         return REFUSED
-    parts, sources = choose_parts(arguments, run)
     if run is not None:
         print(about_run(str(arguments.run), run.account, again_in_fast_motion(run, parts).ettr))
     if arguments.gpus is not None:
@@ -67,6 +68,25 @@ def main() -> int:
 def _source(name: str, sources: Mapping[str, str]) -> str:
     """With what changes it, where nobody has."""
     return f"default ({OPTIONS[name][0]})" if sources[name] == "default" else sources[name]
+
+
+def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
+    """
+    Raises:
+        ValueError: faults come so fast that hardly a start gets to its first step. Such a run is all restarts, and a
+            simulation of a month has millions of them.
+    """
+    if arguments.gpus is None:
+        return
+    seconds, first_step = (
+        3600 * arguments.mtbf_hours / arguments.gpus,
+        parts.start_up_seconds + parts.step_seconds,
+    )
+    if seconds < first_step:
+        raise ValueError(
+            f"--mtbf-hours {arguments.mtbf_hours:g}: of {arguments.gpus} GPUs one then has a fault every {seconds:.3g} "
+            f"s, before a start has done its first step ({first_step:.3g} s); give the hours between faults of one GPU"
+        )
 
 
 def plan(arguments: argparse.Namespace, parts: Parts, run: MeasuredRun | None) -> Planned:

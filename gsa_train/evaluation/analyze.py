@@ -53,7 +53,7 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
-    if source.run is not None:  # before anything is loaded
+    if source.run is not None or arguments.out is not None:  # before anything is loaded
         result_folder(arguments.name, source.run, arguments.out, "analysis")
     given = given_text(arguments)
     subject = load_subject(source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype))

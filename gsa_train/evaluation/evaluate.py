@@ -43,7 +43,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
-    if source.run is not None:  # before anything is loaded
+    if source.run is not None or arguments.out is not None:  # before anything is loaded
         result_folder(arguments.name, source.run, arguments.out)
     execution = Execution(arguments.device, arguments.attention, arguments.dtype)
     subject = load_subject(source, arguments.settings, execution)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
 
 from gsa_hf import DENSE_LAYER, GSAConfig
 from gsa_kernels.rotary import YarnScaling
@@ -35,6 +38,10 @@ CHOICES = {
     "model.rope_scaling.rope_type": ("default", "yarn"),
 }
 
+LEAST = {"gsa.k_base": 1, "gsa.k_min": 1, "gsa.k_max": 1, "gsa.dense_below": 0, "gsa.local_window": 0}
+MOST_KEYS = 2**31 - 1
+"""Positions of keys are int32."""
+
 
 def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
     """A copy of `config` with `gsa.k_base=512` and the like.
@@ -59,7 +66,10 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
             f"gsa.k_base = {content['index_topk']}: outside of gsa.k_min = {content['index_topk_min']} and gsa.k_max = "
             f"{content['index_topk_max']}, which bound every budget; set these, too"
         )
-    changed: GSAConfig = GSAConfig.from_dict(content)
+    try:
+        changed: GSAConfig = GSAConfig.from_dict(content)
+    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+        raise ValueError(f"{' '.join(settings)}: {error.__cause__ or error}") from error
     return changed
 
 
@@ -82,8 +92,10 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{setting}: not a number; give one, as in gsa.k_base=512") from None
         if found[key] not in CHOICES.get(key, (found[key],)):
             raise ValueError(f"{setting}: give {' or '.join(CHOICES[key])}")
-        if key == "model.rope_base" and found[key] <= 0:
+        if key == "model.rope_base" and not 0 < found[key] < math.inf:
             raise ValueError(f"{setting}: give a positive number")
+        if key in LEAST and not LEAST[key] <= found[key] <= MOST_KEYS:
+            raise ValueError(f"{setting}: give {LEAST[key]} to {MOST_KEYS}")
     return found
 
 

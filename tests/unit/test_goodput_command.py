@@ -180,6 +180,17 @@ def test_wrong_numbers_are_refused(
     assert said in capsys.readouterr().err
 
 
+def test_faults_before_a_first_step_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hours of a whole cluster, taken for those of one GPU, were simulated for minutes."""
+    monkeypatch.setattr("sys.argv", ["goodput.py", "--gpus", "4096", "--mtbf-hours", "5"])
+    assert goodput.main() == REFUSED
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "--mtbf-hours 5: of 4096 GPUs one then has a fault every 4.39 s" in said
+    assert "first step (61 s); give the hours between faults of one GPU" in said
+
+
 def test_folders_without_an_account_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
+from gsa_hf import GSAConfig
 from gsa_train.commands import evaluate as command
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluate import evaluate
@@ -330,6 +332,25 @@ def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
         model = load_subject(Source(run=run[2]), settings).model
         losses.append(next(iter(token_losses(model, [text], 1))).nats)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("gsa.k_min=0", "gsa.k_min=0: give 1 to 2147483647"),
+        ("gsa.local_window=-1", "gsa.local_window=-1: give 0 to 2147483647"),
+        ("gsa.k_max=99999999999999999999", "give 1 to 2147483647"),
+        ("model.rope_base=nan", "model.rope_base=nan: give a positive number"),
+        (
+            "gsa.local_window=2",
+            "gsa.local_window=2: index_local_window is 2; pass at least index_block_size 4",
+        ),
+    ],
+)
+def test_settings_out_of_bounds_are_refused(setting: str, said: str) -> None:
+    blocks = GSAConfig(index_block_size=4, index_local_window=4)
+    with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(said)}"):
+        apply_settings(blocks, [setting])
 
 
 def test_wrong_use(
