@@ -67,7 +67,9 @@ class Queries:
 def read(content: dict[str, Any], layer: int, device: str) -> tuple[Queries, torch.Tensor]:
     """Sampled queries of a layer, and its keys [L, DI]; fp32."""
     x, gsa = content["layers"][layer], content["gsa"]
-    tensors = {name: None if value is None else value.float().to(device) for name, value in x.items()}
+    tensors: dict[str, Any] = {
+        name: None if value is None else value.float().to(device) for name, value in x.items()
+    }
     keys, logits = tensors["keys"][0], tensors["weight_logits"][0]
     positions = torch.arange(len(keys) * 3 // 4, len(keys), SAMPLED_EVERY, device=device)
     sigmoid = gsa["indexer_activation"] in ("sigmoid", "plain")
