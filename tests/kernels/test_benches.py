@@ -165,7 +165,8 @@ def test_the_benches_of_attention_alone_read_the_export(
     assert call(monkeypatch, bench_gathered, *out, exports["shared"]) == 0
     row = json.loads((tmp_path / "bench_gathered_trained.json").read_text())["rows"][-1]
     assert (row["length"], row["selection"]) == (72, "layer 3")
-    assert 0 < row["r"] <= 1, "a window that not all queries have in full"
+    # Queries of a tile share the selection, and have windows of their own, which the first ones have not in full.
+    assert 0.5 < row["r"] < 2
 
     monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
     with pytest.raises(SystemExit, match="2"):
