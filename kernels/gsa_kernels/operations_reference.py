@@ -16,7 +16,7 @@ from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.pool import (
     earlier_groups,
-    group_firsts,
+    firsts_of,
     keys_of_groups,
     sum_over_groups,
     whole_groups,
@@ -46,7 +46,7 @@ def select(
     causal = _causal(geometry, positions, num_keys)
     block, window = geometry.selection_block, geometry.local_window
     scores, of_rows = _scores(indexer), causal[:, ::block]
-    firsts = _group_firsts(geometry, indexer.keys)
+    firsts = firsts_of(geometry, indexer.keys)
     candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows)
     _, variance = score_moments(scores, candidates)
     budget = adaptive_budget(
@@ -103,7 +103,7 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask, block = attended_keys(selection, geometry, q, k), geometry.selection_block
     probs = attention.head_sum_probs(q, k, lse, mask)
-    firsts = _group_firsts(geometry, indexer.keys)
+    firsts = firsts_of(geometry, indexer.keys)
     if firsts is None:
         attended, probs = mask[:, ::block], sum_over_blocks(probs, block)
     else:
@@ -232,16 +232,6 @@ def _scores(indexer: Indexer) -> torch.Tensor:
         weight_bias=indexer.head_weight_bias,
         activation=indexer.activation,
     )
-
-
-def _group_firsts(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
-    """int64 [B, Lk]: the first key of each key's group; None without groups."""
-    if geometry.key_pool == 1:
-        return None
-    starts = geometry.document_starts
-    if starts is None:
-        starts = torch.zeros(keys.shape[:2], dtype=torch.int32, device=keys.device)
-    return group_firsts(starts, geometry.key_pool)
 
 
 def _temperature(indexer: Indexer) -> float | torch.Tensor:

@@ -27,7 +27,7 @@ from gsa_kernels import (
 )
 from gsa_kernels.indexer.pool import (
     earlier_groups,
-    group_firsts,
+    firsts_of,
     keys_of_groups,
     sum_over_groups,
     whole_groups,
@@ -73,7 +73,7 @@ class ReferenceCore:
         rule = self.settings.rule
         causal = _causal_keys(geometry, indexer.keys.shape[1], indexer.keys.device)
         rows, scores = causal[:, :: geometry.selection_block], _scores(indexer)
-        firsts = _group_firsts(geometry, indexer.keys)
+        firsts = firsts_of(geometry, indexer.keys)
         candidates = rows if firsts is None else earlier_groups(firsts, rows)
         _, variance = score_moments(scores, candidates)
         if not (attention_pass.sparse or attention_pass.measuring):
@@ -171,7 +171,7 @@ class ReferenceCore:
 
         With groups of keys p is summed over each, and the set is that of the groups which the query attends to whole.
         """
-        block, firsts = geometry.selection_block, _group_firsts(geometry, indexer.keys)
+        block, firsts = geometry.selection_block, firsts_of(geometry, indexer.keys)
         if firsts is None:
             rows, target = attended[:, ::block], sum_over_blocks(probs, block)
         else:
@@ -206,15 +206,6 @@ def _complete(chosen: torch.Tensor, causal: torch.Tensor, geometry: Geometry) ->
     if block > 1 or window > 0:
         chosen = chosen & causal
     return chosen
-
-
-def _group_firsts(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
-    if geometry.key_pool == 1:
-        return None
-    starts = geometry.document_starts
-    if starts is None:
-        starts = keys.new_zeros(keys.shape[:2], dtype=torch.int32)
-    return group_firsts(starts, geometry.key_pool)
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
