@@ -140,8 +140,16 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
 
 
 def by_default(device: torch.device, indexer_pool: int = 1) -> str:
-    """The kernels on CUDA devices, where they have the model's selection."""
-    return "gsa" if device.type == "cuda" and indexer_pool == 1 else "sdpa"
+    """The kernels on CUDA devices, where they have the model's selection; else plain torch, and a warning."""
+    if device.type != "cuda":
+        return "sdpa"
+    if indexer_pool > 1:
+        logger.warning(
+            "attention runs in plain torch, which is slow: here the kernels do not have gsa.indexer_pool = %d",
+            indexer_pool,
+        )
+        return "sdpa"
+    return "gsa"
 
 
 def _device(name: str) -> torch.device:

@@ -52,7 +52,8 @@ def select(
             density favours from limits.MEASURED_FROM_TOKENS on, else a packed mask; by the reference a packed mask.
             Where key lists are made of queries that select for themselves, the host waits for the device: their length
             is in the data.
-        with_log_sum: also give `Selection.log_sum`, which spares the indexer loss a pass; for packed masks
+        with_log_sum: also give `Selection.log_sum`, which spares the indexer loss a pass; for packed masks of keys that
+            are selected singly
 
     Raises:
         ValueError: the kernels cannot do it, or an argument does not fit; it names the argument and the remedy.

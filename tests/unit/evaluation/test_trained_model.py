@@ -159,9 +159,14 @@ def test_a_model_with_one_matrix_for_embedding_and_output(
 
 
 def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(
-    runs: dict[str, tuple[Any, Any, Path]],
+    runs: dict[str, tuple[Any, Any, Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [subjects.by_default(torch.device("cuda"), pool) for pool in (1, 2)] == ["gsa", "sdpa"]
+    with caplog.at_level("WARNING"):
+        assert subjects.by_default(torch.device("cuda"), 1) == "gsa"
+        assert caplog.text == ""
+        assert subjects.by_default(torch.device("cuda"), 2) == "sdpa"
+    assert "plain torch, which is slow" in caplog.text
+    assert "gsa.indexer_pool = 2" in caplog.text
     assert subjects.by_default(torch.device("cpu")) == "sdpa"
     folder = runs["pool"][2]
     assert not isinstance(load_subject(Source(run=folder)).model, trained_model.TrainedModel)
