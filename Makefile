@@ -11,7 +11,8 @@ CORES ?= $(shell nproc)
 WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
 # With bytecode, whatever the environment says: tests start many interpreters, which would all compile the same files.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
+# Without GPUs, which have tests of their own: make test-gpu.
+PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 

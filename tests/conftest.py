@@ -137,6 +137,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"tests/conftest.py: LONGEST_FILES names no file of tests/: {', '.join(gone)}"
         )
+    if torch.cuda.is_available():
+        for item in items:
+            if (TESTS / "kernels") in item.path.parents:  # they run the kernels on the device that there is
+                item.add_marker(pytest.mark.gpu)
     places = {TESTS / name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -111,5 +111,5 @@ def test_graphs_give_the_bits_of_single_launches(subject: tuple[FusedDecoder, He
             wanted = walk(state, decoder.step)
         state.put_back()
         graphs = DecodingGraphs(decoder)
-    for _ in range(REPLAYS):
-        assert same_bits(walk(state, graphs.step), wanted)
+        for _ in range(REPLAYS):  # inside: the graphs hold no reference to a workspace of other parts
+            assert same_bits(walk(state, graphs.step), wanted)

@@ -67,13 +67,8 @@ def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]],
     taken = torch.cuda.memory_allocated() - before
     detector, records = SpikeDetector(config.monitor, parallel.device), []
     for step in range(4):
-        batches = [
-            type(batch)(
-                *(None if part is None else part.to(parallel.device) for part in vars(batch).values())
-            )
-            for batch in random_batches(config, step)
-        ]
-        result = train_step(Training(model, optimizer, config, parallel, detector), batches, 1e-3, step)
+        training = Training(model, optimizer, config, parallel, detector)
+        result = train_step(training, random_batches(config, step), 1e-3, step)
         changed = optimizer.update_norm(result.verdict.applied, parallel)
         loss = result.loss_sum / result.loss_tokens
         records.append((loss.item(), result.grad_norm.item(), changed.item()))

@@ -83,7 +83,8 @@ def random_blocks(config: Config, seed: int = 0) -> torch.Tensor:
 
 def random_batches(config: Config, seed: int = 0, attend_across: bool = False) -> list[MicroBatch]:
     """The micro-batches of one step."""
-    parts = random_blocks(config, seed).split(config.train.micro_batch_size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = random_blocks(config, seed).to(device).split(config.train.micro_batch_size)
     return [to_micro_batch(part, EOS, attend_across) for part in parts]
 
 
@@ -93,7 +94,7 @@ def token_losses(model: Model, batch: MicroBatch, **of_pass: Any) -> torch.Tenso
     Args:
         of_pass: other fields of the `AttentionPass`.
     """
-    positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     with model.runtime.during(dataclasses.replace(model.runtime.attention_pass, **of_pass)):
         return model.module(batch.tokens, positions, batch.document_ids, labels=batch.labels)
 

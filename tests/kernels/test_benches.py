@@ -314,7 +314,12 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
     from whole_steps.planted_indexer import alike, exported, plant
     from whole_steps.step_bench import OurTrainee
 
-    config = tiny_config([SPARSE], model={"init_std": 0.02}, data={"attend_across_documents": True})
+    config = tiny_config(
+        [SPARSE],
+        model={"init_std": 0.02},
+        data={"attend_across_documents": True},
+        train={"precision": "fp32"},
+    )
     found = []
 
     def prepare(model: Any) -> None:
@@ -338,8 +343,9 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
         plant(model, planted, batch=2, length=16)
         for number, attention in enumerate(model.attentions):
             assert attention.variance.ema == 0.5 + number
-            assert torch.equal(attention.indexer.score_bias, source[number].score_bias)
-            given = attention.indexer(torch.randn(16, 2, 16))
+            bias = attention.indexer.score_bias
+            assert torch.equal(bias, source[number].score_bias)
+            given = attention.indexer(torch.randn(16, 2, 16).to(bias))
             assert torch.equal(given.keys[1], source[number].projections.keys[0, :16])
         found.extend(source)
 

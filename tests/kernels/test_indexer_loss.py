@@ -415,15 +415,16 @@ def test_errors() -> None:
             masked_indexer_loss(*arguments)
 
 
-def test_errors_of_key_lists() -> None:
-    problem, longer = (make_problem("key lists", length, "cpu") for length in (10, 12))
+@devices
+def test_errors_of_key_lists(device: str) -> None:
+    problem, longer = (make_problem("key lists", length, device) for length in (10, 12))
     assert problem.selection is not None
     lists = problem.selection.key_lists
     assert lists is not None
     first = problem.indexer.of_block_leaders(48)
 
     def target(tiles: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64)
+        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64, device=device)
 
     for indexer, block, message in (
         (longer.indexer, 1, "sequences of 10"),
@@ -433,7 +434,8 @@ def test_errors_of_key_lists() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             gathered_indexer_loss(indexer, target, lists, block)
-    tiles, given = torch.zeros(1, dtype=torch.int32), (problem.q, problem.k, problem.lse, lists)
+    tiles = torch.zeros(1, dtype=torch.int32, device=device)
+    given = (problem.q, problem.k, problem.lse, lists)
     with pytest.raises(ValueError, match="tiles is"):
         head_sum_probs_lists(*given, tiles.float())
     with pytest.raises(ValueError, match="selection_block is 48"):

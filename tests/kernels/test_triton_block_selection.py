@@ -259,8 +259,8 @@ def test_long_sequences(block: int, documents: bool) -> None:
         assert torch.equal(mask[: len(queries)], case.attended(top_k, queries)[0])
 
 
-def test_wrong_blocks_are_named() -> None:
-    indexer, ema = make_case("cpu", 40, 16, 16).indexer, torch.tensor(EMA)
+def test_wrong_blocks_are_named(device: str) -> None:
+    indexer, ema = make_case(device, 40, 16, 16).indexer, torch.tensor(EMA, device=device)
     for geometry, message in (
         (Geometry(selection_block=8, local_window=8), "selection_block is 8; pass one of"),
         (Geometry(selection_block=32, local_window=32), r"indexer\.queries has shape"),

@@ -421,9 +421,9 @@ def test_long_sequences(length: int, documents: bool) -> None:
         ({"candidates_from": 63}, "candidates_from is 63"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(device: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_case("cpu", 9).select(**options)
+        make_case(device, 9).select(**options)
 
 
 @pytest.mark.parametrize(
@@ -449,15 +449,15 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ("activation", lambda x: "tanh", "activation is 'tanh'"),
     ],
 )
-def test_wrong_indexers_are_named(name: str, change: Any, message: str) -> None:
-    case = make_case("cpu", 9)
+def test_wrong_indexers_are_named(device: str, name: str, change: Any, message: str) -> None:
+    case = make_case(device, 9)
     with pytest.raises(ValueError, match=message):
         replace(case, indexer=replace(case.indexer, **{name: change(getattr(case.indexer, name))})).select()
 
 
-def test_more_heads_than_the_kernel_holds_are_refused() -> None:
+def test_more_heads_than_the_kernel_holds_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="has 9 heads; pass 1 to 8"):
-        make_case("cpu", 9, heads=9).select()
+        make_case(device, 9, heads=9).select()
 
 
 @pytest.mark.parametrize(
@@ -467,6 +467,8 @@ def test_more_heads_than_the_kernel_holds_are_refused() -> None:
         (torch.zeros(1, 8, dtype=torch.int32), "document_starts has shape"),
     ],
 )
-def test_wrong_document_starts_are_named(starts: torch.Tensor, message: str) -> None:
+def test_wrong_document_starts_are_named(device: str, starts: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        op.select_keys(make_case("cpu", 9).indexer, RULE, torch.tensor(EMA), Geometry(starts))
+        op.select_keys(
+            make_case(device, 9).indexer, RULE, torch.tensor(EMA, device=device), Geometry(starts.to(device))
+        )
