@@ -18,10 +18,10 @@ from .kernel_pass_gsa import kernel_module
 class Order(NamedTuple):
     """When the rows of a sparse layer's joined product are multiplied, where `enters_at_once`."""
 
-    heads: Literal["front", "scores", "bin"] = "front"
+    heads: Literal["front", "scores", "bin"] = "bin"
     """Queries, keys and values of a step that selects: in front of the scores, or beside what `Beside.behind` names."""
 
-    gate: Literal["heads", "attention"] = "heads"
+    gate: Literal["heads", "attention"] = "attention"
     """G1: with the heads; or beside attention, whose output the product with W_O gates then. So are the indexer's rows
     of a step that keeps its selection."""
 

@@ -25,8 +25,11 @@ def cpu_fingerprint() -> dict[str, str]:
 
 
 def gpu_fingerprint() -> dict[str, str]:
+    """What chooses and cuts kernels is the architecture and the number of multiprocessors: an H100 and an H200 give the
+    same bits."""
+    device = torch.cuda.get_device_properties()
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": _version("triton"),

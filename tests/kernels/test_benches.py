@@ -336,7 +336,7 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
             for number, layer in enumerate(source)
         }
         torch.save({"seq_len_tokens": 24, "layers": layers}, tmp_path / "layers.pt")
-        length, planted = exported(tmp_path / "layers.pt", torch.device("cpu"))
+        length, planted = exported(tmp_path / "layers.pt", source[0].score_bias.device)
         assert length == 24
         with pytest.raises(ValueError, match="25 or more"):
             plant(model, planted, batch=2, length=25)

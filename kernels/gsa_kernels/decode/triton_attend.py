@@ -37,10 +37,10 @@ in two stages."""
 KEPT_TILE = Tile(64, 4, 1)
 """The same where a step that keeps its selection has parts of its own. Measured on an H200."""
 Release = Literal["start", "wait", "end"]
-RELEASE: Release = "end"
+RELEASE: Release = "wait"
 """When the next kernel of a chain may start: once all programs are in place, when the wait is over, or when the keys
 have been attended to. With "start" none runs beside this one that reads or writes more than weights before it waits."""
-KEPT_RELEASE: Release = "start"
+KEPT_RELEASE: Release = "wait"
 """The same of a step that keeps its selection: 4% of it, measured on an H200."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-EVICTION = ""
+EVICTION = "evict_first"
 """Triton's `eviction_policy` of loads of weights for one row: "evict_first" leaves more of the L2 cache to the rest."""
 
 
@@ -32,5 +32,7 @@ def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:
         return Tiling(rows=32 if count >= 4096 and not gated else 16)
     if count >= 65536:  # an output layer
         return Tiling(rows=2)
+    if count <= 2048 and columns <= 4096 and not gated:  # all tiles at once
+        return Tiling(rows=16, warps=8)
     rows = 4 if columns > 4096 else 8
     return Tiling(rows=rows // 2 if gated else rows)
