@@ -7,11 +7,13 @@ be on the disk that runs use). Two ways, one after the other:
 
     before   pinned memory made by the first save, all copied before the next step; two files a rank, a thread for
              the checksum of each
-    now      memory made meanwhile, copies behind the next step's forward and backward pass, up to eight files
+    now      memory made meanwhile (`pinning_s`: until the steps that are taken beside it are as fast as others), copies
+             behind the next step's forward and backward pass, up to eight files
 
 `stall_s` is what the steps from the beginning of a save on took beyond as many usual ones (median without saves), so
 that what the device waits for counts, too; `host_s` what the save itself says (`checkpoint_stall_seconds`); `plan_s`
-the part before the copies. The last save is waited for until it is durable. Bar: less than one step, first and later.
+the part before the copies; `durable_s` until a resume would find it, while steps go on. The last save is waited for
+until then. Bar: less than one step, first and later.
 """
 
 from __future__ import annotations
@@ -61,11 +63,19 @@ class Saving:
         if way == "now":
             self._saver.reserve(trainee.model, trainee.optimizer)
 
-    def step(self) -> None:
+    def step(self) -> list[SaveResult]:
         self._step += 1
         self._trainee.step(self._batches, hold_update=self._saver.hold_update)
+        return self._saver.ended(now=self._step)
 
-    def span(self, do: Callable[[], None]) -> float:
+    def until_pinned(self) -> float:
+        """Seconds that the memory took that is made beside steps."""
+        began, reserving = time.perf_counter(), self._saver._host_memory._reserving
+        while reserving is not None and not reserving.done():
+            self.span(self.step)
+        return time.perf_counter() - began
+
+    def span(self, do: Callable[[], object]) -> float:
         """Seconds until the device has done it."""
         _synchronize(self._trainee.parallel)
         began = time.perf_counter()
@@ -89,14 +99,17 @@ class Saving:
             assert not self._saver.begin(state, self._trainee.model, self._trainee.optimizer)
 
     def save_and_go_on(self, usual: float) -> Row:
+        found: list[SaveResult] = []
+
         def run() -> None:
             self.begin()
             for _ in range(self._steps):
-                self.step()
+                found.extend(self.step())
 
         took = self.span(run)
-        (result,) = self._saver.ended(now=self._step, wait=True)
-        return self._row(result, took - self._steps * usual, usual)
+        while not found:
+            found.extend(self.step())
+        return self._row(found[0], took - self._steps * usual, usual)
 
     def save_at_the_end(self, usual: float) -> Row:
         found: list[SaveResult] = []
@@ -162,11 +175,13 @@ def measure(
     with as_it_was(way):
         for _ in range(3):
             saving.step()
+        pinning = saving.until_pinned()
         usual = median(saving.span(saving.step) for _ in range(max(3, steps)))
         for number in range(saves):
-            yield {"way": way, "save": "first" if number == 0 else "later", **saving.save_and_go_on(usual)}
+            row = {"way": way, "save": "first" if number == 0 else "later", **saving.save_and_go_on(usual)}
+            yield {**row, "pinning_s": pinning if number == 0 else None}
         saving.step()
-        yield {"way": way, "save": "last", **saving.save_at_the_end(usual)}
+        yield {"way": way, "save": "last", **saving.save_at_the_end(usual), "pinning_s": None}
     saving.close()
 
 
@@ -192,6 +207,8 @@ def main(argv: list[str] | None = None) -> int:
             for row in measure(way, trainee, config, shared[0] / way, arguments.steps, arguments.saves):
                 if report is not None:
                     add_to(report, row)
+            if parallel.is_main:
+                shutil.rmtree(shared[0] / way)
     finally:
         if parallel.is_main:
             shutil.rmtree(shared[0])
