@@ -3,10 +3,8 @@ each when the one before has ended."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,11 +14,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from triton.runtime.jit import JITFunction
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import bench_generate
+from triton.runtime.jit import JITFunction
 
 from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraphs
