@@ -1,6 +1,6 @@
 """Tokens per second of decoding in a whole 1.7B model, and of prefill: GSA, GSA with shared selections, standard.
 
-    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...]
+    python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
 
 Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
 no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder` with
@@ -12,6 +12,8 @@ that selects in 32. All models take turns in one run.
 
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
 layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
+
+--timeline: also when the kernels of one layer start and end. One that waits for the kernel in front counts.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from typing import Any
 import harness
 import torch
 import yaml
+from timeline import show_layer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
@@ -285,6 +288,9 @@ def measure(
             steps[f"{name} head"] = harness.capture(partial(torch.nn.functional.linear, hidden, head))
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
         times |= harness.measure(steps, budget_ms=arguments.budget_ms, flush_l2=False, compiled=True)
+        if arguments.timeline:
+            for what, step in steps.items():
+                show_layer(what, step)
         for name, decoder in decoders.items():
             facts[name] = {"products": decoder.products}
             facts[name] |= {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
@@ -375,6 +381,7 @@ def main() -> int:
     parser.add_argument(
         "--eager", dest="compile", action="store_false", help="do not compile what is between products"
     )
+    parser.add_argument("--timeline", action="store_true", help="of one layer's kernels, by our products")
     parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
     arguments.until = time.perf_counter() + arguments.seconds

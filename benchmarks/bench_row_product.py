@@ -1,40 +1,26 @@
 """Products of one and of 16 rows, as decoding takes them: `row_product` in many tilings, and cuBLAS.
 
     python benchmarks/bench_row_product.py [--batches 1 16] [--only gate_up] [--seconds 140]
-    python benchmarks/bench_row_product.py --step [--length 131072]
 
 Weights of configs/gsa_1.7b.yaml, one for each of its layers, multiplied one after the other in a CUDA graph, so that
 none comes from the L2 cache; the output layer, larger than that cache, alone. us: of one product. cuBLAS is the product
 alone; ours has the norm in front of it, the gate, the residual. `chain`: the four products of a layer, each on the
 result of the one before, in all layers, with the default tilings and with those that were fastest here.
-
---step: instead, one sequence's step of the whole model: as it is, and in other ways (step_variants.py), group by group,
-of which the fastest is kept; and when the kernels of one layer start and end. Each way begins at the same state
-(step_state.py) and must give the logits of the code as it is, by graphs with the same bits as by launches. A kernel
-that waits for the one in front counts.
 """
 
-import argparse
-import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_generate
 import harness
 import torch
 import yaml
-from step_state import HeldState, hold, same_bits, walk
-from step_variants import Way, applied, groups
-from torch.profiler import ProfilerActivity, profile
 from triton.errors import TritonError
 
-from gsa_hf.decoding import FusedDecoder
-from gsa_hf.generation import DecodingGraphs
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.reference import row_product as wanted_product
@@ -71,8 +57,7 @@ def shapes(config: dict[str, Any]) -> dict[str, Shape]:
 
 
 def candidates(batch: int, shape: Shape) -> list[Tiling]:
-    """The default first. Registers of one row: rows * columns * 2 bytes over 32 threads a warp, twice with a gate, and
-    twice where tiles are taken in turns."""
+    """The default first. Registers of one row: rows * columns * 2 bytes over 32 threads a warp, twice with a gate."""
     found = [default_tiling(batch, shape.columns, shape.rows, shape.gated)]
     if batch > 1:
         for rows, chunk, stages, warps in (
@@ -94,8 +79,6 @@ def candidates(batch: int, shape: Shape) -> list[Tiling]:
             rows = 1 << max(rows, 1).bit_length() - 1
         if rows >= 1:
             found.append(Tiling(rows, warps))
-    for warps, rows, programs in ((4, 4, 264), (4, 4, 528), (8, 8, 132), (8, 8, 264)):
-        found.append(Tiling(max(rows // (2 if shape.gated or wide else 1), 1), warps, programs))
     return list(dict.fromkeys(found))
 
 
@@ -172,8 +155,7 @@ def measure(
 def label(batch: int, tiling: Tiling) -> str:
     if batch > 1:
         return f"{tiling.rows} x {tiling.chunk}, {tiling.stages} stages, {tiling.warps} warps"
-    turns = f", {tiling.programs} programs" if tiling.programs else ""
-    return f"{tiling.rows} rows, {tiling.warps} warps{turns}"
+    return f"{tiling.rows} rows, {tiling.warps} warps"
 
 
 def chain(
@@ -225,207 +207,19 @@ def measure_chain(
         report.row(chain_of_a_layer=name, batch=batch, us=us, gb_per_s=moved / us / 1e3)
 
 
-CROSS_TOLERANCE = 5e-2
-"""Of logits of another way beside those of the code as it is: bf16 rounds at other places, in all layers."""
-GRAPH_WALKS = 5
-"""Of each way: a kernel that reads too early may read what is right at times."""
-
-
-@dataclass
-class Trial:
-    """A way, with its captured steps of each model; ms of a token."""
-
-    name: str
-    way: Way
-    steps: dict[str, Callable[[], object]]
-    held: list[Any]  # a graph keeps no tensor alive
-    ms: float = float("inf")
-
-
-@dataclass
-class Subject:
-    """A model's decoder, and what its steps give as the code is."""
-
-    name: str
-    decoder: FusedDecoder
-    state: HeldState
-    wanted: list[torch.Tensor] = field(default_factory=list)
-    repeats: bool = True
-    """Whether the code as it is gives the same bits each time: else other ways are not asked to."""
-
-
-def first_walk(subject: Subject) -> str | None:
-    """Fill `wanted`. What is wrong with it: steps from the same state gave other logits."""
-    subject.wanted = walk(subject.state, subject.decoder.step)
-    again = walk(subject.state, subject.decoder.step)
-    moved = subject.state.moved(subject.decoder)
-    subject.repeats = same_bits(subject.wanted, again)
-    if subject.repeats and not moved:
-        return None
-    error = max(map(harness.relative_error, again, subject.wanted))
-    return f"twice from one state: relative error {error:.1e}; not as before: {moved or 'nothing known'}"
-
-
-def obstacle(subject: Subject, walks: list[list[torch.Tensor]]) -> tuple[float, str | None]:
-    """Largest relative error of logits beside those of the code as it is, and what is wrong. `walks`: a way's, first by
-    launches, then by graphs."""
-    errors = [
-        harness.relative_error(*pair) for each in walks for pair in zip(each, subject.wanted, strict=True)
-    ]
-    largest = max(errors, key=lambda each: each if math.isfinite(each) else math.inf)
-    if not largest < CROSS_TOLERANCE:
-        return largest, f"logits have relative error {largest:.1e}"
-    if subject.repeats and not all(same_bits(walks[0], each) for each in walks[1:]):
-        return largest, "steps of a graph give other bits than launches: something is read too early"
-    return largest, None
-
-
-def capture_way(report: harness.Report, name: str, way: Way, subjects: list[Subject]) -> Trial | None:
-    """None, and a line, if it does not run, gives other logits than the code as it is, or not the same each time."""
-    trial = Trial(name, way, {}, [])
-    largest = 0.0
-    for subject in subjects:
-        decoder, state, what = subject.decoder, subject.state, f"{subject.name}, {name}"
-        try:
-            state.put_back()
-            with applied(way, decoder):
-                by_launches = walk(state, decoder.step)
-                state.put_back()
-                graphs = DecodingGraphs(decoder)
-                trial.held.append(decoder._workspace)
-            by_graphs = [walk(state, graphs.step) for _ in range(GRAPH_WALKS)]
-        except (TritonError, RuntimeError, ValueError) as error:
-            print(f"{what}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-            return None
-        finally:
-            state.put_back()
-        error_found, wrong = obstacle(subject, [by_launches, *by_graphs])
-        if wrong is not None:
-            report.fail(f"{what}: {wrong}")
-            return None
-        largest = max(largest, error_found)
-
-        def step(subject: Subject, graphs: DecodingGraphs, refresh: bool) -> torch.Tensor:
-            subject.decoder.slot.fill_(subject.state.filled)
-            subject.decoder.lengths.fill_(subject.state.filled + 1)
-            return graphs.step(refresh)
-
-        trial.steps[f"{subject.name} select"] = partial(step, subject, graphs, True)
-        if decoder.config.index_block_size > 1:
-            trial.steps[f"{subject.name} keep"] = partial(step, subject, graphs, False)
-    print(f"{name}: right, logits differ by {largest:.1e}", flush=True)
-    return trial
-
-
-def time_trials(report: harness.Report, trials: list[Trial], subjects: list[Subject]) -> None:
-    """In turns. ms: GSA's step and, of GSA shared, the mean over a block."""
-    for subject in subjects:
-        subject.state.put_back()
-    runs = {f"{place} {what}": step for place, each in enumerate(trials) for what, step in each.steps.items()}
-    times = harness.measure(runs, budget_ms=60, flush_l2=False, compiled=True)
-    for place, trial in enumerate(trials):
-        ms = {what: times[f"{place} {what}"].ms for what in trial.steps}
-        gsa, select, keep = ms["GSA select"], ms["GSA shared select"], ms["GSA shared keep"]
-        shared = (select + (bench_generate.BLOCK - 1) * keep) / bench_generate.BLOCK
-        trial.ms = gsa + shared
-        report.row(way=trial.name, gsa_ms=gsa, shared_ms=shared, select_ms=select, keep_ms=keep)
-
-
-def open_subject(name: str, arguments: argparse.Namespace) -> Subject:
-    layers = arguments.shapes["model"]["num_layers"]
-    decoder = bench_generate.open_decoder(name, 1, arguments.length, layers, arguments, "cuda")
-    return Subject(name, decoder, hold(decoder))
-
-
-def measure_steps(report: harness.Report, arguments: argparse.Namespace) -> None:
-    """Both models of `bench_generate` that have an indexer, with our products: group by group of changes, each beside
-    the fastest way so far; then that way and the code as it is, kernel by kernel and side by side."""
-    until = time.perf_counter() + arguments.seconds
-    subjects = [open_subject(name, arguments) for name in bench_generate.PROMISES]
-    for subject in subjects:
-        wrong = first_walk(subject)
-        if wrong is not None:
-            report.fail(f"{subject.name}, as it is, {wrong}")
-    first = capture_way(report, "as it is", Way(), subjects)
-    if first is None:  # the report has failed; ways are still to be timed, by the size of their error
-        for subject in subjects:
-            subject.repeats = False
-        first = capture_way(report, "as it is", Way(), subjects)
-    if first is None:
-        report.fail("the code as it is does not run")
-        return
-    best = first
-    for group, changes in groups().items():
-        trials = [best]
-        for change, change_way in changes.items():
-            way = change_way(best.way)
-            if way == best.way:
-                continue
-            if time.perf_counter() > until:
-                print(f"{group}: {change} left out (--seconds)")
-                continue
-            trial = capture_way(report, f"{group}: {change}", way, subjects)
-            if trial is not None:
-                trials.append(trial)
-        if len(trials) > 1:
-            time_trials(report, trials, subjects)
-            best = min(trials, key=lambda each: each.ms)
-            print(f"{group}: kept {best.name}", flush=True)
-    shown = [first] if best is first else [first, best]
-    for each in shown:
-        for what, step in each.steps.items():
-            show_layer(f"{what}, {each.name}", step)
-    time_trials(report, [first, best], subjects)
-    print("fastest way, what differs from the code as it is:")
-    print(*(f"  {line}" for line in best.way.differences() or ["nothing"]), sep="\n")
-
-
-def show_layer(name: str, step: Callable[[], object]) -> None:
-    """Kernels from one launch of a joined product to the third behind it, in the middle of a step."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    kernels = [each for each in recorded.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda each: each.time_range.start)
-    entries = [place for place, each in enumerate(kernels) if "_joined_kernel" in each.name]
-    if len(entries) < 2:
-        print(f"{name}: the profiler saw no kernels")
-        return
-    middle = len(entries) // 2
-    first, last = entries[middle], entries[min(middle + 3, len(entries) - 1)]  # a layer has one to three
-    origin = kernels[first].time_range.start
-    print(f"{name}, a layer or more, us: start, end, kernel")
-    for each in kernels[first : last + 1]:
-        start, end = each.time_range.start - origin, each.time_range.end - origin
-        print(f"{start:9.2f} {end:9.2f}  {each.name[:60]}")
-
-
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--only", nargs="+", metavar="PRODUCT", help="of joined, out, gate_up, down, head")
     parser.add_argument("--budget-ms", type=float, default=30.0, help="of device time for each candidate")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help="after which no candidate, or way, is begun; 140, or 300 with --step",
-    )
-    parser.add_argument("--step", action="store_true", help="time steps of the model instead")
-    parser.add_argument("--length", type=int, default=bench_generate.PROMISED_LENGTH, help="tokens")
-    arguments: argparse.Namespace = parser.parse_args()
-    if arguments.seconds is None:
-        arguments.seconds = 300.0 if arguments.step else 140.0
+    parser.add_argument("--seconds", type=float, default=140.0, help="after which no candidate is begun")
+    arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     path = Path(harness.ROOT / "configs" / "gsa_1.7b.yaml")
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     report = harness.Report("bench_row_product", arguments)
-    if arguments.step:
-        arguments.shapes, arguments.compile, arguments.products = config, False, "rows"
-        measure_steps(report, arguments)
-        return report.finish()
     started = time.perf_counter()
     summary = []
     for place, batch in enumerate(arguments.batches):

@@ -273,8 +273,7 @@ class FusedDecoder:
         entered = launch(part=joined.Part(parts.front))
         if parts.beside_selection:
             part = joined.Part(parts.beside_selection, entered, beside=True)
-            beside = kernel_module("decode.state").Beside(partial(launch, part=part), row_layers.ORDER.heads)
-            held = dataclasses.replace(held, beside=beside)
+            held = dataclasses.replace(held, beside=partial(launch, part=part))
         if not parts.beside_attention:
             return self._attend_projected(place, module, entered, held, selects)
         attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)

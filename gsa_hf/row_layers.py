@@ -8,25 +8,11 @@ arguments as in joined_layers.py, where what they calculate is written in plain 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .kernel_pass_gsa import kernel_module
-
-
-class Order(NamedTuple):
-    """When the rows of a sparse layer's joined product are multiplied, where `enters_at_once`."""
-
-    heads: Literal["front", "scores", "bin"] = "bin"
-    """Queries, keys and values of a step that selects: in front of the scores, or beside what `Beside.behind` names."""
-
-    gate: Literal["heads", "attention"] = "attention"
-    """G1: with the heads; or beside attention, whose output the product with W_O gates then. So are the indexer's rows
-    of a step that keeps its selection."""
-
-
-ORDER = Order()
 
 
 class Entry(NamedTuple):
@@ -44,7 +30,7 @@ class Attended(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Sections of a layer's joined product, by when they are launched."""
+    """Sections of a layer's joined product, by when they are launched, where `enters_at_once`."""
 
     front: tuple[str, ...]
     beside_selection: tuple[str, ...]
@@ -52,24 +38,11 @@ class Parts(NamedTuple):
 
 
 def parts(selects: bool, gated: bool) -> Parts:
-    """Of a layer, by `ORDER`: whether it selects in this step, and whether it has G1.
-
-    Raises:
-        ValueError: the gate is beside an attention that lets the next kernel start before its own wait is over.
-    """
-    late_gate = ORDER.gate == "attention" and gated
-    name = "RELEASE" if selects else "KEPT_RELEASE"
-    if late_gate and getattr(kernel_module("decode.triton_attend"), name) == "start":
-        raise ValueError(
-            f"ORDER.gate is 'attention' and attention's {name} 'start'; pass gate 'heads', or 'wait' or 'end'"
-        )
-    heads = ("heads",) if late_gate else ("heads", "gate")
-    if not selects:
-        return Parts(heads, (), ("gate", "index")) if late_gate else Parts((*heads, "index"), (), ())
-    gate = ("gate",) if late_gate else ()
-    if ORDER.heads == "front":
-        return Parts((*heads, "index"), (), gate)
-    return Parts(("index",), heads, gate)
+    """Of a layer: whether it selects in this step, and whether it has G1, which attention needs not: the product with
+    W_O applies it. In front is what the next kernel needs."""
+    if selects:
+        return Parts(("index",), ("heads",), ("gate",) if gated else ())
+    return Parts(("heads",), (), ("gate", "index")) if gated else Parts(("heads", "index"), (), ())
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:

@@ -82,7 +82,6 @@ LONGEST_FILES = (
     "kernels/test_fused_indexer_loss.py",
     "unit/model/test_future_leak.py",
     "kernels/test_layer.py",
-    "unit/hf/test_bench_step.py",
     "kernels/test_triton_gathered_attention.py",
     "unit/evaluation/test_ruler.py",
     "unit/evaluation/test_needle.py",

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from gsa_kernels.decode import entry_reference as reference
 from gsa_kernels.decode import joined, state
 from gsa_kernels.decode.op import decode_attend
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, PairTiling
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
-from gsa_kernels.row_product.tiling import Tiling
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -74,12 +74,14 @@ def make(
 
 
 WHOLE = (("heads", "gate", "index"),)
+TURNS = PairTiling(2, 5)
+"""Five programs for several tiles each."""
 
 
 def enter(
     given: dict[str, Any],
     cache: reference.EntryCache,
-    tiling: Tiling | None,
+    tiling: PairTiling,
     groups: tuple[tuple[str, ...], ...],
 ) -> reference.Entered:
     """In as many launches as there are groups of sections; those behind the first as beside something."""
@@ -90,9 +92,7 @@ def enter(
     return entered
 
 
-def check(
-    options: dict[str, Any], tiling: Tiling | None, groups: tuple[tuple[str, ...], ...] = WHOLE
-) -> None:
+def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
     """Also that nothing but its slot of the cache is written."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
@@ -116,7 +116,7 @@ def check(
     bias=[False, True],
     wide=[False, True],
     dtype=[torch.float32, torch.bfloat16],
-    tiling=[None, Tiling(4), Tiling(2, programs=5)],
+    tiling=[DEFAULT_TILING, PairTiling(4, 528), TURNS],
 )
 def test_joined_product(options: dict[str, Any]) -> None:
     options = dict(options)
@@ -137,18 +137,18 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
         "indexer": (3, 22),
         "channels": (32, 22),
     }
-    check(options | {"bias": True, "wide": True, "dtype": dtype}, Tiling(2, programs=5), groups)
+    check(options | {"bias": True, "wide": True, "dtype": dtype}, TURNS, groups)
 
 
 def test_heads_of_256() -> None:
     """A quarter of whose channels turn, as in Qwen3.5."""
     options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
-    check(options | {"channels": (64, 8), "wide": True, "dtype": torch.bfloat16}, Tiling(16))
+    check(options | {"channels": (64, 8), "wide": True, "dtype": torch.bfloat16}, PairTiling(16, 528))
 
 
-@pytest.mark.parametrize("tiling", [None, Tiling(4), Tiling(4, 8, programs=264)], ids=str)
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(4, 264)], ids=str)
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
-def test_sizes_of_a_model(tiling: Tiling | None, marked: None) -> None:
+def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
     options = {
         "hidden": 2048,
         "heads": (16, 4, 128),

@@ -19,8 +19,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 NONE, BIAS, RESIDUAL, GATED = "none", "bias", "residual", "gated"
-TURNS = Tiling(2, programs=3)
-"""Three programs for several tiles each. For one row of x; several take tiles of 16."""
 
 
 def operands(
@@ -73,13 +71,13 @@ def check(given: dict[str, Any], tiling: Tiling | None) -> None:
     epilogue=[NONE, BIAS, RESIDUAL, GATED],
     dtype=[torch.float32, torch.bfloat16],
     x_gate=[False, True],
-    in_turns=[False, True],
+    small_tiles=[False, True],
 )
 def test_product(options: dict[str, Any]) -> None:
     options = dict(options)
     tiling = None
-    if options.pop("in_turns"):
-        tiling = TURNS if options["batch"] == 1 else Tiling(16, chunk=64, stages=2)
+    if options.pop("small_tiles"):  # several rows of x take tiles of 16
+        tiling = Tiling(2) if options["batch"] == 1 else Tiling(16, chunk=64, stages=2)
     check(operands(**options), tiling)
 
 

@@ -28,7 +28,7 @@ from decode_cases import (
 )
 
 from gsa_kernels import api
-from gsa_kernels.decode import op, state, triton_score, triton_select
+from gsa_kernels.decode import op, state, triton_select
 from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
 GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -278,18 +278,14 @@ def test_default_parts(programs: int, rows: int, numbers: int, splits: tuple[int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_that_read_settled_keys_ahead(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newest key by itself: first and last of a chunk, one of few, the only one; and an unused slot."""
-    monkeypatch.setattr(triton_score, "READ_AHEAD", True)
+def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
+    """The newest key by itself: first and last of a chunk, one of few, the only one; and an unused slot. Also that the
+    kernel beside is launched."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
-    for behind in ("scores", "bin"):
-        launched: list[int] = []
-        beside = state.Beside(lambda launched=launched: launched.append(1), behind)  # type: ignore[misc,arg-type]
-        check(case.with_new(settled=True, beside=beside), window=9)
-        assert launched
+    launched: list[int] = []
+    check(case.with_new(settled=True, beside=lambda: launched.append(1)), window=9)
+    assert launched
 
 
 def test_refuses() -> None:

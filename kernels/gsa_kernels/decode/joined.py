@@ -11,13 +11,9 @@ import torch
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry import check_entry_cache
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, launch_joined
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, launch_joined
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
-from gsa_kernels.row_product.tiling import Tiling
-
-INDEXER_TILING = Tiling(rows=2)
-"""Of the indexer's rows by themselves: few."""
 
 HEADS, GATE, INDEX = "heads", "gate", "index"
 
@@ -47,7 +43,7 @@ def enter_row(
     table: AngleTable,
     cache: EntryCache,
     slot: torch.Tensor,
-    tiling: Tiling | None = None,
+    tiling: PairTiling = DEFAULT_TILING,
     part: Part = WHOLE,
 ) -> Entered:
     """Arguments and result as of the reference; x [1, d], bf16 or fp32, all of one dtype. What is between the product
@@ -55,7 +51,6 @@ def enter_row(
 
     Args:
         sizes: an even index_dim
-        tiling: `rows` are pairs of rows
         part: what to calculate now; the rest of the result is left as it is
 
     Raises:
@@ -113,8 +108,6 @@ def enter_row(
     if unknown or not part.sections:
         raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
     out = _new_entered(x, sizes) if part.into is None else part.into
-    if tiling is None:
-        tiling = INDEXER_TILING if part.sections == (INDEX,) else DEFAULT_TILING
     wanted = (HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
     with launching_on(x, "x"):
         launch = Launch(tiling, wanted, can_chain(x), part.beside)

@@ -6,8 +6,8 @@ the grids cover the whole cache. The definitions are `decode_top_k` and `decode_
 
 On Hopper kernels are in place before the one in front of them ends, and wait for it: the rule is in row_product/op.py.
 Scores are so, behind a caller's kernel, only with `cache.in_chain`. `lengths` and `starts` are read before the wait;
-with `cache.settled` also, where the selection is kept, it and what it and the window name of keys and values, but for
-each sequence's newest token.
+with `cache.settled` also, but for each sequence's newest token, the indexer's keys or, where the selection is kept, it
+and what it and the window name of keys and values.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
@@ -111,8 +111,6 @@ def decode_select(
     rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
     with launching_on(queries, "the query"):
         score_keys(indexer, cache, k_max, selection_block, workspace, chained)
-        if cache.beside is not None and cache.beside.behind == "scores":
-            cache.beside.launch()
         select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)
 
 

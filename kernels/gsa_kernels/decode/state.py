@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 
@@ -88,15 +87,6 @@ class DecodeWorkspace:
     otherwise a part would have more keys than triton_attend.py's KEPT_TILE."""
 
 
-class Beside(NamedTuple):
-    """A kernel of the caller's that needs nothing of the selection, launched between its kernels so that it runs beside
-    the one in front, and that waits for this one before it ends (row_product/op.py)."""
-
-    launch: Callable[[], object]
-    behind: Literal["scores", "bin"]
-    """The scores, or the first of the two kernels behind them, which let it start once their own wait is over."""
-
-
 @dataclass(frozen=True)
 class LayerCache:
     """What decoding keeps of one layer, beside the keys of its indexer (`Indexer.keys`, [B, L_max, DI])."""
@@ -132,11 +122,12 @@ class LayerCache:
 
     in_chain: bool = False
     """The kernels in front of a step and behind it are launched early, too, and wait (row_product/op.py). Then scores
-    are in place before the one in front ends, and attention behind a selection lets the next one start. Between
+    are in place before the one in front ends, and attention lets the next one start when its own wait is over. Between
     ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
 
-    beside: Beside | None = None
-    """Launched by a call that selects."""
+    beside: Callable[[], object] | None = None
+    """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
+    kernels, so that this one runs beside the one in front, for which it waits before it ends (row_product/op.py)."""
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:

@@ -4,7 +4,7 @@ The query heads of one key-value head are the rows of a product. Each program at
 last one of a head to finish joins the parts, in their fixed order, and applies gate G1.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,12 +36,6 @@ WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
 in two stages."""
 KEPT_TILE = Tile(64, 4, 1)
 """The same where a step that keeps its selection has parts of its own. Measured on an H200."""
-Release = Literal["start", "wait", "end"]
-RELEASE: Release = "wait"
-"""When the next kernel of a chain may start: once all programs are in place, when the wait is over, or when the keys
-have been attended to. With "start" none runs beside this one that reads or writes more than weights before it waits."""
-KEPT_RELEASE: Release = "wait"
-"""The same of a step that keeps its selection: 4% of it, measured on an H200."""
 STRIP = 16
 """Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
 many there are: their indices are asked for beside the count."""
@@ -101,18 +95,12 @@ def attend_to_indices(
         PRECISION=input_precision(q.dtype),
         CHAINED=chained,
         BEHIND_SELECTION=behind_selection,
-        RELEASES=_release(cache, behind_selection) if chained else "",
+        IN_CHAIN=chained and cache.in_chain,
         SETTLED=settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({"launch_pdl": True} if chained else {}),
     )
-
-
-def _release(cache: LayerCache, behind_selection: bool) -> str:
-    if behind_selection:
-        return RELEASE if cache.in_chain else ""
-    return KEPT_RELEASE if cache.in_chain else "end"
 
 
 def _cut(
@@ -179,12 +167,14 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
     BEHIND_SELECTION: tl.constexpr,
-    RELEASES: tl.constexpr,
+    IN_CHAIN: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
-    """One program: one part of the keys of one key-value head of one sequence."""
-    if RELEASES == "start":
-        gdc_launch_dependents()
+    """One program: one part of the keys of one key-value head of one sequence.
+
+    In a chain the next kernel may start when the wait is over; else, where the caller's kernel is in front, when the
+    keys have been attended to.
+    """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -235,7 +225,7 @@ def _attend_kernel(
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    if RELEASES == "wait" and not BEHIND_SELECTION:
+    if IN_CHAIN and not BEHIND_SELECTION:
         gdc_launch_dependents()
     if SETTLED:
         is_newest = hit & (index == newest)
@@ -257,7 +247,7 @@ def _attend_kernel(
         if CHAINED and BEHIND_SELECTION:
             # The selection's kernels have waited for all before them, and so for who wrote q.
             gdc_wait()
-            if RELEASES == "wait":
+            if IN_CHAIN:
                 gdc_launch_dependents()
         top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
         count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
@@ -271,7 +261,7 @@ def _attend_kernel(
         maximum, total, acc = _attend_to_tile(
             q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
         )
-    if RELEASES == "end":
+    if CHAINED and not (IN_CHAIN or BEHIND_SELECTION):
         gdc_launch_dependents()
 
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh

@@ -12,19 +12,27 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.row_product import tiling as defaults
-from gsa_kernels.row_product.tiling import Tiling
-from gsa_kernels.row_product.triton_product import load_piece, pieces
+from gsa_kernels.row_product.triton_product import load_piece, load_rows, pieces
 
-DEFAULT_TILING = Tiling(rows=2, warps=4, programs=528)
-"""`rows`: pairs. Measured on an H200 for the product alone."""
 
-_MOST_REGISTERS = 128
-"""Of a thread: 528 programs of four warps are at once on the 132 multiprocessors of an H100 or H200."""
+class PairTiling(NamedTuple):
+    """How a launch cuts the weight."""
+
+    pairs: int
+    """Of rows that a program multiplies at a time, a power of two."""
+    programs: int
+    """At most: they take tiles in turns, and ask for a tile while they multiply the one before."""
+
+
+DEFAULT_TILING = PairTiling(2, 528)
+"""Measured on an H200 for the product alone."""
+
+_WARPS, _MOST_REGISTERS = 4, 128
+"""Of a program, and of a thread: 528 programs are at once on the 132 multiprocessors of an H100 or H200."""
 
 
 class Launch(NamedTuple):
-    tiling: Tiling
+    tiling: PairTiling
     sections: tuple[bool, bool, bool]
     """Whether to calculate queries, keys and values; G1; what the indexer has."""
     chained: bool
@@ -47,8 +55,8 @@ def launch_joined(
     tiling, sections, chained, beside = launch
     columns = x.shape[1]
     first, second = pieces(columns)
-    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.rows, sections)
-    programs = min(tiling.programs or tiles, tiles)
+    values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
+    programs = min(tiling.programs, tiles)
     has_index = sizes.index_heads > 0
     rows = cache.rows if has_index else None
     width = rows.shape[-1] if rows is not None else 0
@@ -72,7 +80,7 @@ def launch_joined(
         rows.stride(1) if rows is not None else 0,
         product.norm.eps,
         COLUMNS=columns,
-        TILE=tiling.rows,
+        TILE=tiling.pairs,
         FIRST=first,
         SECOND=second,
         Q=sizes.q,
@@ -92,10 +100,9 @@ def launch_joined(
         WEIGHTS_FROM=weights_from,
         TILES=tiles,
         LOOPS=programs < tiles,
-        EVICTION=defaults.EVICTION,
         CHAINED=chained,
         BESIDE=beside,
-        num_warps=tiling.warps,
+        num_warps=_WARPS,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
     )
@@ -119,25 +126,6 @@ def _sections(
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
-
-
-@triton.jit
-def _load_pair_rows(
-    weight_ptr,
-    rows,
-    row_ok,
-    COLUMNS: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVICTION: tl.constexpr,
-):
-    """[TILE, WIDTH] of the rows, columns from START on; zeros where there are none."""
-    columns = START + tl.arange(0, WIDTH)
-    ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
-    if START + WIDTH <= COLUMNS:
-        return tl.load(ptrs, mask=row_ok[:, None], other=0.0, eviction_policy=EVICTION)
-    mask = row_ok[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -244,7 +232,6 @@ def _joined_kernel(
     WEIGHTS_FROM: tl.constexpr,
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
-    EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -258,11 +245,11 @@ def _joined_kernel(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
     )  # fmt: skip
-    w = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST, EVICTION)
-    other = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST, EVICTION)
+    w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
+    other = load_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST)
     if SECOND:
-        w_second = _load_pair_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND, EVICTION)
-        other_second = _load_pair_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND, EVICTION)
+        w_second = load_rows(weight_ptr, first, first < end, COLUMNS, FIRST, SECOND)
+        other_second = load_rows(weight_ptr, second, second < end, COLUMNS, FIRST, SECOND)
     norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
         norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
@@ -297,18 +284,14 @@ def _joined_kernel(
                 tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
             )  # fmt: skip
-            next_w = _load_pair_rows(
-                weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST, EVICTION
-            )
-            next_other = _load_pair_rows(
-                weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST, EVICTION
-            )
+            next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
+            next_other = load_rows(weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST)
             if SECOND:
-                next_w_second = _load_pair_rows(
-                    weight_ptr, next_first, next_first < next_end, COLUMNS, FIRST, SECOND, EVICTION
+                next_w_second = load_rows(
+                    weight_ptr, next_first, next_first < next_end, COLUMNS, FIRST, SECOND
                 )
-                next_other_second = _load_pair_rows(
-                    weight_ptr, next_second, next_second < next_end, COLUMNS, FIRST, SECOND, EVICTION
+                next_other_second = load_rows(
+                    weight_ptr, next_second, next_second < next_end, COLUMNS, FIRST, SECOND
                 )
             next_cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
             next_sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)

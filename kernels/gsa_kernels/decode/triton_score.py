@@ -26,10 +26,6 @@ _COPIED_BYTES = 64 * 1024
 """Of keys on their way to shared memory, at most: several programs share a multiprocessor."""
 
 
-READ_AHEAD = True
-"""Keys of a settled cache are asked for before the wait."""
-
-
 def score_keys(
     indexer: Indexer,
     cache: LayerCache,
@@ -41,10 +37,9 @@ def score_keys(
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
     Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early, and with
-    `cache.in_chain` start before the one in front has ended.
+    `cache.in_chain` start before the one in front has ended. Old keys of a settled cache are asked for before the wait.
     """
     early = chained and cache.in_chain
-    beside = cache.beside is not None and cache.beside.behind == "scores"
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
     max_length = keys.shape[1]
@@ -84,8 +79,7 @@ def score_keys(
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
-        RELEASES_LATE=beside,
-        SETTLED=cache.settled and READ_AHEAD,
+        SETTLED=cache.settled,
         STAGES=min(CHUNK // SAMPLE + 2, _COPIED_BYTES // (SAMPLE * block_d * queries.element_size()) + 1),
         num_warps=_WARPS if bf16 else _FLOAT_WARPS,
         **({"launch_pdl": True} if early else {}),
@@ -129,12 +123,11 @@ def _score_kernel(
     TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
-    RELEASES_LATE: tl.constexpr,
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program: CHUNK keys of one sequence."""
-    if CHAINED and not RELEASES_LATE:
+    if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -143,10 +136,8 @@ def _score_kernel(
     idle = (first >= length) | ((length - 1) % selection_block != 0)
     # All programs wait, before any of them returns: the kernels behind rely on it (row_product/op.py).
     if CHAINED:
-        if not SETTLED:
+        if not SETTLED:  # noqa: SIM114 - decided when the kernel is compiled
             gdc_wait()
-            if RELEASES_LATE:
-                gdc_launch_dependents()
         elif idle:
             gdc_wait()
     # What depends on no length comes beside it.
@@ -195,8 +186,6 @@ def _score_kernel(
             if tile == 0:
                 if CHAINED:
                     gdc_wait()
-                    if RELEASES_LATE:
-                        gdc_launch_dependents()
                 queries = _load_queries(q_ptr, heads, dims, stride_qh, HI, DI)
                 weights = _load_weights(weight_ptr, weight_bias_ptr, heads, HI, SIGMOID)
                 new_ptrs = k_ptr + (end + new_lanes.to(tl.int64))[:, None] * stride_kl + dims[None, :]

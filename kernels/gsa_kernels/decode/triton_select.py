@@ -8,7 +8,7 @@ timing, the result does not. Many equal scores, or a floor that was too high, ma
 and nothing else.
 
 Each kernel lets the next one start when about half of its own work is done, but a kernel that runs beside it
-(`Beside`) at once. At once is slower for the selection's own (docs/kernels.md,
+(`LayerCache.beside`) at once. At once is slower for the selection's own (docs/kernels.md,
 Tuning), likely because programs that wait hold registers, more of them on one multiprocessor than on another.
 """
 
@@ -51,7 +51,6 @@ def select_indices(
         chained: start before `score_keys` has ended, and wait for it on the device
     """
     lengths, selection = cache.lengths, cache.selection
-    beside = cache.beside if cache.beside is not None and cache.beside.behind == "bin" else None
     columns = workspace.scores.shape[1]
     span = _span(lengths.shape[0], max_length)
     grid = (triton.cdiv(max_length, span), lengths.shape[0])
@@ -82,11 +81,11 @@ def select_indices(
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
         CHAINED=chained,
-        RELEASES_AT_ONCE=beside is not None,
+        RELEASES_AT_ONCE=cache.beside is not None,
         **options,
     )
-    if beside is not None:
-        beside.launch()
+    if cache.beside is not None:
+        cache.beside()
     _write_indices_kernel[grid](
         workspace.scores,
         workspace.histogram,

@@ -2,22 +2,15 @@
 
 from dataclasses import dataclass
 
-EVICTION = "evict_first"
-"""Triton's `eviction_policy` of loads of weights for one row: "evict_first" leaves more of the L2 cache to the rest."""
-
 
 @dataclass(frozen=True)
 class Tiling:
     """Of one launch."""
 
     rows: int
-    """Rows of the weight that a program multiplies at a time, a power of two; with a gate as many pairs of rows."""
+    """Rows of the weight that a program multiplies, a power of two; with a gate as many pairs of rows."""
 
     warps: int = 4
-
-    programs: int = 0
-    """They take tiles in turns, and ask for a tile while they multiply the one before; 0: one program a tile. For one
-    row of x."""
 
     chunk: int = 128
     """Columns at a time, for several rows of x."""

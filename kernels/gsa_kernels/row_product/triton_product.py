@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
-from gsa_kernels.row_product import tiling as defaults
 from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.selection.triton_search import INT_MAX
 
@@ -57,16 +56,7 @@ def multiply(
     }
     if batch == 1:
         first, second = pieces(columns)
-        programs = min(tiling.programs or tiles, tiles)
-        _one_row_kernel[(programs,)](
-            *operands,
-            eps,
-            FIRST=first,
-            SECOND=second,
-            LOOPS=programs < tiles,
-            EVICTION=defaults.EVICTION,
-            **shared,
-        )
+        _one_row_kernel[(tiles,)](*operands, eps, FIRST=first, SECOND=second, **shared)
         return
     _several_rows_kernel[(tiles,)](
         *operands,
@@ -111,24 +101,15 @@ def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    weight_ptr,
-    row,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVICTION: tl.constexpr,
-):
-    """[TILE, WIDTH]: rows from `row` on, columns from START on, zeros beyond the weight."""
-    rows = row + tl.arange(0, TILE)
+def load_rows(weight_ptr, rows, row_ok, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
+    """[TILE, WIDTH]: those of the rows [TILE] of a weight that are ok, columns from START on, zeros elsewhere."""
     columns = START + tl.arange(0, WIDTH)
-    ptrs = weight_ptr + _wide_enough(rows, ROWS, COLUMNS)[:, None] * COLUMNS + columns[None, :]
-    if START + WIDTH <= COLUMNS:
-        return tl.load(ptrs, mask=(rows < ROWS)[:, None], other=0.0, eviction_policy=EVICTION)
-    mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICTION)
+    ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
+    mask = row_ok[:, None]
+    if START + WIDTH > COLUMNS:
+        mask &= (columns < COLUMNS)[None, :]
+    # Read once in a step: the L2 cache is left to what is read again.
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -158,24 +139,22 @@ def _one_row_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
-    LOOPS: tl.constexpr,
-    EVICTION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the tiles start, start + programs, ... of TILE rows of the weight."""
+    """One program: TILE rows of the weight."""
     if CHAINED:
         gdc_launch_dependents()
-    start = tl.program_id(0)
-    step = tl.num_programs(0)
+    rows = _wide_enough(tl.program_id(0) * TILE + tl.arange(0, TILE), ROWS, COLUMNS)
+    row_ok = rows < ROWS
     up_ptr = _second_half(weight_ptr, ROWS, COLUMNS)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
-    w = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
+    w = load_rows(weight_ptr, rows, row_ok, COLUMNS, 0, FIRST)
     if SECOND:
-        w_second = _load_rows(weight_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
+        w_second = load_rows(weight_ptr, rows, row_ok, COLUMNS, FIRST, SECOND)
     if GATED:
-        up = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
+        up = load_rows(up_ptr, rows, row_ok, COLUMNS, 0, FIRST)
         if SECOND:
-            up_second = _load_rows(up_ptr, start * TILE, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
+            up_second = load_rows(up_ptr, rows, row_ok, COLUMNS, FIRST, SECOND)
     if norm_ptr is not None:
         norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
         if SECOND:
@@ -199,44 +178,23 @@ def _one_row_kernel(
             x_second *= norm_second
         scale = tl.rsqrt(squares / COLUMNS + eps)
 
-    for tile in range(start, tl.cdiv(ROWS, TILE), step):
-        # Everything is asked for before the first use.
-        rows = tile * TILE + tl.arange(0, TILE)
-        added = tl.zeros([TILE], tl.float32)
-        if bias_ptr is not None:
-            added += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            added += tl.load(residual_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
-        if LOOPS:  # the next tile; beyond the last one nothing is read
-            following = (tile + step) * TILE
-            next_w = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
-            if SECOND:
-                next_second = _load_rows(weight_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION)
-            if GATED:
-                next_up = _load_rows(up_ptr, following, ROWS, COLUMNS, TILE, 0, FIRST, EVICTION)
-                if SECOND:
-                    next_up_second = _load_rows(
-                        up_ptr, following, ROWS, COLUMNS, TILE, FIRST, SECOND, EVICTION
-                    )
-        out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+    # Everything is asked for before the first use.
+    added = tl.zeros([TILE], tl.float32)
+    if bias_ptr is not None:
+        added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        added += tl.load(residual_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+    if SECOND:
+        out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
+    out *= scale
+    if GATED:
+        gated = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
         if SECOND:
-            out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
-        out *= scale
-        if GATED:
-            gated = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
-            if SECOND:
-                gated += tl.sum(up_second.to(tl.float32) * x_second[None, :], axis=1)
-            out = out * tl.sigmoid(out) * (gated * scale)
-        out += added
-        tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
-        if LOOPS:
-            w = next_w
-            if SECOND:
-                w_second = next_second
-            if GATED:
-                up = next_up
-                if SECOND:
-                    up_second = next_up_second
+            gated += tl.sum(up_second.to(tl.float32) * x_second[None, :], axis=1)
+        out = out * tl.sigmoid(out) * (gated * scale)
+    out += added
+    tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=row_ok)
 
 
 @triton.jit

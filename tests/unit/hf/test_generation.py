@@ -8,13 +8,10 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from gsa_hf import decoding, generation, row_layers
-from gsa_hf.row_layers import Order
-from gsa_kernels.decode import triton_attend
+from gsa_hf import decoding, generation
 from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_model
 
 CUDA = torch.cuda.is_available()
-AT_ONCE = Order()
 
 
 class WithoutGraphs:
@@ -79,22 +76,11 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize(
-    ("name", "count", "new", "order"),
-    [
-        ("mixed", 3, 3, AT_ONCE),
-        ("sparse", 1, 2, AT_ONCE),
-        ("dense", 1, 3, AT_ONCE),
-        ("sparse", 1, 2, Order("scores", "heads")),
-        ("sparse", 1, 2, Order("bin", "attention")),
-        ("blocks", 1, 4, Order("bin", "attention")),
-    ],
+    ("name", "count", "new"), [("mixed", 3, 3), ("sparse", 1, 2), ("dense", 1, 3), ("blocks", 1, 4)]
 )
 def test_products_of_few_rows_give_the_same_tokens(
-    name: str, count: int, new: int, order: Order, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_layers, "ORDER", order)
-    if order.gate == "attention":
-        monkeypatch.setattr(triton_attend, "KEPT_RELEASE", "wait")
     model = make_model(name)
     wanted = [row[:new] for row in by_transformers(model, new)[:count]]
     if name != "dense":
