@@ -1,4 +1,4 @@
-"""How long training waits for saves: the first, later ones, and the last, of a whole model.
+"""How long training waits for saves, the first, later ones and the last, of a whole model; how long a start reads one.
 
     torchrun --standalone --nproc_per_node=1 benchmarks/bench_save.py [--config FILE] [--folder DIR] [key=value ...]
 
@@ -13,7 +13,8 @@ be on the disk that runs use). Two ways, one after the other:
 `stall_s` is what the steps from the beginning of a save on took beyond as many usual ones (median without saves), so
 that what the device waits for counts, too; `host_s` what the save itself says (`checkpoint_stall_seconds`); `plan_s`
 the part before the copies; `durable_s` until a resume would find it, while steps go on. The last save is waited for
-until then. Bar: less than one step, first and later.
+until then. Bar: less than one step, first and later. `read_s`: the last checkpoint read into the same model and checked
+meanwhile, as at a start, from the system's cache where that has room.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.checkpoint import checksums, save
-from gsa_train.checkpoint.load import RunState
+from gsa_train.checkpoint.damage import tensor_files
+from gsa_train.checkpoint.files import find_checkpoint
+from gsa_train.checkpoint.load import RunState, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver, SaveResult
 from gsa_train.checkpoint.staging import Copies, Group, Staging
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
@@ -121,6 +124,17 @@ class Saving:
         took = self.span(run)
         return self._row(found[0], took, usual)
 
+    def read(self) -> float:
+        """Seconds."""
+        folder = find_checkpoint(self._saver.checkpoints)
+        assert folder is not None
+        model, optimizer, parallel = self._trainee.model, self._trainee.optimizer, self._trainee.parallel
+        return self.span(
+            lambda: load_checkpoint(
+                folder, model, optimizer, parallel, with_optimizer=True, unchecked=tensor_files(folder)
+            )
+        )
+
     def close(self) -> None:
         self._saver.close()
 
@@ -170,7 +184,7 @@ def as_it_was(way: str) -> Iterator[None]:
 def measure(
     way: str, trainee: OurTrainee, config: Config, folder: Path, steps: int, saves: int
 ) -> Iterator[Row]:
-    """A row for each save."""
+    """A row for each save, and one for reading the last."""
     saving = Saving(way, trainee, config, folder, steps)
     with as_it_was(way):
         for _ in range(3):
@@ -182,6 +196,7 @@ def measure(
             yield {**row, "pinning_s": pinning if number == 0 else None}
         saving.step()
         yield {"way": way, "save": "last", **saving.save_at_the_end(usual), "pinning_s": None}
+        yield {"way": way, "read_s": saving.read()}
     saving.close()
 
 
@@ -220,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_to(report: harness.Report, row: Row) -> None:
     report.row(**row)
-    if row["way"] == "now" and row["save"] != "last":
+    if row["way"] == "now" and row.get("save") in ("first", "later"):
         report.bar(f"{row['save']} save: stall / step", row["stall_s"] / row["step_s"], at_most=1.0)
 
 
