@@ -9,8 +9,8 @@ import pytest
 
 from gsa_train.model import query_sample
 from helpers.expert_layouts import BOUNDARIES, CASES, RESHARDED, WORLD, train
+from helpers.layout_cases import SAMPLE
 from helpers.layout_comparison import TIES, assert_carries_weights_over, assert_goes_on, assert_same
-from helpers.many_layouts import SAMPLE
 from helpers.runs import run_script
 from helpers.single_rank import single_rank
 

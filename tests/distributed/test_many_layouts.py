@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from gsa_data.pack import document_ids
+from helpers.layout_cases import BOUNDARIES, CASES, EQUAL, LENGTH, RESHARDED, WORLD
 from helpers.layout_comparison import (
     assert_carries_weights_over,
     assert_goes_on,
     assert_trains_as_one_rank,
 )
-from helpers.many_layouts import BOUNDARIES, CASES, EOS, EQUAL, LENGTH, RESHARDED, WORLD, blocks
+from helpers.many_layouts import blocks
 from helpers.runs import run_script
+from helpers.single_rank import EOS
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.model.moe import router
 from gsa_train.optimizer import mcore as optim
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from helpers.many_layouts import (
+from helpers.layout_cases import (
     ALL_KEYS,
     INSTANCES,
     INTERLEAVED,
@@ -36,11 +36,9 @@ from helpers.many_layouts import (
     SAMPLE,
     Case,
     Reshard,
-    cross_boundary,
-    go_on,
     pairs,
-    train_case,
 )
+from helpers.many_layouts import cross_boundary, go_on, train_case
 
 WORLD = 4
 CLEAR: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"init_std": 0.3}, "data": {"seed": 6}}

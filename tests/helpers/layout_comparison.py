@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gsa_train.model import query_sample
-from helpers.many_layouts import BASELINE, SAMPLE, SELECTED, Case, Reshard, train_case
+from helpers.layout_cases import BASELINE, SAMPLE, SELECTED, Case, Reshard
+from helpers.many_layouts import train_case
 from helpers.margins import measured_margins
 from helpers.single_rank import single_rank
 

@@ -40,7 +40,8 @@ from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.model.mcore.build import Model
 from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from helpers.many_layouts import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3, train_case
+from helpers.layout_cases import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3
+from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG
 from whole_steps.step_bench import release_memory
 

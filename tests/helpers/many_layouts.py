@@ -6,13 +6,11 @@ context and pipeline sizes leave of the world is data parallel. Writes FOLDER/re
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
+from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config.checks import check_config
 from gsa_train.evaluation.requests import Request
 from gsa_train.metrics.record import Measured, reduce_step
@@ -41,243 +39,19 @@ from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_p
 from gsa_train.step import Training, evaluation_step, train_step
 from gsa_train.tasks import log_likelihoods
 from helpers.checkpoints import run_state
-from helpers.single_rank import CONFIG, DENSE, EOS, SPARSE, WARM_UP, as_numbers
-
-WORLD, LENGTH, SEQUENCES = 4, 32, 4
-STEPS = (1, 2)
-"""Of the warm-up and of the sparse phase. What differs in a step shows in its own numbers and in the next step's, also
-of the next phase: of more steps they would only say that rounding does not grow."""
-MORE_STEPS = (2, 2)
-"""Of one layout of megatron-core's optimizer and one of DeepSpeed's, and of the text of `SELECTED`."""
-ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
-"""Every query selects all that it sees, so no rounding can change a selection."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gsa": {
-        **ALL_KEYS["gsa"],
-        "indexer_rope": True,
-        "local_window": 4,
-        "selection_block": 4,
-        "selection_reuse": 2,
-        "indexer_temperature": "learned",
-    },
-    "model": {
-        "qk_norm": True,
-        "tie_embeddings": True,
-        "qkv_bias": True,
-        "rotary_percent": 0.5,
-        "rope_scaling": RopeScalingConfig("yarn", 4.0, 8),
-    },
-}
-SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
-"""Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the
-processor, would decide: no token comes twice in a sequence (`blocks`), and test_many_layouts measures the margins."""
-GATES_OF_HEADS: dict[str, dict[str, Any]] = {
-    "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_granularity": "headwise",
-        "gate_form": "additive",
-        "gate_activation": "silu",
-        "selection_reuse": 2,
-        "reuse_teacher": "group",
-        "indexer_norm": True,
-        "indexer_activation": "plain",
-    },
-    "model": {"sandwich_norm": True},
-}
-SHARED_GATES: dict[str, dict[str, Any]] = {
-    "gsa": {
-        **ALL_KEYS["gsa"],
-        "key_gate": True,
-        "query_gate": True,
-        "gate_sharing": "head_shared",
-        "indexer_activation": "qsa",
-        "local_window": 4,
-        "selection_block": 4,
-        "selection_query": "previous_mean",
-    },
-}
-FREE_GATES: dict[str, dict[str, Any]] = {
-    "gsa": {
-        **ALL_KEYS["gsa"],
-        "output_gate": False,
-        "output_transform": "rms_norm",
-        "projection_gate": True,
-        "key_gate": True,
-        "gate_input": "input_independent",
-        "indexer_pool": 2,
-        "gate_activation": "ns_sigmoid",
-    },
-}
-G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
-"""With the three above: gates of which tensor-parallel ranks hold a part, or the same for other heads or tokens."""
-TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
-BASELINE = {"gsa": {"attention": "dense"}}
-PAIRS = {"micro_batch_size": 2}
-"""Half the passes through the layers, and what one rank trains one by one. `context` and pipelines have several."""
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
-INSTANCES = {"optimizer_instances": 2}
-REPLICATED = {"distributed_optimizer": False}
-ZERO_1 = {"strategy": "deepspeed", "zero_stage": 1}
-ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
-ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
-
-
-SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
-"""Of gsa_train.model.query_sample: half of the 32 queries are measured, as of a long sequence. With four
-context-parallel ranks every second chunk is a run."""
-
-
-SAMPLED_POSITIONS = (13, 31)
-"""After which a token is written: on several context- and sequence-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class Case:
-    parallel: dict[str, Any]
-    sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
-    train: dict[str, Any] = field(default_factory=dict)
-    steps: tuple[int, int] = STEPS
-
-    @property
-    def layers(self) -> int:
-        """Enough for the stages; where there are none, so few that two differ. The text of `SELECTED` is for four."""
-        return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
-
-    def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-        """With `parallel`, for that layout instead of the case's."""
-        dense = self.sections is BASELINE
-        sections = {
-            **self.sections,
-            "model": {"num_layers": self.layers, "init_std": 0.1, **self.sections.get("model", {})},
-            "train": {
-                "seq_len_tokens": LENGTH,
-                "micro_batch_size": 1,
-                "global_batch_size": SEQUENCES,
-                "grad_clip": 1.0,
-                **train,
-            },
-            "parallel": self.parallel if parallel is None else parallel,
-        }
-        config = dataclasses.replace(CONFIG, phases=[DENSE] if dense else [WARM_UP, SPARSE])
-        for name, fields in sections.items():
-            section = dataclasses.replace(getattr(config, name), **fields)
-            config = dataclasses.replace(config, **{name: section})
-        return config
-
-
-# Tensor, context, data and plain pipelines with selected keys: three_way_layouts.py, each pair of them together.
-CASES = {
-    "context": Case({"context": 2}),
-    "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS),
-    "context, indexer norm": Case({"context": 2}, GATES_OF_HEADS, PAIRS),
-    "context, recomputed layers": Case({"context": 2}, train={"recompute": "full", **PAIRS}),
-    "context, replicated optimizer": Case({"context": 2, "distributed_optimizer": False}, train=PAIRS),
-    "context x pipeline, options": Case(
-        {"context": 2, "pipeline": 2}, OPTIONS, {"recompute": "selective", **PAIRS}
-    ),
-    "context, dense baseline": Case({"context": 2}, BASELINE, PAIRS),
-    "context in small chunks": Case({"context": 2, "context_chunks": 4}, OPTIONS, PAIRS),
-    "context x interleaved": Case({"context": 2, **INTERLEAVED}, train=PAIRS),
-    "data": Case({}),
-    "tensor without sequence": Case({"tensor": 2, "sequence": False}, train=PAIRS),
-    "tensor without sequence, overlapped": Case({"tensor": 2, "sequence": False, **OVERLAP}, train=PAIRS),
-    "tensor, dense baseline": Case({"tensor": 2}, BASELINE, PAIRS),
-    "tensor x pipeline, options": Case({"tensor": 2, "pipeline": 2}, OPTIONS, PAIRS),
-    "tensor, gates of heads": Case({"tensor": 2}, GATES_OF_HEADS, PAIRS),
-    "tensor, shared gates": Case({"tensor": 2}, SHARED_GATES, PAIRS),
-    "tensor without sequence, shared gates": Case({"tensor": 2, "sequence": False}, SHARED_GATES, PAIRS),
-    "tensor, free gates": Case({"tensor": 2}, FREE_GATES, PAIRS),
-    "deepspeed 1 x tensor, G5": Case({"tensor": 2, **ZERO_1}, G5, PAIRS),
-    "pipeline": Case({"pipeline": 2}),
-    "pipeline, recomputed layers": Case({"pipeline": 2}, train={"recompute": "full"}),
-    "tensor and sequence on all ranks": Case(
-        {"tensor": 4}, {**ALL_KEYS, "model": {"num_kv_heads": 4}}, PAIRS
-    ),
-    "pipeline on all ranks": Case({"pipeline": 4}),
-    "pipeline on all ranks, interleaved": Case(
-        {"pipeline": 4, "virtual_pipeline": 2}, {**ALL_KEYS, "model": {"num_layers": 8}}
-    ),
-    "interleaved": Case(INTERLEAVED),
-    "interleaved, selected keys": Case(INTERLEAVED, SELECTED, steps=MORE_STEPS),
-    "interleaved x tensor, tied": Case({"tensor": 2, **INTERLEAVED}, TIED, PAIRS),
-    "interleaved, overlapped": Case({**INTERLEAVED, **OVERLAP}),
-    "uneven": Case({"pipeline": 2, "pipeline_layers": [1, 3]}),
-    "two optimizer instances, overlapped": Case({**INSTANCES, **OVERLAP}),
-    "deepspeed 1 x tensor, options": Case({"tensor": 2, "sequence": False, **ZERO_1}, OPTIONS),
-    "deepspeed 2 in host memory, recomputed layers": Case(
-        {"tensor": 2, **ZERO_2, "offload_optimizer": True}, train={"recompute": "full"}
-    ),
-    "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=MORE_STEPS),
-}
-
-EQUAL = {
-    "tensor without sequence, overlapped": "tensor without sequence",
-    "interleaved, overlapped": "interleaved",
-    "pipeline, recomputed layers": "pipeline",
-}
-"""To the last bit. Two replicas, as gloo sums the parts of a buffer of more ranks in another order."""
-
-ONE_SMALL_INDEXER = {
-    **ALL_KEYS,
-    "gsa": {**ALL_KEYS["gsa"], "indexer_heads": 1, "indexer_dim": 2, "indexer_activation": "relu"},
-    "model": {"num_layers": 1},
-}
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """Who writes a checkpoint, and who goes on from it, the first of them after a damaged copy of it (of each kind of
-    optimizer one does). In its own layout it goes on bit for bit."""
-
-    writer: dict[str, Any]
-    readers: list[dict[str, Any]]
-    sections: dict[str, dict[str, Any]] = field(default_factory=lambda: ALL_KEYS)
-    phase: PhaseConfig = SPARSE
-
-    @property
-    def layers(self) -> int:
-        return 4 if any("pipeline" in layout for layout in (self.writer, *self.readers)) else 2
-
-
-RESHARDED = {
-    "interleaved": Reshard(
-        INTERLEAVED,
-        [{"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {}, {"context": 2, "tensor": 2}],
-    ),
-    # Each copy of the embedding has a bucket of gradients to itself. More tensor- than data-parallel ranks read it.
-    "pipeline, tied": Reshard(
-        {"pipeline": 2, "pipeline_layers": [3, 1]},
-        [{"tensor": 4, **ZERO_3}, {"tensor": 2, **INTERLEAVED}],
-        {**TIED, "model": {**TIED["model"], "num_kv_heads": 4}},
-    ),
-    "context": Reshard({"context": 2}, [{"tensor": 2, **ZERO_2}, {"context": 4}, {"pipeline": 4}]),
-    "two optimizer instances": Reshard({**INSTANCES, **OVERLAP}, [{**INSTANCES, **OVERLAP}]),
-    "free gates": Reshard(
-        {"tensor": 2, **REPLICATED},
-        [{"tensor": 4, "sequence": False}, REPLICATED],
-        {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
-    ),
-    "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}]),
-    # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
-    "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
-}
-
-
-def pairs(layout: dict[str, Any]) -> dict[str, int]:
-    """PAIRS where model and context leave few replicas: each has a micro-batch, or two for a pipeline."""
-    return PAIRS if {"context", "tensor"} & layout.keys() else {}
-
-
-BOUNDARIES = {
-    "sharded": {},
-    "two optimizer instances": {**INSTANCES, **OVERLAP},
-    "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
-}
-"""In bf16, where one phase's optimizer cuts its fp32 weights otherwise than the next one's."""
-BASE = dataclasses.replace(SPARSE, train="base")
+from helpers.layout_cases import (
+    BASE,
+    BOUNDARIES,
+    CASES,
+    LENGTH,
+    RESHARDED,
+    SAMPLE,
+    SAMPLED_POSITIONS,
+    STEPS,
+    Case,
+    pairs,
+)
+from helpers.single_rank import EOS, SPARSE, as_numbers
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
@@ -475,7 +249,7 @@ def cross_boundary(
 
 
 def main(folder: Path) -> None:
-    from gsa_train.optimizer import zero  # here, where the ranks run: the tests read the tables above
+    from gsa_train.optimizer import zero  # here, where the ranks run
     from helpers.zero_of_a_large_model import settings_of_a_large_model
 
     torch.set_num_threads(1)

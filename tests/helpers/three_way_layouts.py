@@ -22,7 +22,8 @@ from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
 from helpers.checkpoints import run_state
-from helpers.many_layouts import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case, take_step, train_case
+from helpers.layout_cases import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case
+from helpers.many_layouts import take_step, train_case
 
 WORLD = 8
 TENSOR_PIPELINE_CONTEXT = "tensor x pipeline x context"
