@@ -159,7 +159,11 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
     else:
         sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
         gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
-    lengths = {"seq_len_tokens": 48 if tiny else 512, "global_batch_size": 8, "micro_batch_size": 1}
+    lengths = {
+        "seq_len_tokens": 48 if tiny else 512,
+        "global_batch_size": 4 if tiny else 8,
+        "micro_batch_size": 1,
+    }
     phases = [
         PhaseConfig(name="warm-up", attention="dense", train="indexer"),
         PhaseConfig(name="sparse", attention="sparse", train="all"),
