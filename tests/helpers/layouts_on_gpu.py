@@ -126,6 +126,8 @@ class Subject:
     precision: str
     experts: bool = False
     """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
+    sequences: int = 8
+    """Of a step: one for each of eight data-parallel ranks at least."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
     lengths = {
         "seq_len_tokens": 48 if tiny else 512,
-        "global_batch_size": 4 if tiny else 8,
+        "global_batch_size": subject.sequences,
         "micro_batch_size": 1,
     }
     phases = [
@@ -299,10 +301,12 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
+    parser.add_argument("--sequences", type=int, default=8, help="of a step")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
-    steps, subject = arguments.steps, Subject(arguments.tiny, arguments.precision, arguments.experts)
+    steps = arguments.steps
+    subject = Subject(arguments.tiny, arguments.precision, arguments.experts, arguments.sequences)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     configs = layouts_that_fit(world_size, subject)
