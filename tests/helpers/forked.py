@@ -37,7 +37,7 @@ from torch._dynamo import utils as dynamo_utils
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
 LATER = ("wandb.sdk.launch", "transformers.utils.chat_template_utils", "gsa_train.optimizer.zero")
-"""What runs import when they need it, two CPU seconds a run of W&B's; passed over where it is not installed."""
+"""What runs import when they need it, of W&B, chats and DeepSpeed; passed over where it is not installed."""
 OF_RANKS = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -326,7 +326,7 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
 
 def _leave_imports_as_they_are() -> None:
     """At this fork's end, what the server has imported goes with the process: else torch takes its thousands of
-    operators out of its dispatcher one by one, a tenth of a CPU second, and lists the times of what was compiled."""
+    operators out of its dispatcher one by one, and lists the times of what was compiled."""
     for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         inherited.atexit = False
     atexit.unregister(dynamo_utils.dump_compile_times)
