@@ -66,7 +66,8 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
 )
 def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tmp_path: Path) -> None:
     report = tmp_path / "layouts.json"
-    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", *options, "--steps", "1", "--json", str(report)]
+    command = ["tests/helpers/layouts_on_gpu.py", "--tiny", *options, "--steps", "1"]
+    command += ["--sequences", "4", "--json", str(report)]  # two for each of two replicas
     output = run_script([*command, "--only", *layouts], tmp_path / "log", ranks=2)
     found = json.loads(report.read_text())
     assert set(found["one_rank"]) == set(ONE_RANK)

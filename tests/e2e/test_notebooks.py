@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.notebooks import code_cells
+from helpers.runs import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,18 +32,16 @@ assert [record["step"] for record in names["steps"]] == list(range(1, len(losses
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_notebook_runs(name: str) -> None:
-    script = f"from pathlib import Path; from helpers.notebooks import run; names, _ = run(Path({name!r}))"
-    paths = os.pathsep.join(filter(None, sys.path))
-    result = subprocess.run(
-        [sys.executable, "-c", script + SHOWN[name]],
-        cwd=EXAMPLES,
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
+    """In the folder where it is, as Jupyter runs it. What it starts itself is started for real."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os; from pathlib import Path; from helpers.notebooks import run\n"
+        f"os.chdir({str(EXAMPLES)!r}); names, _ = run(Path({name!r}))\n{SHOWN[name]}"
     )
-    assert result.returncode == 0, result.stderr
+    run_script(
+        [str(script)], tmp_path / "log", 1, launcher="python", environment={"CUDA_VISIBLE_DEVICES": ""}
+    )
 
 
 def test_every_notebook_is_run() -> None:

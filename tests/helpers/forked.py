@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
@@ -31,11 +32,12 @@ from typing import NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch._dynamo import utils as dynamo_utils
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
-LATER = ("wandb.sdk.launch", "transformers.utils.chat_template_utils")
-"""What runs import when they need it, two CPU seconds a run of W&B's; passed over where it is not installed."""
+LATER = ("wandb.sdk.launch", "transformers.utils.chat_template_utils", "gsa_train.optimizer.zero")
+"""What runs import when they need it, of W&B, chats and DeepSpeed; passed over where it is not installed."""
 OF_RANKS = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -322,10 +324,19 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
     os.environ.update(environment)
 
 
+def _leave_imports_as_they_are() -> None:
+    """At this fork's end, what the server has imported goes with the process: else torch takes its thousands of
+    operators out of its dispatcher one by one, and lists the times of what was compiled."""
+    for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        inherited.atexit = False
+    atexit.unregister(dynamo_utils.dump_compile_times)
+
+
 def run_file(command: list[str]) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     gc.freeze()  # what the server imported need not be searched at each collection
+    _leave_imports_as_they_are()
     # Children of a forkserver would start theirs by another one: readers of text would import torch, 2 seconds each.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:

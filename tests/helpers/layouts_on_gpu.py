@@ -127,6 +127,8 @@ class Subject:
     precision: str
     experts: bool = False
     """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
+    sequences: int = 8
+    """Of a step: one for each of eight data-parallel ranks at least."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,11 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
     else:
         sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
         gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}
-    lengths = {"seq_len_tokens": 48 if tiny else 512, "global_batch_size": 8, "micro_batch_size": 1}
+    lengths = {
+        "seq_len_tokens": 48 if tiny else 512,
+        "global_batch_size": subject.sequences,
+        "micro_batch_size": 1,
+    }
     phases = [
         PhaseConfig(name="warm-up", attention="dense", train="indexer"),
         PhaseConfig(name="sparse", attention="sparse", train="all"),
@@ -296,10 +302,12 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     parser.add_argument("--experts", action="store_true", help="a model with experts, and their layouts")
+    parser.add_argument("--sequences", type=int, default=8, help="of a step")
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
-    steps, subject = arguments.steps, Subject(arguments.tiny, arguments.precision, arguments.experts)
+    steps = arguments.steps
+    subject = Subject(arguments.tiny, arguments.precision, arguments.experts, arguments.sequences)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     configs = layouts_that_fit(world_size, subject)

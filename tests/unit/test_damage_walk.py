@@ -25,6 +25,7 @@ from gsa_train.monitor.stop import SpikeAhead, note_stop
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_ranges
 from gsa_train.resume import ResumeError, Start, choose_start
+from gsa_train.run import starts
 from gsa_train.run.folder import open_run_folder
 from gsa_train.run.lock import RunFolderError, RunLock
 from gsa_train.run.run_clock import RunClock
@@ -131,6 +132,12 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
     assert start.step == STEPS[-1]
     assert rewinds == [dataclasses.asdict(REWIND)]
     return "as before"
+
+
+@pytest.fixture(autouse=True)
+def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start notes it; no file of a run tells anything about it, so git is not asked two hundred times."""
+    monkeypatch.setattr(starts, "source_commit", lambda source: "0" * 40)
 
 
 def test_every_file_of_a_run_folder(

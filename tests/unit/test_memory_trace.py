@@ -32,6 +32,8 @@ CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2"]
 """Four micro-batches: as many are on their way at most in a first stage of 4, and in the last one of two chunks."""
 EIGHT = "train.global_batch_size=16"
+ONE_MICRO_BATCH = "train.global_batch_size=4"
+"""Or two of the 7B config's halves. What a second one finds of the first is in the cases of two."""
 
 EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
 EXPERTS = [
@@ -48,17 +50,17 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "one rank, warm-up": (GSA, [], 0, 1, WARM_UP),
     "one rank, one sequence": (GSA, ["train.micro_batch_size=1", "train.global_batch_size=2"], 0, 1, SPARSE),
     "recompute full": (GSA, ["train.recompute=full"], 0, 1, SPARSE),
-    "recompute selective": (GSA, ["train.recompute=selective"], 0, 1, SPARSE),
+    "recompute selective": (GSA, [ONE_MICRO_BATCH, "train.recompute=selective"], 0, 1, SPARSE),
     "data 2, distributed optimizer": (GSA, ["train.global_batch_size=16"], 0, 2, SPARSE),
     "data 2, replicated optimizer": (
         GSA,
-        ["train.global_batch_size=16", "parallel.distributed_optimizer=off"],
+        ["train.global_batch_size=8", "parallel.distributed_optimizer=off"],
         0,
         2,
         SPARSE,
     ),
     "tensor 2 with sequence parallelism": (GSA, ["parallel.tensor=2"], 0, 2, SPARSE),
-    "tensor 2 without": (GSA, ["parallel.tensor=2", "parallel.sequence=off"], 0, 2, SPARSE),
+    "tensor 2 without": (GSA, [ONE_MICRO_BATCH, "parallel.tensor=2", "parallel.sequence=off"], 0, 2, SPARSE),
     "context 2": (GSA, ["parallel.context=2"], 0, 2, SPARSE),
     "first stage of 2": (GSA, ["parallel.pipeline=2"], 0, 2, SPARSE),
     "last stage of 2": (GSA, ["parallel.pipeline=2"], 1, 2, SPARSE),
@@ -102,20 +104,26 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     ),
     "tensor 4 without, recompute full": (
         GSA,
-        [TP_4, "parallel.sequence=off", "train.recompute=full"],
+        [ONE_MICRO_BATCH, TP_4, "parallel.sequence=off", "train.recompute=full"],
         0,
         4,
         SPARSE,
     ),
-    "tensor 8, warm-up": (GSA_7B, ["parallel.tensor=8"], 0, 8, WARM_UP),
+    "tensor 8, warm-up": (GSA_7B, [ONE_MICRO_BATCH, "parallel.tensor=8"], 0, 8, WARM_UP),
     "norms of Q and K": (GSA, ["model.qk_norm=on", PP_2], 0, 2, SPARSE),
     "groups of keys": (GSA, GROUPS, 0, 1, SPARSE),
-    "groups of keys, warm-up": (GSA, GROUPS, 0, 1, WARM_UP),
+    "groups of keys, warm-up": (GSA, [ONE_MICRO_BATCH, *GROUPS], 0, 1, WARM_UP),
     "groups of keys over lists": (GSA, [*GROUPS, *LONG], 0, 1, SPARSE),
     "8 indexer heads": (GSA, ["gsa.indexer_heads=8", PP_2], 0, 2, SPARSE),
-    "standard": (STANDARD, [], 0, 1, SPARSE),
-    "operations one by one": (GSA, ["train.fused_ops=none"], 0, 1, SPARSE),
-    "shared selections": (GSA, ["gsa.selection_block=32", "gsa.local_window=64"], 0, 1, SPARSE),
+    "standard": (STANDARD, [ONE_MICRO_BATCH], 0, 1, SPARSE),
+    "operations one by one": (GSA, [ONE_MICRO_BATCH, "train.fused_ops=none"], 0, 1, SPARSE),
+    "shared selections": (
+        GSA,
+        [ONE_MICRO_BATCH, "gsa.selection_block=32", "gsa.local_window=64"],
+        0,
+        1,
+        SPARSE,
+    ),
     "experts": (GSA, EXPERTS, 0, 1, SPARSE),
     "experts, first stage of 2, expert 2": (GSA, [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2], 0, 4, SPARSE),
     "experts, first stage of 2, expert 2, warm-up": (
@@ -154,7 +162,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "128K tokens, context 4, tensor 4, warm-up": (GSA_128K, [*CONTEXT_4, TP_4], 4, 16, WARM_UP),
     "128K tokens, context 4, tensor 4, recompute selective": (
         GSA_128K,
-        [*CONTEXT_4, TP_4, "train.recompute=selective"],
+        [*CONTEXT_4, TP_4, "train.global_batch_size=1", "train.recompute=selective"],
         4,
         16,
         SPARSE,
@@ -172,7 +180,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
         [
             "train.seq_len_tokens=16384",
             "train.micro_batch_size=1",
-            "train.global_batch_size=2",
+            "train.global_batch_size=1",
             "gsa.attention_kernel=masked",
         ],
         0,

@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = {
-    "text": ["--kind", "text", "--gigabytes", "0.02", "--shard-megabytes", "3.5"],
     "text, one worker": [
         "--kind",
         "text",

@@ -251,9 +251,9 @@ def test_a_lane_may_get_only_shards_of_weight_0_for_some_epochs(
         write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(number), source) for number in numbers])
     corpus = build_manifest(str(tmp_path))
     config = replace(CONFIG, num_lanes=num_lanes, source_weights={"Web": 0.0, "Books": 0.0, "Code": 0.0})
-    whole = read_run(corpus, tokenizer, config, steps=120)
-    first = read_run(corpus, tokenizer, config, steps=37)
-    rest = read_run(corpus, tokenizer, config, world_size=2, steps=83, state=first.state())
+    whole = read_run(corpus, tokenizer, config, steps=60)
+    first = read_run(corpus, tokenizer, config, steps=19)
+    rest = read_run(corpus, tokenizer, config, world_size=2, steps=41, state=first.state())
     assert {**first.samples, **rest.samples} == whole.samples
     assert rest.state() == whole.state()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
 from helpers.hf import distinct_tokens, tiny_model
-
-ROOT = Path(__file__).resolve().parents[3]
+from helpers.runs import run_script
 
 
 def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -81,11 +77,9 @@ def test_masked_labels_and_the_mean_over_a_step() -> None:
 
 
 def test_ten_steps_of_trainer(tmp_path: Path) -> None:
-    """In a process of its own with few variables: accelerate sets some, and takes LOCAL_RANK for a world of ranks."""
-    command = [sys.executable, "-W", "ignore", "tests/helpers/hf_trainer.py", str(tmp_path)]
-    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "kernels"))
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "OMP_NUM_THREADS")}
-    subprocess.run(command, cwd=ROOT, env={**kept, "PYTHONPATH": paths}, check=True)
+    """In a process of its own: accelerate sets variables, and takes LOCAL_RANK for a world of ranks."""
+    command = ["tests/helpers/hf_trainer.py", str(tmp_path)]
+    run_script(command, tmp_path / "log", ranks=1, launcher="python")
 
 
 def test_text_generation_pipeline() -> None:
