@@ -12,9 +12,7 @@ from helpers.hf import distinct_tokens, tiny_model
 
 
 def main(folder: str) -> None:
-    os.environ.pop(
-        "LOCAL_RANK", None
-    )  # DeepSpeed's, of the tests' process; accelerate would wait for its world
+    os.environ.pop("LOCAL_RANK", None)  # DeepSpeed sets it, and accelerate would wait for its world
     model = tiny_model("blocks", indexer_loss_coef=1.0, index_temperature="learned")
     average = model.model.layers[0].self_attn.indexer.variance_ema.clone()
     before = {name: value.clone() for name, value in model.named_parameters()}
