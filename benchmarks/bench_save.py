@@ -7,8 +7,8 @@ be on the disk that runs use). Two ways, one after the other:
 
     before   pinned memory made by the first save, all copied before the next step; two files a rank, a thread for
              the checksum of each
-    now      memory made meanwhile (`pinning_s`: until the steps that are taken beside it are as fast as others), copies
-             behind the next step's forward and backward pass, up to eight files
+    now      memory made meanwhile (`pinning_s`: from when it was asked for until a step found it there), copies behind
+             the next step's forward and backward pass, up to eight files
 
 `stall_s` is what the steps from the beginning of a save on took beyond as many usual ones (median without saves), so
 that what the device waits for counts, too; `host_s` what the save itself says (`checkpoint_stall_seconds`); `plan_s`
@@ -63,6 +63,7 @@ class Saving:
         self._saver = CheckpointSaver(folder, CheckpointConfig(keep_last=1), parallel)
         self._step = 0
         self._plan_seconds = 0.0
+        self._asked = time.perf_counter()
         if way == "now":
             self._saver.reserve(trainee.model, trainee.optimizer)
 
@@ -72,11 +73,13 @@ class Saving:
         return self._saver.ended(now=self._step)
 
     def until_pinned(self) -> float:
-        """Seconds that the memory took that is made beside steps."""
-        began, reserving = time.perf_counter(), self._saver._host_memory._reserving
-        while reserving is not None and not reserving.done():
+        """Seconds until a step found the memory there; 0.0 where none was asked for."""
+        reserving = self._saver._host_memory._reserving
+        if reserving is None:
+            return 0.0
+        while not reserving.done():
             self.span(self.step)
-        return time.perf_counter() - began
+        return time.perf_counter() - self._asked
 
     def span(self, do: Callable[[], object]) -> float:
         """Seconds until the device has done it."""

@@ -25,8 +25,8 @@ def cpu_fingerprint() -> dict[str, str]:
 
 
 def gpu_fingerprint() -> dict[str, str]:
-    """What chooses and cuts kernels is the architecture and the number of multiprocessors: an H100 and an H200 give the
-    same bits."""
+    """What chooses and cuts kernels is the architecture and the number of multiprocessors: an H100 gave the bits of an
+    H200 in each golden run and problem."""
     device = torch.cuda.get_device_properties()
     return {
         "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",
