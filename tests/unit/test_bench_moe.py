@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gsa_train.model.mcore.build import Model
 from helpers.bench_without_cuda import stand_in_for_cuda
-from helpers.single_rank import DENSE, random_batches, single_rank, step_gradients, tiny_config, tiny_model
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    random_batches,
+    single_rank,
+    step_gradients,
+    tiny_config,
+    tiny_model,
+)
 from whole_steps.megatron_experts import (
     EXPERTS,
     take_megatron_experts,
     unsupported_by_megatron_experts,
 )
 from whole_steps.megatron_peer import unsupported_by_megatron
+from whole_steps.step_bench import OurTrainee
 
 SIZES: dict[str, Any] = {
     "experts": 8,
@@ -75,6 +87,25 @@ def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None
         pairs += zip(*own, strict=True)
     for one, other in pairs:
         assert (one - other).norm() <= 1e-4 * one.norm()
+
+
+@pytest.mark.parametrize("experts", ["", *EXPERTS])
+def test_a_closed_trainee_leaves_nothing(experts: str) -> None:
+    """Models take turns because they do not fit the device together. megatron-core's dispatchers keep a tensor of the
+    last pass, with its graph."""
+    config = tiny_config([SPARSE], moe=SIZES)
+
+    def prepare(model: Model) -> None:
+        if experts:
+            take_megatron_experts(model, experts, "allgather")
+
+    trainee = OurTrainee(config, SPARSE, single_rank(), prepare, lr=0.0)
+    trainee.step(random_batches(config))
+    left = [weakref.ref(parameter) for parameter in trainee.model.gpt.parameters()]
+    left += [weakref.ref(buffer.grad_data) for ddp in trainee.optimizer.ddps for buffer in ddp.buffers]
+    trainee.close()
+    gc.collect()
+    assert [reference() for reference in left if reference() is not None] == []
 
 
 def test_what_cannot_be_compared_says_so() -> None:
