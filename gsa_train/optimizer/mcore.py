@@ -7,6 +7,7 @@ optimizer state, and the sparse phase starts with fresh moments.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -46,30 +47,30 @@ class PhaseDataParallel(DistributedDataParallel):
     It hangs a hook on autograd's node of each parameter, and each hook holds the wrapper with its gradient buffers and
     the model. A node lives as long as any tensor whose graph has the parameter. A module may keep one, as
     megatron-core's token dispatchers do: a cycle through autograd, which Python's collector cannot see. The next
-    phase's wrapper then also gets the same nodes, old hooks included.
+    phase's wrapper then also gets the same nodes, old hooks included. So autograd gets hooks that hold no wrapper.
     """
 
-    _gradient_hooks: list[list[Hook]]
-    """One in each list, which the node's hook looks into; none behind `drop_gradient_hooks`."""
+    _gradient_hooks: dict[torch.nn.Parameter, Hook]
+    """megatron-core's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._gradient_hooks = []  # filled while megatron-core's part is made
+        self._gradient_hooks = {}  # filled while megatron-core's part is made
         super().__init__(*args, **kwargs)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Hook:
-        held: list[Hook] = [super()._make_backward_post_hook(param)]
-        self._gradient_hooks.append(held)
+        self._gradient_hooks[param] = super()._make_backward_post_hook(param)
+        reference = weakref.ref(self)
 
         def hook(*gradients: Any) -> None:
-            for each in held:
-                each(*gradients)
+            wrapper = reference()
+            if wrapper is not None and param in wrapper._gradient_hooks:
+                wrapper._gradient_hooks[param](*gradients)
 
         return hook
 
     def drop_gradient_hooks(self) -> None:
-        """Backward passes do nothing for this wrapper from now on, and autograd does not hold it."""
-        for held in self._gradient_hooks:
-            held.clear()
+        """Backward passes do nothing for this wrapper from now on, also where a node is the next one's, too."""
+        self._gradient_hooks.clear()
 
 
 @dataclass
