@@ -6,7 +6,11 @@ beside standard attention.
 
 The shapes are those of configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
 holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.68B in all, about
-60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active.
+60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active. All
+models have the same micro-batch: of 1, 2 and 4 sequences the most with which all fit the device by the memory estimate.
+
+`standard_graphs` and `gsa_graphs` are the same models by `train.cuda_graphs`. The bar for a step of GSA over a standard
+one takes the faster way of each, with graphs or without, as who trains would.
 
 In `standard_sequential` and `standard_grouped` each mixture is megatron-core's own layer with the same weights:
 its router and its dispatcher, and SequentialMLP or GroupedMLP (whole_steps/megatron_experts.py says what that has
@@ -15,9 +19,10 @@ layers' outputs for random tokens are compared: what differs by more than roundi
 that weights, and where tokens go, stay the same in all of them; `load_max` is the largest expert's load over the mean.
 
 The models take turns, in `--rounds` rounds, each built anew as they do not fit the device together, and warmed up
-first. `ratio` is the median over the rounds of a model's step over the standard one's, with its standard error. The
-table by part is traced steps of the last round, in ms per step: `experts` are the routed ones' products, `exchange` is
-sorting tokens by expert and adding up outputs, `mlp` has the shared expert.
+first. `ratio` is the median over the rounds of a model's step over the standard one's without graphs, with its standard
+error. The table by part is traced steps of the last round, in ms per step: `experts` are the routed ones' products,
+`exchange` is sorting tokens by expert and adding up outputs, `mlp` has the shared expert. Kernels of a graph belong to
+no part, so those models are not traced.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ import torch
 from gsa_train.config import Config, load_config
 from gsa_train.memory.estimate import estimate_memory
 from gsa_train.metrics.record import expert_metrics
+from gsa_train.micro_batch_graph import CaptureError, leave_default_stream
 from gsa_train.model.flops import count_parameters, flops_per_token, peak_flops_per_second
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.stats import EXPERTS
@@ -52,10 +58,29 @@ from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STANDARD, GSA = "standard", "gsa"
-MODELS = {STANDARD: (STANDARD, ""), GSA: (GSA, "")} | {
-    f"{STANDARD}_{experts}": (STANDARD, experts) for experts in megatron_experts.EXPERTS
-}
-"""Name -> which config, and which of megatron-core's experts; empty: our mixture."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    kind: str
+    """STANDARD or GSA: which config."""
+    megatron_experts: str = ""
+    """Which of megatron-core's experts; empty: our mixture."""
+    graphs: bool = False
+    """`train.cuda_graphs`"""
+
+
+MODELS = (
+    {kind: Variant(kind) for kind in (STANDARD, GSA)}
+    | {f"{kind}_graphs": Variant(kind, graphs=True) for kind in (STANDARD, GSA)}
+    | {f"{STANDARD}_{experts}": Variant(STANDARD, experts) for experts in megatron_experts.EXPERTS}
+)
+GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
+MICRO_BATCHES = (1, 2, 4)
+SPARE_GIB = 6.0
+"""Of the device, for what an estimate leaves out: the allocator's gaps and what libraries hold."""
+LEFT_GIB = 1.0
+"""That a turn may leave behind: workspaces of libraries."""
 TRACED_STEPS = 2
 ROUNDING = 0.02
 """Relative, of a layer's output in bf16: eps is 0.008, and each output is a sum of two products in a row."""
@@ -69,6 +94,8 @@ class Found:
     step_seconds: list[float] = field(default_factory=list)
     """Median of each round."""
     peak_gib: float = 0.0
+    left_gib: float = 0.0
+    """More than before is still allocated behind a turn."""
     difference: float = 0.0
     """Of megatron-core's layers' outputs from ours; 0 for ours."""
     load_max: float = float("nan")
@@ -77,6 +104,13 @@ class Found:
     parts: dict[str, float] = field(default_factory=dict)
     """ms per step."""
     failed: str = ""
+    """Why it takes no more turns."""
+    is_fault: bool = False
+    """It is not for want of room."""
+
+    @property
+    def predicted_gib(self) -> float:
+        return estimate_memory(self.config, self.config.phases[-1], world_size=1, stage=0).total / 2**30
 
 
 @dataclass(frozen=True)
@@ -93,14 +127,38 @@ def load(name: str, options: Sequence[str]) -> Config:
     Raises:
         ConfigError: an override does not fit.
     """
-    kind, _ = MODELS[name]
-    fixed = ["parallel.expert=1", "data.num_workers=0", "data.num_lanes=1", "train.micro_batch_size=1"]
-    return load_config(
-        CONFIGS / f"{kind}_moe_15b_a2b.yaml", [*fixed, *options], world_size=1, need_data=False
-    )
+    variant = MODELS[name]
+    fixed = ["parallel.expert=1", "data.num_workers=0", "data.num_lanes=1"]
+    fixed += GRAPHS if variant.graphs else ()
+    path = CONFIGS / f"{variant.kind}_moe_15b_a2b.yaml"
+    return load_config(path, [*fixed, *options], world_size=1, need_data=False)
+
+
+def load_all(
+    names: Sequence[str], options: Sequence[str], sequences: int, micro_batch: int | None
+) -> dict[str, Found]:
+    """The models with one micro-batch.
+
+    Args:
+        sequences: of a step.
+        micro_batch: sequences of one; None: the most of MICRO_BATCHES with which all models fit the device, by the
+            memory estimate, or 1 if none does.
+    """
+    sizes = [micro_batch] if micro_batch else [size for size in MICRO_BATCHES if sequences % size == 0]
+    loaded = {
+        size: {name: Found(load(name, [f"train.micro_batch_size={size}", *options])) for name in names}
+        for size in sizes
+    }
+    room = torch.cuda.mem_get_info()[0] / 2**30 - SPARE_GIB
+    need = {size: max(each.predicted_gib for each in found.values()) for size, found in loaded.items()}
+    chosen = max((size for size in sizes if need[size] <= room), default=sizes[0])
+    predictions = ", ".join(f"{gib:.0f} GiB with {size}" for size, gib in need.items())
+    print(f"micro-batch: {chosen} sequences; all models need at most {predictions}; there are {room:.0f} GiB")
+    return loaded[chosen]
 
 
 def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> None:
+    allocated = release_memory(parallel.device)
     for number in range(turns.rounds):
         is_last = number == turns.rounds - 1
         for name, each in found.items():
@@ -109,13 +167,17 @@ def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> Non
                     take_turn(name, each, turns, is_last, parallel)
                 except torch.OutOfMemoryError as error:
                     each.failed = f"out of memory: {str(error).splitlines()[0]}"
-                release_memory(parallel.device)  # behind the handler, whose error holds on to the tensors
+                except CaptureError as error:
+                    each.failed, each.is_fault = f"no graph: {error.__cause__}".splitlines()[0], True
+                # Behind the handler, whose error holds on to the tensors.
+                before, allocated = allocated, release_memory(parallel.device)
+                each.left_gib = max(each.left_gib, (allocated - before) / 2**30)
             shown = each.failed or f"{1e3 * each.step_seconds[-1]:.1f} ms"
             print(f"round {number + 1}, {name}: {shown}", flush=True)
 
 
 def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Parallel) -> None:
-    config, experts = found.config, MODELS[name][1]
+    config, experts = found.config, MODELS[name].megatron_experts
 
     def prepare(model: Model) -> None:
         if experts:
@@ -125,17 +187,18 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
     reset_peak_memory(parallel.device)
     trainee = OurTrainee(config, config.phases[-1], parallel, prepare, lr=0.0)
     try:
-        for _ in range(turns.warm_up_steps):
+        for _ in range(turns.warm_up_steps + trainee.warm_up_steps):
             trainee.step(batches)
         seconds = time_steps(lambda: trainee.step(batches), turns.steps, parallel.device)
         found.step_seconds.append(statistics.median(seconds))
-        found.peak_gib = max(found.peak_gib, peak_memory(parallel.device).allocated / 2**30)
+        peak = peak_memory(parallel.device).allocated + trainee.graph_bytes
+        found.peak_gib = max(found.peak_gib, peak / 2**30)
         if is_last:
             found.synchronizations = count_synchronizations(trainee, batches)
             if not experts:
                 trainee.step(batches, measures=True)
                 found.load_max = largest_load(trainee.model)
-            if turns.traces:
+            if turns.traces and trainee.graph is None:
                 traced = trace_steps(lambda: trainee.step(batches), TRACED_STEPS)
                 found.parts = in_columns(traced, TRACED_STEPS, OF_EXPERTS)
     finally:
@@ -158,15 +221,31 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
         report.row(model=name, **cells_of(each, reference), failed=each.failed)
         if each.difference > ROUNDING:
             report.fail(f"{name}: megatron-core's outputs are {each.difference:.3g} away from ours")
+        if each.left_gib > LEFT_GIB:
+            report.fail(f"{name}: behind a turn {each.left_gib:.1f} GiB stay allocated, which others miss")
+        if each.is_fault:
+            report.fail(f"{name}: {each.failed}")
     for part in dict.fromkeys(part for each in found.values() for part in each.parts):
         times = {name: each.parts.get(part) for name, each in found.items()}
         report.row(ms_per_step=part.removesuffix("_ms"), **times)
     for name, each in found.items():
-        ratio, _ = ratio_of(each, reference)
-        if MODELS[name][1]:
-            report.bar(f"tokens/s of {STANDARD} over {name}", ratio, at_least=1.0)
-        elif name == GSA:
-            report.bar(f"step of {GSA} over {STANDARD}", ratio, at_most=1.10)
+        if MODELS[name].megatron_experts:
+            report.bar(f"tokens/s of {STANDARD} over {name}", ratio_of(each, reference)[0], at_least=1.0)
+    if any(MODELS[name].kind == GSA for name in found):
+        mine, others = faster_way(found, GSA), faster_way(found, STANDARD)
+        ratio, _ = ratio_of(found[mine], found[others])
+        report.bar(f"step of {mine} over {others}", ratio, at_most=1.10)
+
+
+def faster_way(found: dict[str, Found], kind: str) -> str:
+    """The name of the kind's model that had the shortest steps, with our mixture."""
+    ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
+    return min(ways, key=lambda name: (bool(found[name].failed), median_step(found[name])))
+
+
+def median_step(found: Found) -> float:
+    """Seconds; infinite without a turn."""
+    return statistics.median(found.step_seconds) if found.step_seconds else float("inf")
 
 
 def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
@@ -189,6 +268,7 @@ def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
     return {
         "layers": config.model.num_layers,
         "experts": config.moe.experts,
+        "micro_batch": config.train.micro_batch_size,
         "total": count.total,
         "active": count.active,
         "step_ms": 1e3 * seconds,
@@ -197,7 +277,7 @@ def cells_of(found: Found, reference: Found) -> dict[str, harness.Cell]:
         "tokens_per_second": per_second,
         "mfu": float("nan") if peak is None else per_second * flops / peak,
         "peak_gib": found.peak_gib,
-        "predicted_gib": estimate_memory(config, phase, world_size=1, stage=0).total / 2**30,
+        "predicted_gib": found.predicted_gib,
         "synchronizations": found.synchronizations,
         "load_max": found.load_max,
         "difference": found.difference,
@@ -210,6 +290,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
+    parser.add_argument("--micro-batch", type=int, help="sequences; default: the most of 1, 2 and 4 that fit")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up-steps", type=int, default=3, help="of each turn")
     parser.add_argument("--steps", type=int, default=5, help="of each turn")
@@ -226,14 +307,15 @@ def main() -> int:
     options = [f"model.num_layers={arguments.layers}", f"moe.experts={arguments.experts}"]
     options += [f"train.global_batch_size={arguments.sequences}", *arguments.overrides]
     names = list(dict.fromkeys([STANDARD, *arguments.models]))  # what all are compared with comes first
-    found = {name: Found(load(name, options)) for name in names}
+    found = load_all(names, options, arguments.sequences, arguments.micro_batch)
     config = found[STANDARD].config
-    if any(MODELS[name][1] for name in names) and (
+    if any(MODELS[name].megatron_experts for name in names) and (
         reason := megatron_experts.unsupported_by_megatron_experts(config)
     ):
         parser.error(f"megatron-core's mixture cannot be compared: {reason}")
     report = harness.Report("bench_moe", arguments)
     parallel = init_parallel(config.parallel, seed=1)
+    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     turns = Turns(
         arguments.rounds,
         arguments.warm_up_steps,

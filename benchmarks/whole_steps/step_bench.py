@@ -110,6 +110,11 @@ class OurTrainee:
         return 0 if self.graph is None else WARM_UP_STEPS
 
     @property
+    def graph_bytes(self) -> int:
+        """That the graph holds between a pass's operations, and that does not count as tensors."""
+        return 0 if self.graph is None else self.graph.memory_bytes
+
+    @property
     def phase(self) -> PhaseConfig:
         return self.optimizer.phase
 

@@ -110,11 +110,7 @@ class Subject:
     def peak_bytes(self) -> int:
         torch.cuda.reset_peak_memory_stats()
         self.step_seconds()
-        graph = self.bench.graph
-        of_graph = (
-            0 if graph is None else graph.memory_bytes
-        )  # what is in use there while it runs does not count
-        return torch.cuda.max_memory_allocated() - self.others_bytes + of_graph
+        return torch.cuda.max_memory_allocated() - self.others_bytes + self.bench.graph_bytes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ def check_graphs(config: Config) -> list[str]:
     """What keeps a pass over a micro-batch from being a CUDA graph, a line each."""
     if not config.train.cuda_graphs:
         return []
-    reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config)]
+    reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
     if config.logging.every_steps == 1:
         reasons.append(
             ("logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more")
@@ -79,4 +79,27 @@ def _of_attention(config: Config) -> list[Reason]:
             "the length of key lists back"
         )
         reasons.append((wrong, "set the first to masked"))
+    return reasons
+
+
+def _of_experts(config: Config) -> list[Reason]:
+    """How many tokens an expert gets differs from pass to pass. On one rank and without a capacity no shape depends on
+    it, and torch's grouped products in bf16 read it on the device (on Hopper and later)."""
+    moe, reasons = config.moe, []
+    if moe.experts == 0:
+        return []
+    if moe.experts_impl != "grouped":
+        wrong = f"moe.experts_impl = {moe.experts_impl} reads back how many tokens each expert gets"
+        reasons.append((wrong, "set that to grouped"))
+    if config.train.precision == "fp32":
+        wrong = (
+            "with moe.experts and train.precision = fp32 torch reads back how many tokens each expert gets"
+        )
+        reasons.append((wrong, "set that precision to bf16"))
+    if config.parallel.expert > 1:
+        wrong = f"parallel.expert = {config.parallel.expert} reads back how many tokens go to each rank"
+        reasons.append((wrong, "set that to 1"))
+    if moe.capacity_factor > 0:
+        wrong = f"moe.capacity_factor = {moe.capacity_factor:g} reads back how many tokens are dropped"
+        reasons.append((wrong, "set that to 0"))
     return reasons

@@ -162,7 +162,4 @@ def _check_not_with(config: Config) -> list[str]:
         wrong = f"DeepSpeed's ZeRO reduces all gradients over the same ranks, but with {experts} experts have others"
         remedy = "set it to megatron"
         lines.append(problem_line("parallel.strategy", "deepspeed", wrong, remedy))
-    if config.train.cuda_graphs:
-        wrong = f"how many tokens an expert gets differs from pass to pass, with {experts}"
-        lines.append(problem_line("train.cuda_graphs", True, wrong, "set it to false"))
     return lines

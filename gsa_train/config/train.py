@@ -24,7 +24,8 @@ class TrainConfig:
     cuda_graphs: bool = False
     """Run the forward and backward pass over a micro-batch as a CUDA graph, so that the host's launches do not bind:
     every bit is the same. Logged steps, validation and phases that train the indexer alone run without, and need the
-    memory of a pass beside the graph's. Not with tensor, context or pipeline parallelism, nor with recomputation."""
+    memory of a pass beside the graph's. Not with tensor, context, pipeline or expert parallelism, nor with
+    recomputation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, the attention core (`selective`), or
     whole layers (`full`)."""

@@ -7,7 +7,8 @@ optimizer state, and the sparse phase starts with fresh moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,12 +38,46 @@ from gsa_train.phases import enter_phase
 from gsa_train.run.work_time import WorkTime
 from gsa_train.schedule import lr_multipliers
 
+Hook = Callable[..., None]
+
+
+class PhaseDataParallel(DistributedDataParallel):
+    """megatron-core's wrapper, whose hooks on gradients can be taken off at the end of the phase.
+
+    It hangs a hook on autograd's node of each parameter, and each hook holds the wrapper with its gradient buffers and
+    the model. A node lives as long as any tensor whose graph has the parameter. A module may keep one, as
+    megatron-core's token dispatchers do: a cycle through autograd, which Python's collector cannot see. The next
+    phase's wrapper then also gets the same nodes, old hooks included. So autograd gets hooks that hold no wrapper.
+    """
+
+    _gradient_hooks: dict[torch.nn.Parameter, Hook]
+    """megatron-core's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._gradient_hooks = {}  # filled while megatron-core's part is made
+        super().__init__(*args, **kwargs)
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Hook:
+        self._gradient_hooks[param] = super()._make_backward_post_hook(param)
+        reference = weakref.ref(self)
+
+        def hook(*gradients: Any) -> None:
+            wrapper = reference()
+            if wrapper is not None and param in wrapper._gradient_hooks:
+                wrapper._gradient_hooks[param](*gradients)
+
+        return hook
+
+    def drop_gradient_hooks(self) -> None:
+        """Backward passes do nothing for this wrapper from now on, also where a node is the next one's, too."""
+        self._gradient_hooks.clear()
+
 
 @dataclass
 class MegatronPhaseOptimizer(PhaseOptimizer):
     """`parallel.strategy: megatron`. Its methods are the functions below."""
 
-    ddps: list[DistributedDataParallel]
+    ddps: list[PhaseDataParallel]
     """The model's chunks, each inside megatron-core's data-parallel wrapper."""
     optimizer: MegatronOptimizer
     phase: PhaseConfig
@@ -166,7 +201,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
     )
     # One bucket for each chunk but the first: the others' reductions overlap with its work anyway (Megatron-LM).
     ddps = [
-        DistributedDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
+        PhaseDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
         for number, module in enumerate(model.modules)
     ]
     optimizer = get_megatron_optimizer(
@@ -197,7 +232,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
     return MegatronPhaseOptimizer(ddps, optimizer, phase, model.work_time)
 
 
-def bucket_groups(ddp: DistributedDataParallel) -> list[Any]:
+def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
     """Of dense parameters and of experts."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
@@ -230,9 +265,7 @@ def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:
     for ddp in phase_optimizer.ddps:
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook()  # also waits for parameters under way
-        # Autograd holds each hook, which holds the wrapper, which holds autograd's node: a cycle that Python's
-        # collector cannot see. Left alone, the old hooks would go on adding to the old buffers.
-        ddp.grad_accs.clear()
+        ddp.drop_gradient_hooks()
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
             if hasattr(parameter, attribute):

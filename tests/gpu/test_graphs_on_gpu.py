@@ -34,6 +34,16 @@ BUDGETS = ("gsa.k_min=64", "gsa.k_base=256", "gsa.k_max=512")
 SHARED = (*BUDGETS, "gsa.selection_block=32", "gsa.local_window=64")
 ACROSS = "data.attend_across_documents=true"
 GRAPHS = "train.cuda_graphs=true"
+EXPERTS = (
+    *BUDGETS,
+    "parallel.expert=1",
+    "moe.experts=16",
+    "moe.top_k=4",
+    "moe.expert_ffn_hidden_size=128",
+    "moe.shared_expert_ffn_hidden_size=256",
+    "data.num_lanes=1",
+)
+BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update_rate=0.01")
 
 STEPS = 9
 MEASURED = 5
@@ -113,8 +123,18 @@ def train(name: str, *overrides: str) -> Trained:
         ("gsa_1.7b", BUDGETS),
         ("gsa_1.7b", (*BUDGETS, "gsa.indexer_pool=4", ACROSS)),
         ("standard_1.7b", ("gsa.dense_attention=triton",)),
+        ("gsa_moe_15b_a2b", EXPERTS),
+        ("gsa_moe_15b_a2b", (*EXPERTS, *BIASES)),
     ],
-    ids=["shared, rotary, one document", "shared, documents", "per query", "groups of keys", "standard"],
+    ids=[
+        "shared, rotary, one document",
+        "shared, documents",
+        "per query",
+        "groups of keys",
+        "standard",
+        "experts, balanced by loads",
+        "experts, balanced by biases",
+    ],
 )
 def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -> None:
     leave_default_stream(single_rank().device)
@@ -127,6 +147,8 @@ def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -
     assert with_graphs.tensors.keys() == without.tensors.keys()
     different = [n for n, t in without.tensors.items() if not torch.equal(with_graphs.tensors[n], t)]
     assert different == []
+    balances = [t for n, t in without.tensors.items() if n.endswith((".loads", ".expert_bias"))]
+    assert all(len(each.unique()) > 1 for each in balances)  # they have moved
 
 
 RUN = (*SMALL, "logging.every_steps=3", "evaluate.every_steps=5", "checkpoint.every_steps=5")

@@ -20,6 +20,7 @@ def config_with(*overrides: str) -> Config:
 
 
 SHARED = ("gsa.selection_block=32", "gsa.local_window=32")
+EXPERTS = ("moe.experts=8", "moe.top_k=2", "moe.expert_ffn_hidden_size=64")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ SHARED = ("gsa.selection_block=32", "gsa.local_window=32")
             "phases.0.train=all",
             "phases.1.attention=dense",
         ),
+        (*EXPERTS, "moe.shared_expert_ffn_hidden_size=64", "moe.first_dense_layers=1"),
+        (*EXPERTS, "moe.router_score=sigmoid", "moe.balancing=aux_free"),
     ],
 )
 def test_what_is_allowed(overrides: tuple[str, ...]) -> None:
@@ -67,6 +70,10 @@ def test_what_is_allowed(overrides: tuple[str, ...]) -> None:
         ),
         (("gsa.attention_kernel=gathered",), "gsa.attention_kernel = gathered", "masked"),
         (("train.seq_len_tokens=65536",), "of 65536 tokens (train.seq_len_tokens)", "gsa.selection_block"),
+        ((*EXPERTS, "moe.experts_impl=sequential"), "moe.experts_impl = sequential", "set that to grouped"),
+        ((*EXPERTS, "train.precision=fp32"), "train.precision = fp32", "set that precision to bf16"),
+        ((*EXPERTS, "parallel.expert=2"), "parallel.expert = 2 reads back", "set that to 1"),
+        ((*EXPERTS, "moe.capacity_factor=1.25"), "moe.capacity_factor = 1.25", "set that to 0"),
     ],
 )
 def test_what_is_not(overrides: tuple[str, ...], wrong: str, remedy: str) -> None:

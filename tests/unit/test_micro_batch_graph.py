@@ -6,12 +6,13 @@ tests/gpu/test_graphs_on_gpu.py has real graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
 
 from gsa_train.batches import MicroBatch
-from gsa_train.config import PhaseConfig
+from gsa_train.config import Config, PhaseConfig
 from gsa_train.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
 from gsa_train.model.mcore.build import build_model
 from gsa_train.monitor.spikes import SpikeDetector
@@ -30,6 +31,8 @@ from helpers.single_rank import (
 )
 
 CONFIG = tiny_config()
+EXPERTS = {"experts": 8, "top_k": 3, "expert_ffn_hidden_size": 16, "z_loss_coeff": 0.1}
+BIASES = {"router_score": "sigmoid", "balancing": "aux_free", "bias_update_rate": 0.1}
 STEPS = 6
 MEASURED = 4
 
@@ -52,17 +55,20 @@ class CalledAgain(MicroBatchGraph):
 
 
 def trained(
-    phase: PhaseConfig, graph: MicroBatchGraph | None, batches: Callable[[int], list[MicroBatch]]
+    phase: PhaseConfig,
+    graph: MicroBatchGraph | None,
+    batches: Callable[[int], list[MicroBatch]],
+    config: Config = CONFIG,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and gradient norms of some steps, one of them measured and one behind a validation; the weights."""
-    model = tiny_model(CONFIG)
-    optimizer = build_optimizer(model, phase, CONFIG)
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, phase, config)
     training = Training(
         model,
         optimizer,
-        CONFIG,
+        config,
         single_rank(),
-        SpikeDetector(CONFIG.monitor, torch.device("cpu")),
+        SpikeDetector(config.monitor, torch.device("cpu")),
         graph=graph,
     )
     found = []
@@ -70,7 +76,7 @@ def trained(
         result = train_step(training, batches(step), 1e-2, step, measures=step == MEASURED)
         found += [result.loss_sum, result.grad_norm]
         if step == MEASURED:
-            evaluation_step(model, batches(0), CONFIG, single_rank())
+            evaluation_step(model, batches(0), config, single_rank())
     weights = named_weights(model) | dict(model.gpt.named_buffers())
     close_optimizer(model, optimizer)
     return found, weights
@@ -89,6 +95,27 @@ def test_every_bit_is_that_of_the_schedule(phase: PhaseConfig, across: bool) -> 
     assert graph.captures == 1
     assert [each.item() for each in of_graph] == [each.item() for each in losses]
     assert len({each.item() for each in losses}) > STEPS
+    for name, weight in weights.items():
+        assert torch.equal(its_weights[name], weight), name
+
+
+@pytest.mark.parametrize("balancing", [{}, BIASES], ids=["loads", "biases"])
+def test_every_bit_of_a_mixture_of_experts_is_that_of_the_schedule(balancing: dict[str, Any]) -> None:
+    """Routers count in the passes, and what balances them moves behind each step."""
+    config = tiny_config(moe={**EXPERTS, **balancing})
+
+    def batches(step: int) -> list[MicroBatch]:
+        return random_batches(config, step)
+
+    graph = CalledAgain()
+    losses, weights = trained(SPARSE, None, batches, config)
+    of_graph, its_weights = trained(SPARSE, graph, batches, config)
+    assert graph.captures == 1
+    assert [each.item() for each in of_graph] == [each.item() for each in losses]
+    moved = "expert_bias" if balancing else "loads"
+    balances = [tensor for name, tensor in weights.items() if name.endswith(moved)]
+    assert len(balances) == config.model.num_layers
+    assert all(len(balance.unique()) > 1 for balance in balances)
     for name, weight in weights.items():
         assert torch.equal(its_weights[name], weight), name
 

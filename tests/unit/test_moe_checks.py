@@ -116,9 +116,11 @@ def test_what_is_allowed(base: Path, overrides: list[str]) -> None:
     load_config(base, overrides, WORLD, need_data=False)
 
 
-def test_graphs_of_passes_are_refused(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true: how many tokens an expert gets"):
-        load_config(base, ["train.cuda_graphs=true", "logging.every_steps=2"], 1, need_data=False)
+def test_graphs_of_passes_are_allowed_on_one_rank(base: Path) -> None:
+    graphs = ["train.cuda_graphs=true", "logging.every_steps=2"]
+    load_config(base, graphs, 1, need_data=False)
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true: parallel\.expert = 2"):
+        load_config(base, [*graphs, "parallel.expert=2"], 2, need_data=False)
 
 
 def test_experts_cannot_be_split_where_there_are_none() -> None:

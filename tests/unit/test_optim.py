@@ -274,6 +274,32 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
         assert [reference() for reference in old] == [None, None, None], phase.name
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: bool) -> None:
+    """Its graph keeps autograd's nodes of the parameters, which the next phase's wrapper then shares: what is left of
+    the old one must hold nothing and change nothing, also while somebody has the old one."""
+    config = tiny_config([DENSE, SPARSE], parallel={"overlap_grad_reduce": overlap})
+    found = []
+    for keeps_activation, keeps_optimizer in ((False, False), (True, False), (True, True)):
+        model, norms, closed = tiny_model(config), [], []
+        if keeps_activation:
+            model.gpt.decoder.register_forward_hook(lambda module, _, output: setattr(module, "kept", output))
+        for phase in config.phases:
+            optimizer = build_optimizer(model, phase, config)
+            norms.append(take_step(model, optimizer, random_batches(config), config, LR).grad_norm.item())
+            ddp = optimizer.ddps[0]
+            old = [weakref.ref(each) for each in (ddp, optimizer.optimizer, ddp.buffers[0].grad_data)]
+            close_optimizer(model, optimizer)
+            if keeps_optimizer:
+                closed.append(optimizer)
+            else:
+                del optimizer, ddp
+                gc.collect()
+                assert [reference() for reference in old] == [None, None, None], phase.name
+        found.append(norms)
+    assert found[1:] == found[:1] * 2
+
+
 @SHARDED
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sparse_phase_after_a_warm_up_starts_as_in_a_new_process(precision: str, sharded: bool) -> None:
