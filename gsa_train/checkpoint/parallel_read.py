@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import socket
+import struct
 import threading
+import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,8 @@ from gsa_train.parallel import Parallel
 
 TENSORS = ".distcp"
 """Ending of the files that are checked while they are read."""
-READ_THREADS = 4
-"""On each rank. Each has one part of a tensor in host memory, twice: as it is on the disk, and as a tensor."""
+READ_THREADS = 8
+"""On each rank. Each has one part of a tensor in host memory, as it is on the disk."""
 
 
 class NotRead(RuntimeError):
@@ -83,6 +85,7 @@ class ParallelReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         log, lock, folder = _LOG.get(), threading.Lock(), Path(self.path)
+        memory = _ThreadMemory()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def read(item: ReadItem) -> None:
@@ -92,7 +95,8 @@ class ParallelReader(FileSystemReader):
         def read_one(item: ReadItem) -> None:
             place = self.storage_data[item.storage_index]
             try:
-                content = _bytes_of(folder / place.relative_path, place.offset, place.length)
+                content = memory.of(place.length)
+                _read_into(content, folder / place.relative_path, place.offset)
                 if log is not None:
                     end = place.offset + place.length
                     log.parts.append(Part(place.relative_path, place.offset, end, zlib.crc32(content)))
@@ -118,32 +122,96 @@ class ParallelReader(FileSystemReader):
         return place.relative_path, place.offset
 
 
-def _bytes_of(path: Path, start: int, length: int) -> bytes:
-    with path.open("rb") as file:
+class _ThreadMemory(threading.local):
+    """Bytes of a thread that each of its parts is read into: new memory costs more than what is read, for the system
+    clears it page by page, and the threads of a process wait for each other there."""
+
+    buffer = bytearray()
+
+    def of(self, length: int) -> memoryview:
+        """Until the next call."""
+        if len(self.buffer) < length:
+            self.buffer = bytearray(length)
+        return memoryview(self.buffer)[:length]
+
+
+def _read_into(content: memoryview, path: Path, start: int) -> None:
+    with path.open("rb", buffering=0) as file:
         file.seek(start)
-        content = file.read(length)
-    if len(content) < length:
-        raise OSError(f"it ends at byte {start + len(content)}")
-    return content
+        found = 0
+        while found < len(content):
+            more = file.readinto(content[found:])
+            if not more:
+                raise OSError(f"it ends at byte {start + found}")
+            found += more
 
 
-def _fill(item: ReadItem, content: bytes, planner: LoadPlanner, lock: threading.Lock) -> None:
+def _fill(item: ReadItem, content: memoryview, planner: LoadPlanner, lock: threading.Lock) -> None:
     """Planners are not made for threads."""
     if item.type == LoadItemType.BYTE_IO:
         with lock:
             planner.load_bytes(item, io.BytesIO(content))
         return
-    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    tensor = _tensor_in(content)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     with lock:
         target = planner.resolve_tensor(item).detach()
-        if target.size() != tensor.size():
-            raise ValueError(
-                f"{item.storage_index} is {tuple(tensor.size())} instead of {tuple(target.size())}"
-            )
-        target.copy_(tensor)
+    if target.size() != tensor.size():
+        raise ValueError(f"{item.storage_index} is {tuple(tensor.size())} instead of {tuple(target.size())}")
+    target.copy_(tensor)
+    with lock:
         planner.commit_tensor(item, target)
+
+
+def _tensor_in(content: memoryview) -> torch.Tensor:
+    """A tensor that was saved by torch, over these bytes instead of memory of its own.
+
+    `torch.save` writes a ZIP archive, uncompressed, in which each storage is a file named data/0 and so on.
+    """
+    with zipfile.ZipFile(_file_over(content)) as archive:
+        storages = [each for each in archive.infolist() if "/data/" in each.filename]
+    if len(storages) != 1 or storages[0].compress_type != zipfile.ZIP_STORED:
+        return torch.load(_file_over(content), map_location="cpu", weights_only=True)
+    with torch.serialization.skip_data():  # type, shape and strides, and a storage that nobody writes to
+        saved = torch.load(_file_over(content), map_location="cpu", weights_only=True)
+    if saved.numel() == 0:
+        return saved
+    header = storages[0].header_offset
+    # A header has 30 bytes, of which the last four are the lengths of two fields behind it.
+    start = header + 30 + sum(struct.unpack_from("<HH", content, header + 26))
+    elements = saved.untyped_storage().nbytes() // saved.element_size()
+    stored = torch.frombuffer(content, dtype=saved.dtype, count=elements, offset=start)
+    return stored.as_strided(saved.size(), saved.stride(), saved.storage_offset())
+
+
+def _file_over(content: memoryview) -> BinaryIO:
+    """io.BytesIO would copy the bytes."""
+    return io.BufferedReader(_Bytes(content))
+
+
+class _Bytes(io.RawIOBase):
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._content))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
 
 
 def _nothing() -> io.BytesIO:

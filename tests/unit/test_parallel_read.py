@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,3 +78,40 @@ def test_ranks_that_read_different_bytes_are_no_damage_and_do_not_go_on(tmp_path
             faults_of_read(log, record_of(b"12345678"), single_rank())
     log.parts = [Part("0.distcp", 0, 4, right), Part("0.distcp", 0, 4, right)]
     assert faults_of_read(log, record_of(b"12345678"), single_rank()) == []
+
+
+SAVED = {
+    "fp32": torch.arange(12.0).view(3, 4),
+    "bf16": torch.arange(5.0).bfloat16(),
+    "int64, one number": torch.tensor(7),
+    "bool": torch.tensor([True, False, True]),
+    "a view of a larger storage": torch.arange(48.0).view(6, 8)[1:, 2:5].t(),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_tensor_lies_over_the_bytes_that_were_read(name: str) -> None:
+    tensor = SAVED[name]
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    content = bytearray(b"front" + file.getvalue())
+    found = parallel_read._tensor_in(memoryview(content)[5:])
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+    for place in range(len(content)):
+        content[place] = 0
+    assert not found.any()
+
+
+def test_an_empty_tensor_is_read() -> None:
+    file = io.BytesIO()
+    torch.save(torch.empty(0, 4), file)
+    assert parallel_read._tensor_in(memoryview(bytearray(file.getvalue()))).shape == (0, 4)
+
+
+def test_a_tensor_that_is_cut_is_refused() -> None:
+    file = io.BytesIO()
+    torch.save(torch.arange(1000.0), file)
+    for wrong in (file.getvalue()[:-400], file.getvalue()[:200], b""):
+        with pytest.raises((RuntimeError, ValueError, OSError, zipfile.BadZipFile, EOFError)):
+            parallel_read._tensor_in(memoryview(bytearray(wrong)))
