@@ -34,8 +34,6 @@ from gsa_train.parallel import Parallel
 
 TENSORS = ".distcp"
 """Ending of the files that are checked while they are read."""
-READ_THREADS = 8
-"""On each rank. Each has one part of a tensor in host memory, as it is on the disk."""
 
 
 class NotRead(RuntimeError):
@@ -110,7 +108,7 @@ class ParallelReader(FileSystemReader):
                         planner.load_bytes(item, _nothing())
 
         in_order = sorted(plan.items, key=lambda item: self._place_of(item))
-        with ThreadPoolExecutor(min(READ_THREADS, threads_at_hand()), "checkpoint-read") as threads:
+        with ThreadPoolExecutor(threads_at_hand(), "checkpoint-read") as threads:
             for _ in threads.map(read, in_order):  # raises what one of them has
                 pass
         done: Future[None] = Future()
@@ -123,8 +121,11 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Bytes of a thread that each of its parts is read into: new memory costs more than what is read, for the system
-    clears it page by page, and the threads of a process wait for each other there."""
+    """Bytes of a thread that each of its parts is read into, as many as the largest one has.
+
+    New memory costs more than what is read: the system clears it page by page, and threads of a process wait there for
+    each other.
+    """
 
     buffer = bytearray()
 
@@ -169,14 +170,16 @@ def _tensor_in(content: memoryview) -> torch.Tensor:
 
     `torch.save` writes a ZIP archive, uncompressed, in which each storage is a file named data/0 and so on.
     """
+    with torch.serialization.skip_data():  # type, shape and strides, and a storage that nobody writes to
+        saved = torch.load(_file_over(content), map_location="cpu", weights_only=True)
+    if not isinstance(saved, torch.Tensor):
+        raise ValueError(f"it is a {type(saved).__name__} and not a tensor")
+    if saved.numel() == 0:
+        return saved
     with zipfile.ZipFile(_file_over(content)) as archive:
         storages = [each for each in archive.infolist() if "/data/" in each.filename]
     if len(storages) != 1 or storages[0].compress_type != zipfile.ZIP_STORED:
-        return torch.load(_file_over(content), map_location="cpu", weights_only=True)
-    with torch.serialization.skip_data():  # type, shape and strides, and a storage that nobody writes to
-        saved = torch.load(_file_over(content), map_location="cpu", weights_only=True)
-    if saved.numel() == 0:
-        return saved
+        raise ValueError("it is not one uncompressed tensor")
     header = storages[0].header_offset
     # A header has 30 bytes, of which the last four are the lengths of two fields behind it.
     start = header + 30 + sum(struct.unpack_from("<HH", content, header + 26))
@@ -191,6 +194,8 @@ def _file_over(content: memoryview) -> BinaryIO:
 
 
 class _Bytes(io.RawIOBase):
+    """Read only."""
+
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
 

@@ -115,3 +115,17 @@ def test_a_tensor_that_is_cut_is_refused() -> None:
     for wrong in (file.getvalue()[:-400], file.getvalue()[:200], b""):
         with pytest.raises((RuntimeError, ValueError, OSError, zipfile.BadZipFile, EOFError)):
             parallel_read._tensor_in(memoryview(bytearray(wrong)))
+
+
+def test_what_is_not_one_stored_tensor_is_refused() -> None:
+    file = io.BytesIO()
+    torch.save([torch.zeros(2), torch.zeros(2)], file)
+    with pytest.raises(ValueError, match="a list and not a tensor"):
+        parallel_read._tensor_in(memoryview(bytearray(file.getvalue())))
+    file, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(1000), file)
+    with zipfile.ZipFile(file) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each in plain.infolist():
+            archive.writestr(each.filename, plain.read(each))
+    with pytest.raises((ValueError, RuntimeError)):
+        parallel_read._tensor_in(memoryview(bytearray(packed.getvalue())))
