@@ -264,7 +264,9 @@ class FusedDecoder:
         assert leader is not None
         selects = leader == place and (refresh or config.index_block_size == 1)
         # With blocks, a step that keeps selections makes none; another one, and `place`, come behind ordinary kernels.
-        settled = selects or not (refresh or config.index_block_size == 1)
+        keeps = not (refresh or config.index_block_size == 1)
+        # Attention that reads ahead has one program on a multiprocessor for four of the other's: one sequence fits.
+        settled = selects or (keeps and self.batch == 1)
         held = self._layer_cache(place, leader, self.lengths, settled)
         if not isinstance(projected, row_layers.Entry):
             return self._attend_projected(place, module, projected, held, selects)

@@ -92,6 +92,27 @@ def test_products_of_few_rows_give_the_same_tokens(
     assert generator.decoder.products == "rows"
 
 
+@pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences have more programs than there are at once on a device."""
+    model = make_model("blocks")
+    model.set_attn_implementation("gsa")
+    decoder = decoding.FusedDecoder(model)
+    decoder.open(batch, 16)
+    decoder.place(9, torch.zeros(batch, dtype=torch.int32))
+    op, seen = decoding.kernel_module("decode.op"), []
+    attend = op.decode_attend
+
+    def noting(q: torch.Tensor, cache: Any, *rest: Any) -> torch.Tensor:
+        seen.append(cache.settled)
+        return attend(q, cache, *rest)
+
+    monkeypatch.setattr(op, "decode_attend", noting)
+    decoder.step(refresh=False)
+    assert set(seen) == {batch == 1}
+
+
 def test_which_products_are_taken() -> None:
     """On a CPU, and in fp32, torch's; the kernels where they are asked for and fit."""
     chosen = decoding.FusedDecoder(make_model("dense"))
