@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 
 import torch
 
@@ -12,6 +14,9 @@ ALIGNMENT = 512
 MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
 """Of what is reserved before a save: pinning takes the driver, which others wait for, by the block."""
+PAUSE_OVER_BLOCK = 4.0
+"""Pause behind each of these blocks, over the time that it took: a start's first steps load kernels, for which they
+need the driver, and would end later by all that is pinned meanwhile."""
 
 
 class HostMemory:
@@ -23,11 +28,13 @@ class HostMemory:
         self._places: list[tuple[int, int]] = []
         self._thread = ThreadPoolExecutor(1, "checkpoint-memory")
         self._reserving: Future[None] | None = None
+        self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to make room for tensors of about these sizes, in bytes; whoever asks for some then waits for it. What
-        is there counts."""
+        """Begin to make room for tensors of about these sizes, in bytes, a block now and then; whoever asks for some
+        meanwhile waits for the rest, which is then made at once. What is there counts."""
         self._end_reserving()
+        self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
@@ -55,6 +62,7 @@ class HostMemory:
         self._blocks, self._sizes = [], []
 
     def close(self) -> None:
+        self._is_awaited.set()
         self._thread.shutdown(wait=True)
 
     @property
@@ -64,6 +72,7 @@ class HostMemory:
 
     def _end_reserving(self) -> None:
         reserving, self._reserving = self._reserving, None
+        self._is_awaited.set()
         if reserving is not None:
             reserving.result()
 
@@ -73,10 +82,12 @@ class HostMemory:
         length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
         _, left = _into(sizes, [block.numel() for block in self._blocks])
         for _ in _first_fit([_rounded(sizes[index]) for index in left], length)[0]:
+            began = time.monotonic()
             try:
                 self._blocks.append(_pinned(length))
             except RuntimeError:  # the save that needs it says so
                 return
+            self._is_awaited.wait(PAUSE_OVER_BLOCK * (time.monotonic() - began))
 
 
 def _pinned(size: int) -> torch.Tensor:

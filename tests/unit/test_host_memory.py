@@ -104,6 +104,21 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     memory.close()
 
 
+def test_a_save_that_comes_early_waits_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the end of a run."""
+    single_rank()
+    monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
+    monkeypatch.setattr(host_memory, "PAUSE_OVER_BLOCK", 1e9)
+    tensors = [torch.rand(200_000) for _ in range(3)]
+    memory = HostMemory()
+    memory.reserve([tensor.nbytes for tensor in tensors])
+    memory.pinned_like(tensors)
+    assert memory.block_bytes == 3 * MIB
+    other = HostMemory()
+    other.reserve([tensor.nbytes for tensor in tensors])
+    other.close()
+
+
 def test_where_there_is_no_memory_the_save_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     single_rank()
 
