@@ -39,10 +39,14 @@ class Parts(NamedTuple):
 
 def parts(selects: bool, gated: bool) -> Parts:
     """Of a layer: whether it selects in this step, and whether it has G1, which attention needs not: the product with
-    W_O applies it. In front is what the next kernel needs."""
+    W_O applies it. In front is what the next kernel needs.
+
+    A layer that keeps its selection has no use for the indexer's queries: the one sequence is inside its block, and
+    whoever makes the block's selection again takes the queries of its first token from the cache.
+    """
     if selects:
         return Parts(("index",), ("heads",), ("gate",) if gated else ())
-    return Parts(("heads",), (), ("gate", "index")) if gated else Parts(("heads", "index"), (), ())
+    return Parts(("heads",), (), ("gate", "index key")) if gated else Parts(("heads", "index key"), (), ())
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:

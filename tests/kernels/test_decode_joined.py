@@ -140,6 +140,30 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
     check(options | {"bias": True, "wide": True, "dtype": dtype}, TURNS, groups)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(8, 5)], ids=str)
+def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
+    """Eleven pairs of rows: a tile has some of the queries', which are not written."""
+    options = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
+    given, cache = make(**options, channels=(32, 22), bias=True, wide=wide, dtype=torch.float32)
+    assert cache.rows is not None
+    copy = reference.EntryCache(cache.k.clone(), cache.v.clone(), cache.rows.clone())
+    wanted = reference.enter_row(**given, cache=copy)
+    assert copy.rows is not None
+    copy.rows[:, SLOT, 22:] = cache.rows[:, SLOT, 22:]
+    found = enter(given, cache, tiling, (("heads",),))
+    assert found.index_queries is not None
+    assert found.index_weights is not None
+    unwritten = (found.index_queries.fill_(7).clone(), found.index_weights.fill_(7).clone())
+    part = joined.Part(("gate", "index key"), found, beside=True)
+    joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
+    for one, other in zip((*found[:2], *cache), (*wanted[:2], *copy), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-5)
+    for one, other in zip(found[2:], unwritten, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
 def test_heads_of_256() -> None:
     """A quarter of whose channels turn, as in Qwen3.5."""
     options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
@@ -226,6 +250,7 @@ def test_what_it_does_not_take() -> None:
         ({"cache": cache._replace(k=cache.k.bfloat16())}, "cache.k is torch.bfloat16"),
         ({"part": joined.Part(("q",))}, "part.sections is"),
         ({"part": joined.Part(())}, "part.sections is"),
+        ({"part": joined.Part(("index", "index key"))}, "of the last two one"),
     ]:
         with pytest.raises(ValueError, match=words):
             joined.enter_row(**({**given, "cache": cache} | changes))

@@ -11,18 +11,20 @@ import torch
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry import check_entry_cache
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, launch_joined
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, Sections, launch_joined
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 
-HEADS, GATE, INDEX = "heads", "gate", "index"
+HEADS, GATE, INDEX, INDEX_KEY = "heads", "gate", "index", "index key"
 
 
 class Part(NamedTuple):
     """Of the joined product's rows."""
 
     sections: tuple[str, ...]
-    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none."""
+    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none. INDEX_KEY is of
+    INDEX what later steps score. The rest, queries and head weights, is of use where a selection is made, now or again:
+    of a block's first token only."""
 
     into: Entered | None = None
     """Where to write what attention and selection take; allocated if None, all of it."""
@@ -104,11 +106,19 @@ def enter_row(
             )
         if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
-    unknown = set(part.sections) - set(WHOLE.sections)
-    if unknown or not part.sections:
-        raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
+    known = (*WHOLE.sections, INDEX_KEY)
+    if not part.sections or set(part.sections) - set(known) or {INDEX, INDEX_KEY} <= set(part.sections):
+        raise ValueError(
+            f"part.sections is {part.sections}; pass one or more of {known}, of the last two one"
+        )
     out = _new_entered(x, sizes) if part.into is None else part.into
-    wanted = (HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
+    whole_index = INDEX in part.sections
+    wanted = Sections(
+        heads=HEADS in part.sections,
+        gate=GATE in part.sections,
+        index_key=whole_index or INDEX_KEY in part.sections,
+        index_queries=whole_index,
+    )
     with launching_on(x, "x"):
         launch = Launch(tiling, wanted, can_chain(x), part.beside)
         launch_joined(x, product, sizes, table, cache, slot, out, launch)
