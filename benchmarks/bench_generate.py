@@ -13,7 +13,8 @@ that selects in 32. All models take turns in one run.
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
 layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
 
---timeline: also when the kernels of one layer start and end. One that waits for the kernel in front counts.
+--timeline: also when the kernels of one layer start and end, and those at both ends of a step. One that waits for the
+kernel in front counts.
 """
 
 import argparse
