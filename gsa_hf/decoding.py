@@ -272,15 +272,19 @@ class FusedDecoder:
             return self._attend_projected(place, module, projected, held, selects)
         joined, launch = kernel_module("decode.joined"), projected.launch
         parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
-        entered = launch(part=joined.Part(parts.front))
+        counter = held.workspace.written if parts.beside_attention else None
+        entered = launch(part=joined.Part(parts.front, restarts=counter))
         if parts.beside_selection:
             part = joined.Part(parts.beside_selection, entered, beside=True)
             held = dataclasses.replace(held, beside=partial(launch, part=part))
         if not parts.beside_attention:
             return self._attend_projected(place, module, entered, held, selects)
+        held = dataclasses.replace(held, counted=True)
         attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)
-        launch(part=joined.Part(parts.beside_attention, entered, beside=True))
-        return row_layers.Attended(attended, entered.gate)
+        launch(part=joined.Part(parts.beside_attention, entered, beside=True, waits=False))
+        heads = self.batch * config.num_key_value_heads
+        awaited = kernel_module("row_product.triton_product").Awaited(counter, heads)
+        return row_layers.Attended(attended, entered.gate, awaited)
 
     def _attend_projected(
         self, place: int, module: Any, projected: Any, held: Any, selects: bool

@@ -27,6 +27,8 @@ class Attended(NamedTuple):
 
     out: torch.Tensor
     gate: torch.Tensor
+    awaited: Any
+    """`Awaited`: when the output is there, which the gate's kernel, the last one, does not wait for."""
 
 
 class Parts(NamedTuple):
@@ -102,9 +104,11 @@ def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tenso
     """Three launches: W_O with the residual, the gated product, its way back with the residual."""
     row_product = kernel_module("row_product.op").row_product
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
-    out, gate = attended if isinstance(attended, Attended) else (attended, None)
-    gate = None if gate is None else gate.flatten(1)
-    h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate)
+    if isinstance(attended, Attended):
+        out, gate, awaited = attended
+        h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate.flatten(1), awaited=awaited)
+    else:
+        h = row_product(attended.flatten(1), layer.out, residual=h)
     return row_product(row_product(h, layer.gate_up, norm, gated=True), layer.down, residual=h)
 
 

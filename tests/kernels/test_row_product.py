@@ -81,6 +81,17 @@ def test_product(options: dict[str, Any]) -> None:
     check(operands(**options), tiling)
 
 
+def test_a_product_that_awaits_a_counter() -> None:
+    """Of a kernel that has counted. tests/gpu/test_chain_on_gpu.py has it while that one runs."""
+    given = operands(1, 88, 20, False, RESIDUAL, torch.float32, x_gate=True)
+    counter = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    found = op.row_product(**given, awaited=op.Awaited(counter, 7))
+    assert torch.equal(found, op.row_product(**given))
+    given = operands(2, 88, 20, False, NONE, torch.float32)
+    with pytest.raises(ValueError, match="x has 2 rows with something awaited"):
+        op.row_product(**given, awaited=op.Awaited(counter, 7))
+
+
 @pytest.mark.parametrize("batch", [1, 2, 16])
 @pytest.mark.parametrize(
     ("columns", "count", "norm", "epilogue", "x_gate"),

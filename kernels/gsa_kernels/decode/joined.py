@@ -33,6 +33,13 @@ class Part(NamedTuple):
     """Run beside the kernel in front. That one must let the next one start only after its own wait, and must neither
     write x nor read what this part writes."""
 
+    waits: bool = True
+    """False, with `beside`: do not wait for the kernel in front at the end either. Then the next kernel waits for that
+    one, too, by what it counts (rule 5 of row_product/op.py)."""
+
+    restarts: torch.Tensor | None = None
+    """int32 [1]: a counter that becomes 0 when the kernels in front have ended; without `beside`."""
+
 
 WHOLE = Part((HEADS, GATE, INDEX))
 
@@ -111,6 +118,16 @@ def enter_row(
         raise ValueError(
             f"part.sections is {part.sections}; pass one or more of {known}, of the last two one"
         )
+    if part.beside and part.restarts is not None:
+        raise ValueError(
+            "part.restarts is a counter with part.beside True; restart it in a part that waits first"
+        )
+    if not (part.beside or part.waits):
+        raise ValueError(
+            "part.waits is False with part.beside False; only a part beside another kernel need not wait"
+        )
+    if part.restarts is not None:
+        check_shape("part.restarts", part.restarts, "[1]", (1,))
     out = _new_entered(x, sizes) if part.into is None else part.into
     whole_index = INDEX in part.sections
     wanted = Sections(
@@ -120,7 +137,7 @@ def enter_row(
         index_queries=whole_index,
     )
     with launching_on(x, "x"):
-        launch = Launch(tiling, wanted, can_chain(x), part.beside)
+        launch = Launch(tiling, wanted, can_chain(x), part.beside, part.waits, part.restarts)
         launch_joined(x, product, sizes, table, cache, slot, out, launch)
     return out
 

@@ -50,6 +50,10 @@ class Launch(NamedTuple):
     """Start before the kernel in front has ended."""
     beside: bool
     """And wait for it at the end only."""
+    waits: bool
+    """With `beside`: wait at all."""
+    restarts: torch.Tensor | None
+    """int32 [1], which becomes 0."""
 
 
 def launch_joined(
@@ -63,7 +67,7 @@ def launch_joined(
     launch: Launch,
 ) -> None:
     """Arguments as in `enter_row`, checked by it."""
-    tiling, sections, chained, beside = launch
+    tiling, sections, chained, beside, waits, restarts = launch
     columns = x.shape[1]
     first, second = pieces(columns)
     values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
@@ -80,6 +84,7 @@ def launch_joined(
         table.values,
         table.lengths,
         slot,
+        restarts,
         *out,
         cache.k,
         cache.v,
@@ -114,6 +119,7 @@ def launch_joined(
         LOOPS=programs < tiles,
         CHAINED=chained,
         BESIDE=beside,
+        WAITS=waits,
         num_warps=_WARPS,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
@@ -214,6 +220,7 @@ def _joined_kernel(
     table_ptr,
     lengths_ptr,
     slot_ptr,
+    restarts_ptr,
     q_ptr,
     gate_ptr,
     index_queries_ptr,
@@ -251,6 +258,7 @@ def _joined_kernel(
     LOOPS: tl.constexpr,
     CHAINED: tl.constexpr,
     BESIDE: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """One program: the tiles start, start + programs, ... of TILE pairs of rows."""
     if CHAINED:
@@ -280,6 +288,9 @@ def _joined_kernel(
         rows_ptr += slot * stride_rl
     if CHAINED and not BESIDE:
         gdc_wait()
+    if restarts_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if start == 0:
+            tl.store(restarts_ptr, 0)
 
     # Beside the kernel in front, past the first-level cache: nothing says that it has forgotten what was there before.
     CACHE: tl.constexpr = ".cg" if BESIDE else ""
@@ -381,7 +392,7 @@ def _joined_kernel(
             if SECOND:
                 w_second = next_w_second
                 other_second = next_other_second
-    if CHAINED and BESIDE:  # noqa: SIM102 - the first is decided when the kernel is compiled
+    if CHAINED and BESIDE and WAITS:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if start == 0:
             gdc_wait()
 

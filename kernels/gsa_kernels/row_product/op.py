@@ -12,6 +12,10 @@ dependent launch). The rule that makes this safe, for all kernels of this packag
 4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
    that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
    waits in one program before it ends, for rule 2.
+5. Such a kernel need not wait at all where the one behind it waits for both: for it by `gdc_wait`, and for the one that
+   it runs beside by a counter (`Awaited`), which that one adds to when its results are there. Nobody waits in vain: all
+   programs of the counted kernel are on the device before the one behind starts. A kernel whose own wait has ended
+   before any program counts makes the counter 0.
 """
 
 import torch
@@ -21,7 +25,7 @@ from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
 from gsa_kernels.row_product.tiling import Tiling, default_tiling
-from gsa_kernels.row_product.triton_product import Before, multiply
+from gsa_kernels.row_product.triton_product import Awaited, Before, multiply
 
 
 @torch.no_grad()
@@ -34,6 +38,7 @@ def row_product(
     gated: bool = False,
     tiling: Tiling | None = None,
     x_gate: torch.Tensor | None = None,
+    awaited: Awaited | None = None,
 ) -> torch.Tensor:
     """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
 
@@ -42,6 +47,7 @@ def row_product(
 
     Args:
         x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
+        awaited: who writes x, where that is not the kernel in front (rule 5); for one row of x
         tiling: how the weight's rows are cut; by B, K and N if None
 
     Raises:
@@ -57,6 +63,10 @@ def row_product(
             f"{ROW_PRODUCT_COLUMNS.step}"
         )
     check_kernel_dtype("x", x)
+    if awaited is not None:
+        check_shape("awaited.counter", awaited.counter, "[1]", (1,))
+        if batch > 1:
+            raise ValueError(f"x has {batch} rows with something awaited; pass one row")
     if x_gate is not None:
         check_shape("x_gate", x_gate, "[B, K]", (batch, columns))
     norm_weight = None if norm is None else norm.weight
@@ -82,6 +92,6 @@ def row_product(
     out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
     eps = 0.0 if norm is None else norm.eps
     with launching_on(x, "x"):
-        before = Before(x_gate, norm_weight, eps)
+        before = Before(x_gate, norm_weight, eps, awaited)
         multiply(x, weight, before, (bias, residual), gated, out, tiling, can_chain(x))
     return out

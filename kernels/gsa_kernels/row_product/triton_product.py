@@ -14,9 +14,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.tiling import Tiling
+from gsa_kernels.row_product.triton_counter import await_count
 from gsa_kernels.selection.triton_search import INT_MAX
 
 _LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
+
+
+class Awaited(NamedTuple):
+    """A kernel in front of the one in front, which writes x and counts what is there."""
+
+    counter: torch.Tensor
+    """int32 [1]"""
+    total: int
+    """When all of it is."""
 
 
 class Before(NamedTuple):
@@ -25,6 +35,7 @@ class Before(NamedTuple):
     gate: torch.Tensor | None
     norm_weight: torch.Tensor | None
     eps: float
+    awaited: Awaited | None = None
 
 
 def multiply(
@@ -43,7 +54,7 @@ def multiply(
     batch, columns = x.shape
     rows = out.shape[1]
     tiles = triton.cdiv(rows, tiling.rows)
-    x_gate, norm_weight, eps = before
+    x_gate, norm_weight, eps, awaited = before
     operands = (x, x_gate, weight, norm_weight, *added, out)
     shared = {
         "ROWS": rows,
@@ -56,7 +67,10 @@ def multiply(
     }
     if batch == 1:
         first, second = pieces(columns)
-        _one_row_kernel[(tiles,)](*operands, eps, FIRST=first, SECOND=second, **shared)
+        counter, total = (None, 0) if awaited is None else awaited
+        _one_row_kernel[(tiles,)](
+            *operands, counter, eps, FIRST=first, SECOND=second, AWAITED=total, COMPILED=x.is_cuda, **shared
+        )
         return
     _several_rows_kernel[(tiles,)](
         *operands,
@@ -132,6 +146,7 @@ def _one_row_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    awaited_ptr,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -139,6 +154,8 @@ def _one_row_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
+    AWAITED: tl.constexpr,
+    COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One program: TILE rows of the weight."""
@@ -161,10 +178,14 @@ def _one_row_kernel(
             norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     if CHAINED:
         gdc_wait()
+    if awaited_ptr is not None:
+        await_count(awaited_ptr, AWAITED, COMPILED)
 
-    x = load_piece(x_ptr, COLUMNS, 0, FIRST, "")
+    # What was awaited is past the first-level cache, as this kernel started before it was written.
+    CACHE: tl.constexpr = "" if awaited_ptr is None else ".cg"
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
     if SECOND:
-        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, "")
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, CACHE)
     if x_gate_ptr is not None:
         x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST, ""))
         if SECOND:
