@@ -212,7 +212,11 @@ class FusedDecoder:
                 keep their selection. Without blocks every step selects.
         """
         model, layers = self.model.model, self.layers
-        h = model.embed_tokens(self.tokens)
+        by_rows = self.products == "rows"
+        if by_rows:
+            h = row_layers.embed(self.tokens, model.embed_tokens.weight)
+        else:
+            h = model.embed_tokens(self.tokens)
         visible = self._visible() if self.visible_from_mask else None
         place = (self.slot, self._rotary(h))
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
@@ -227,9 +231,13 @@ class FusedDecoder:
             if index + 1 < len(layers):
                 following = (layers[index + 1], self.buffers[index + 1])
                 h, projected = self._pass_on(h, attended, layers[index], *following, *place)
-        logits = self._finish(h, attended, layers[-1], model.norm.weight, self.model.lm_head.weight)
-        self.slot.add_(1)
-        self.lengths.add_(1)
+        last = (h, attended, layers[-1], model.norm.weight, self.model.lm_head.weight)
+        counters = self.slot, self.lengths
+        if by_rows and self.batch == 1:
+            return self._finish(*last, advances=counters)
+        logits = self._finish(*last)
+        for counter in counters:
+            counter.add_(1)
         return logits
 
     def _angle_table(self) -> Any:

@@ -79,6 +79,11 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
     return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
 
 
+def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [B] -> their rows of the weight [B, d], while the first layer's product asks for its own."""
+    return kernel_module("row_product.look_up").look_up(tokens, weight)
+
+
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
     angles one, which is still to be launched."""
@@ -106,7 +111,8 @@ def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tenso
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
     if isinstance(attended, Attended):
         out, gate, awaited = attended
-        h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate.flatten(1), awaited=awaited)
+        launch = kernel_module("row_product.triton_product").Launch(awaited=awaited)
+        h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate.flatten(1), launch=launch)
     else:
         h = row_product(attended.flatten(1), layer.out, residual=h)
     return row_product(row_product(h, layer.gate_up, norm, gated=True), layer.down, residual=h)
@@ -126,8 +132,16 @@ def pass_on(
     return h, enter(h, *entered, cache, slot, rotary)
 
 
-def finish(h: torch.Tensor, attended: Any, left: Any, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """`leave`, and the logits [B, vocab]."""
+def finish(
+    h: torch.Tensor,
+    attended: Any,
+    left: Any,
+    norm: torch.Tensor,
+    head: torch.Tensor,
+    advances: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """`leave`, and the logits [B, vocab]. Of one sequence also `advances`, two counters that become one more."""
     h = leave(h, attended, *left)
     given = kernel_module("row_product.reference").Norm(norm, left[1].eps)
-    return kernel_module("row_product.op").row_product(h, head, given)
+    launch = kernel_module("row_product.triton_product").Launch(advances=advances)
+    return kernel_module("row_product.op").row_product(h, head, given, launch=launch)

@@ -29,13 +29,23 @@ class Awaited(NamedTuple):
     """When all of it is."""
 
 
+class Launch(NamedTuple):
+    """Of a product, beside its operands."""
+
+    tiling: Tiling | None = None
+    """How the weight's rows are cut; by B, K and N if None."""
+    awaited: Awaited | None = None
+    """Who writes x, where that is not the kernel in front."""
+    advances: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Two counters [1] of whole numbers, which become one more when all kernels in front have ended."""
+
+
 class Before(NamedTuple):
     """What happens to x in front of the product."""
 
     gate: torch.Tensor | None
     norm_weight: torch.Tensor | None
     eps: float
-    awaited: Awaited | None = None
 
 
 def multiply(
@@ -45,16 +55,18 @@ def multiply(
     added: tuple[torch.Tensor | None, torch.Tensor | None],
     gated: bool,
     out: torch.Tensor,
-    tiling: Tiling,
+    launch: Launch,
     chained: bool,
 ) -> None:
-    """Arguments as in `row_product`, checked by it. `added`: bias and residual. `chained`: start before the kernel in
-    front has ended.
+    """Arguments as in `row_product`, checked by it, with a tiling. `added`: bias and residual. `chained`: start before
+    the kernel in front has ended.
     """
     batch, columns = x.shape
     rows = out.shape[1]
+    tiling, awaited, advances = launch
+    assert tiling is not None
     tiles = triton.cdiv(rows, tiling.rows)
-    x_gate, norm_weight, eps, awaited = before
+    x_gate, norm_weight, eps = before
     operands = (x, x_gate, weight, norm_weight, *added, out)
     shared = {
         "ROWS": rows,
@@ -68,9 +80,9 @@ def multiply(
     if batch == 1:
         first, second = pieces(columns)
         counter, total = (None, 0) if awaited is None else awaited
-        _one_row_kernel[(tiles,)](
-            *operands, counter, eps, FIRST=first, SECOND=second, AWAITED=total, COMPILED=x.is_cuda, **shared
-        )
+        counters = (counter, *(advances or (None, None)))
+        waiting = {"AWAITED": total, "COMPILED": x.is_cuda}
+        _one_row_kernel[(tiles,)](*operands, *counters, eps, FIRST=first, SECOND=second, **waiting, **shared)
         return
     _several_rows_kernel[(tiles,)](
         *operands,
@@ -147,6 +159,8 @@ def _one_row_kernel(
     residual_ptr,
     out_ptr,
     awaited_ptr,
+    advanced_ptr,
+    other_advanced_ptr,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -216,6 +230,10 @@ def _one_row_kernel(
         out = out * tl.sigmoid(out) * (gated * scale)
     out += added
     tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=row_ok)
+    if advanced_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.program_id(0) == 0:
+            tl.store(advanced_ptr, tl.load(advanced_ptr) + 1)
+            tl.store(other_advanced_ptr, tl.load(other_advanced_ptr) + 1)
 
 
 @triton.jit
