@@ -63,7 +63,7 @@ def row_product(
         )
     check_kernel_dtype("x", x)
     launch = Launch() if launch is None else launch
-    counters = () if launch.awaited is None else (launch.awaited.counter,)
+    counters: tuple[torch.Tensor, ...] = () if launch.awaited is None else (launch.awaited.counter,)
     counters += launch.advances or ()
     for counter in counters:
         check_shape("launch's counters", counter, "[1]", (1,))

@@ -192,6 +192,16 @@ def _one_row_kernel(
             norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     if CHAINED:
         gdc_wait()
+    # Everything is asked for before the first use; first what is there before x.
+    added = tl.zeros([TILE], tl.float32)
+    if bias_ptr is not None:
+        added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        added += tl.load(residual_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if x_gate_ptr is not None:
+        gate = load_piece(x_gate_ptr, COLUMNS, 0, FIRST, "")
+        if SECOND:
+            gate_second = load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND, "")
     if awaited_ptr is not None:
         await_count(awaited_ptr, AWAITED, COMPILED)
 
@@ -201,9 +211,9 @@ def _one_row_kernel(
     if SECOND:
         x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, CACHE)
     if x_gate_ptr is not None:
-        x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST, ""))
+        x *= tl.sigmoid(gate)
         if SECOND:
-            x_second *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND, ""))
+            x_second *= tl.sigmoid(gate_second)
     scale = 1.0
     if norm_ptr is not None:
         squares = tl.sum(x * x)
@@ -213,12 +223,6 @@ def _one_row_kernel(
             x_second *= norm_second
         scale = tl.rsqrt(squares / COLUMNS + eps)
 
-    # Everything is asked for before the first use.
-    added = tl.zeros([TILE], tl.float32)
-    if bias_ptr is not None:
-        added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        added += tl.load(residual_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
     if SECOND:
         out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
