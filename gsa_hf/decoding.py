@@ -213,10 +213,8 @@ class FusedDecoder:
         """
         model, layers = self.model.model, self.layers
         by_rows = self.products == "rows"
-        if by_rows:
-            h = row_layers.embed(self.tokens, model.embed_tokens.weight)
-        else:
-            h = model.embed_tokens(self.tokens)
+        embed = row_layers.embed if by_rows else nn.functional.embedding
+        h = embed(self.tokens, model.embed_tokens.weight)
         visible = self._visible() if self.visible_from_mask else None
         place = (self.slot, self._rotary(h))
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
