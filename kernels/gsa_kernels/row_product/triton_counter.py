@@ -31,8 +31,9 @@ def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
     The interpreter, where programs run one after the other, has no inline assembly and nothing to wait for.
     """
     if COMPILED:
-        while _look(counter_ptr) < COUNT:
-            pass
+        seen = _look(counter_ptr)
+        while seen < COUNT:
+            seen = _look(counter_ptr)
         tl.debug_barrier()
 
 
