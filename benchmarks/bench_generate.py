@@ -10,10 +10,15 @@ all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the ba
 --products says; `standard, our products` is the standard model by kernels for few rows. `GSA shared` counts one step
 that selects in 32. All models take turns in one run.
 
+A step advances the decoder's counters of tokens. They are put back before each timed step, outside of its time, so that
+all steps are at the same place: 32 tokens share a selection that the first one makes, at whose place alone a step that
+selects does all of its work. So lengths are multiples of 32.
+
 bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
 layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
 
---timeline: also when the kernels of one layer start and end. One that waits for the kernel in front counts.
+--timeline: also when the kernels of one layer start and end, and those at both ends of a step, of three steps that
+follow each other the middle one. A kernel that waits for the one in front counts.
 """
 
 import argparse
@@ -49,9 +54,11 @@ BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.E
 """Not MATH: it copies the cache several times over."""
 TOLERANCE = 2e-2
 ROOM_TOKENS = 64
-"""Slots behind those that are filled, for steps to write into."""
+"""Slots behind those that are filled. Steps write into the first one; the timeline's last one into the second."""
 
 Steps = dict[str, Callable[[], object]]
+Place = Callable[[int], object]
+"""Puts a decoder's counters to so many tokens behind the place at which steps are measured."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +215,8 @@ def capture(
     what: str,
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
-) -> Steps:
-    """The step at the same place each time, by whether it selects: each sets back the counters, which it advances."""
+) -> tuple[Steps, Place]:
+    """The step at the decoder's place, by whether it selects. It advances the counters, which the other puts back."""
     filled = int(decoder.slot)
     with attends():
         wanted = decoder.step(refresh=True).clone()
@@ -217,13 +224,12 @@ def capture(
         graphs = DecodingGraphs(decoder)
     check(report, what, wanted, graphs.step(refresh=True))
 
-    def step(refresh: bool) -> torch.Tensor:
-        decoder.slot.fill_(filled)
-        decoder.lengths.fill_(filled + 1)
-        return graphs.step(refresh)
+    def place(tokens: int) -> None:
+        decoder.slot.fill_(filled + tokens)
+        decoder.lengths.fill_(filled + 1 + tokens)
 
     kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
-    return {"select" if kind else "keep": partial(step, kind) for kind in kinds}
+    return {"select" if kind else "keep": partial(graphs.step, kind) for kind in kinds}, place
 
 
 def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
@@ -272,6 +278,7 @@ def measure(
     for group in groups:
         decoders: dict[str, FusedDecoder] = {}
         steps: Steps = {}
+        places: dict[str, Place] = {}
         for name in group:
             started = time.perf_counter()
             decoder = open_decoder(name, batch, filled, layers, arguments, "cuda")
@@ -280,21 +287,24 @@ def measure(
                 assert sdpa is not None
                 decoder.visible_from_mask = sdpa.masked
                 attends = partial(sdpa_kernel, sdpa.backend)
-            captured = capture(report, f"{name}, batch {batch} at {length}", decoder, attends)
+            captured, place = capture(report, f"{name}, batch {batch} at {length}", decoder, attends)
             steps |= {f"{name} {kind}": step for kind, step in captured.items()}
+            places |= {f"{name} {kind}": place for kind in captured}
             decoders[name] = decoder
             head = decoder.model.lm_head.weight
             hidden = head.new_zeros(batch, head.shape[1])
             steps[f"{name} head"] = harness.capture(partial(torch.nn.functional.linear, hidden, head))
             print(f"{name}: ready in {time.perf_counter() - started:.1f} s, {layers} layers", flush=True)
-        times |= harness.measure(steps, budget_ms=arguments.budget_ms, flush_l2=False, compiled=True)
+        back = {what: partial(place, 0) for what, place in places.items()}
+        limits: dict[str, Any] = {"budget_ms": arguments.budget_ms, "flush_l2": False, "compiled": True}
+        times |= harness.measure(steps, before=back, **limits)
         if arguments.timeline:
-            for what, step in steps.items():
-                show_layer(what, step)
+            for what, place in places.items():
+                show_layer(what, steps[what], place)
         for name, decoder in decoders.items():
             facts[name] = {"products": decoder.products}
             facts[name] |= {"keys": selected(decoder), "bytes": read_bytes(decoder, batch, filled)}
-        del decoders, steps, decoder, captured, head, hidden
+        del decoders, steps, places, back, decoder, captured, place, head, hidden
         gc.collect()
         torch.cuda.empty_cache()
     per_token = {}
@@ -384,6 +394,8 @@ def main() -> int:
     parser.add_argument("--timeline", action="store_true", help="of one layer's kernels, by our products")
     parser.add_argument("--seconds", type=float, default=110.0, help="after which nothing more is begun")
     arguments = parser.parse_args()
+    if any(length % BLOCK for length in arguments.lengths):
+        parser.error(f"--lengths {arguments.lengths}: pass multiples of {BLOCK}, where GSA shared selects")
     arguments.until = time.perf_counter() + arguments.seconds
     harness.require_cuda()
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.reference import row_product as wanted_product
 from gsa_kernels.row_product.tiling import Tiling, default_tiling
+from gsa_kernels.row_product.triton_product import Launch
 
 TOLERANCE = 1e-2
 EPS = 1e-5
@@ -99,7 +100,7 @@ class Operands:
 
     def all(self, tiling: Tiling) -> None:
         for weight in self.weights:
-            self.run(row_product, weight, tiling=tiling)
+            self.run(row_product, weight, launch=Launch(tiling))
 
     def all_by_cublas(self) -> None:
         for weight in self.weights:
@@ -133,7 +134,7 @@ def measure(
             print(f"{name}, batch {batch}: {what} and those behind it left out (--seconds)")
             break
         try:
-            found = given.run(row_product, given.weights[0], tiling=tiling)
+            found = given.run(row_product, given.weights[0], launch=Launch(tiling))
         except (TritonError, RuntimeError) as error:
             print(f"{name}, batch {batch}, {what}: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -173,9 +174,8 @@ def chain_by_ours(given: dict[str, Operands], tilings: dict[str, Tiling]) -> Cal
     def multiply(name: str, x: torch.Tensor, layer: int, h: torch.Tensor) -> torch.Tensor:
         each = given[name]
         residual = h if each.shape.residual else None
-        return row_product(
-            x, each.weights[layer], each.norm, None, residual, each.shape.gated, tilings.get(name)
-        )
+        weight, gated, launch = each.weights[layer], each.shape.gated, Launch(tilings.get(name))
+        return row_product(x, weight, each.norm, residual=residual, gated=gated, launch=launch)
 
     return multiply
 

@@ -67,6 +67,7 @@ def measure(
     rounds: int = 5,
     flush_l2: bool = True,
     compiled: bool = False,
+    before: Mapping[str, Run] | None = None,
 ) -> dict[str, Timing]:
     """Time the candidates on the current CUDA device, by its events.
 
@@ -81,20 +82,21 @@ def measure(
         rounds: turns of a candidate
         compiled: all kernels of the candidates have run before; saves a run of each
         flush_l2: overwrite the L2 before each run, as another layer's work would
+        before: name of a candidate -> what to call before each of its timed runs, outside of its time
     """
-    schedules = {}
+    schedules, before = {}, before or {}
     for name, run in candidates.items():
         if not compiled:
             run()
-        estimate = _time(run, 1, None)[0]
+        estimate = _time(run, 1, None, before.get(name))[0]
         if estimate * min_runs < budget_ms:
-            estimate = min(_time(run, 3, None))
+            estimate = min(_time(run, 3, None, before.get(name)))
         schedules[name] = share_rounds(count_runs(estimate, budget_ms, min_runs, max_runs), rounds)
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if flush_l2 else None
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(rounds):
         for name, run in candidates.items():
-            samples[name] += _time(run, schedules[name][turn], flush)
+            samples[name] += _time(run, schedules[name][turn], flush, before.get(name))
     return {
         name: Timing(median(times), min(times), max(times), len(times)) for name, times in samples.items()
     }
@@ -117,12 +119,14 @@ def median_and_error(values: Sequence[float]) -> tuple[float, float]:
     return middle, 1.25 * spread / len(values) ** 0.5
 
 
-def _time(run: Run, runs: int, flush: torch.Tensor | None) -> list[float]:
+def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -> list[float]:
     """ms of each run. Nothing waits between them, so that the device need not wait for the host."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
         if flush is not None:
             flush.zero_()
+        if before is not None:
+            before()
         start.record()
         run()
         stop.record()

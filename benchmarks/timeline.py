@@ -1,16 +1,30 @@
-"""When the kernels of one layer of a decoding step start and end, for `bench_generate.py --timeline`."""
+"""When the kernels of a decoding step start and end, for `bench_generate.py --timeline`: of one layer, and at both ends
+of the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+STEPS = 3
+"""Recorded, of which the middle one is shown."""
+ENDS = 6
+"""Kernels shown at each end of a step."""
 
-def show_layer(name: str, step: Callable[[], object]) -> None:
-    """Kernels from one launch of a joined product to the third behind it, in the middle of a step. Nothing, of a step
-    without joined products of ours."""
+
+def show_layer(name: str, step: Callable[[], object], place: Callable[[int], object]) -> None:
+    """Kernels from one launch of a joined product to the third behind it, in the middle of a step; and the step's first
+    and last ones, up to the first one of the next step. Nothing, of a step without joined products of ours.
+
+    Args:
+        place: puts the counters that a step advances to so many tokens behind the place at which steps are measured
+    """
+    # The middle step is at that place, at which alone a step that selects does all of its work.
+    place(-(STEPS // 2))
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        for _ in range(3):
+        for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
     kernels = [each for each in recorded.events() if each.device_type == torch.autograd.DeviceType.CUDA]
@@ -20,8 +34,21 @@ def show_layer(name: str, step: Callable[[], object]) -> None:
         return
     middle = len(entries) // 2
     first, last = entries[middle], entries[min(middle + 3, len(entries) - 1)]  # a layer has one to three
-    origin = kernels[first].time_range.start
     print(f"{name}, a layer or more, us: start, end, kernel")
-    for each in kernels[first : last + 1]:
+    show(kernels[first : last + 1], kernels[first].time_range.start)
+    count, rest = divmod(len(kernels), STEPS)
+    if rest:
+        print(f"{name}: {len(kernels)} kernels are not {STEPS} like steps, whose ends are not shown")
+        return
+    one = kernels[count : 2 * count]
+    origin = one[0].time_range.start
+    print(f"{name}, both ends of a step of {count} kernels, and the next one's first kernel")
+    show(one[:ENDS], origin)
+    print("      ...")
+    show([*one[-ENDS:], kernels[2 * count]], origin)
+
+
+def show(kernels: Sequence[Any], origin: float) -> None:
+    for each in kernels:
         start, end = each.time_range.start - origin, each.time_range.end - origin
         print(f"{start:9.2f} {end:9.2f}  {each.name[:60]}")

@@ -212,7 +212,9 @@ class FusedDecoder:
                 keep their selection. Without blocks every step selects.
         """
         model, layers = self.model.model, self.layers
-        h = model.embed_tokens(self.tokens)
+        by_rows = self.products == "rows"
+        embed = row_layers.embed if by_rows else nn.functional.embedding
+        h = embed(self.tokens, model.embed_tokens.weight)
         visible = self._visible() if self.visible_from_mask else None
         place = (self.slot, self._rotary(h))
         projected = self._enter(h, *layers[0], self.buffers[0], *place)
@@ -227,9 +229,13 @@ class FusedDecoder:
             if index + 1 < len(layers):
                 following = (layers[index + 1], self.buffers[index + 1])
                 h, projected = self._pass_on(h, attended, layers[index], *following, *place)
-        logits = self._finish(h, attended, layers[-1], model.norm.weight, self.model.lm_head.weight)
-        self.slot.add_(1)
-        self.lengths.add_(1)
+        last = (h, attended, layers[-1], model.norm.weight, self.model.lm_head.weight)
+        counters = self.slot, self.lengths
+        if by_rows and self.batch == 1:
+            return self._finish(*last, advances=counters)
+        logits = self._finish(*last)
+        for counter in counters:
+            counter.add_(1)
         return logits
 
     def _angle_table(self) -> Any:
@@ -272,15 +278,19 @@ class FusedDecoder:
             return self._attend_projected(place, module, projected, held, selects)
         joined, launch = kernel_module("decode.joined"), projected.launch
         parts = row_layers.parts(selects, self.layers[place][1].parts[4] > 0)
-        entered = launch(part=joined.Part(parts.front))
+        counter = held.workspace.written if parts.beside_attention else None
+        entered = launch(part=joined.Part(parts.front, restarts=counter))
         if parts.beside_selection:
             part = joined.Part(parts.beside_selection, entered, beside=True)
             held = dataclasses.replace(held, beside=partial(launch, part=part))
         if not parts.beside_attention:
             return self._attend_projected(place, module, entered, held, selects)
+        held = dataclasses.replace(held, counted=True)
         attended = self._attend_projected(place, module, entered._replace(gate=None), held, selects)
-        launch(part=joined.Part(parts.beside_attention, entered, beside=True))
-        return row_layers.Attended(attended, entered.gate)
+        launch(part=joined.Part(parts.beside_attention, entered, beside=True, waits=False))
+        heads = self.batch * config.num_key_value_heads
+        awaited = kernel_module("row_product.triton_product").Awaited(counter, heads)
+        return row_layers.Attended(attended, entered.gate, awaited)
 
     def _attend_projected(
         self, place: int, module: Any, projected: Any, held: Any, selects: bool

@@ -27,6 +27,8 @@ class Attended(NamedTuple):
 
     out: torch.Tensor
     gate: torch.Tensor
+    awaited: Any
+    """`Awaited`: when the output is there, which the gate's kernel, the last one, does not wait for."""
 
 
 class Parts(NamedTuple):
@@ -39,10 +41,14 @@ class Parts(NamedTuple):
 
 def parts(selects: bool, gated: bool) -> Parts:
     """Of a layer: whether it selects in this step, and whether it has G1, which attention needs not: the product with
-    W_O applies it. In front is what the next kernel needs."""
+    W_O applies it. In front is what the next kernel needs.
+
+    A layer that keeps its selection has no use for the indexer's queries: the one sequence is inside its block, and
+    whoever makes the block's selection again takes the queries of its first token from the cache.
+    """
     if selects:
         return Parts(("index",), ("heads",), ("gate",) if gated else ())
-    return Parts(("heads",), (), ("gate", "index")) if gated else Parts(("heads", "index"), (), ())
+    return Parts(("heads",), (), ("gate", "index key")) if gated else Parts(("heads", "index key"), (), ())
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
@@ -73,6 +79,11 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
     return batch == 1 and even and all(weights.q_norm is None for weights, _ in layers)
 
 
+def embed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [B] -> their rows of the weight [B, d], while the first layer's product asks for its own."""
+    return kernel_module("row_product.look_up").look_up(tokens, weight)
+
+
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """The joined product; norms, rotation, gate G2 and the writes into the cache. Two launches, or with a table of all
     angles one, which is still to be launched."""
@@ -98,9 +109,12 @@ def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tenso
     """Three launches: W_O with the residual, the gated product, its way back with the residual."""
     row_product = kernel_module("row_product.op").row_product
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
-    out, gate = attended if isinstance(attended, Attended) else (attended, None)
-    gate = None if gate is None else gate.flatten(1)
-    h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate)
+    if isinstance(attended, Attended):
+        out, gate, awaited = attended
+        launch = kernel_module("row_product.triton_product").Launch(awaited=awaited)
+        h = row_product(out.flatten(1), layer.out, residual=h, x_gate=gate.flatten(1), launch=launch)
+    else:
+        h = row_product(attended.flatten(1), layer.out, residual=h)
     return row_product(row_product(h, layer.gate_up, norm, gated=True), layer.down, residual=h)
 
 
@@ -118,8 +132,16 @@ def pass_on(
     return h, enter(h, *entered, cache, slot, rotary)
 
 
-def finish(h: torch.Tensor, attended: Any, left: Any, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """`leave`, and the logits [B, vocab]."""
+def finish(
+    h: torch.Tensor,
+    attended: Any,
+    left: Any,
+    norm: torch.Tensor,
+    head: torch.Tensor,
+    advances: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """`leave`, and the logits [B, vocab]. Of one sequence also `advances`, two counters that become one more."""
     h = leave(h, attended, *left)
     given = kernel_module("row_product.reference").Norm(norm, left[1].eps)
-    return kernel_module("row_product.op").row_product(h, head, given)
+    launch = kernel_module("row_product.triton_product").Launch(advances=advances)
+    return kernel_module("row_product.op").row_product(h, head, given, launch=launch)

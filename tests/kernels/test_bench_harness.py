@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import harness
@@ -128,6 +129,32 @@ def test_plots(tmp_path: Path) -> None:
         assert [len(line.get_xdata()) for line in stars] == [2 if draw is plots.draw_length else 1] * 4
         assert not [line for ax in draw(long).axes for line in ax.lines if line.get_marker() == "*"]
     assert plots.write_plots(tmp_path / "nothing") == []
+
+
+def test_what_is_called_before_a_run_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, **_: bool) -> None: ...
+
+        def record(self) -> None:
+            calls.append("event")
+
+        def elapsed_time(self, _: "Event") -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runs = {name: partial(calls.append, name) for name in ("with", "without")}
+    before = {"with": partial(calls.append, "before")}
+    times = harness.measure(runs, budget_ms=7, flush_l2=False, compiled=True, before=before)
+    assert [timing.runs for timing in times.values()] == [7, 7]
+    runs_of_each = 7 + 1 + 3  # and those that tell how long it takes
+    text = " ".join(calls)
+    for run in ("before event with event", "event without event"):
+        assert text.count(run) == runs_of_each
+        text = text.replace(run, "")
+    assert not text.strip()
 
 
 @pytest.mark.gpu

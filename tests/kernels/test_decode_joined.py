@@ -140,6 +140,38 @@ def test_parts_of_the_joined_product(groups: tuple[tuple[str, ...], ...], dtype:
     check(options | {"bias": True, "wide": True, "dtype": dtype}, TURNS, groups)
 
 
+def test_a_counter_starts_again() -> None:
+    options: dict[str, Any] = {"hidden": 16, "heads": (4, 2, 32), "gates": (False, False), "indexer": (0, 24)}
+    given, cache = make(**options, channels=(16, 0), bias=False, wide=False, dtype=torch.float32)
+    counter = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    joined.enter_row(**given, cache=cache, part=joined.Part(("heads",), restarts=counter))
+    assert counter.item() == 0
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(8, 5)], ids=str)
+def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
+    """Eleven pairs of rows: a tile has some of the queries', which are not written."""
+    options = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
+    given, cache = make(**options, channels=(32, 22), bias=True, wide=wide, dtype=torch.float32)
+    assert cache.rows is not None
+    copy = reference.EntryCache(cache.k.clone(), cache.v.clone(), cache.rows.clone())
+    wanted = reference.enter_row(**given, cache=copy)
+    assert copy.rows is not None
+    copy.rows[:, SLOT, 22:] = cache.rows[:, SLOT, 22:]
+    found = enter(given, cache, tiling, (("heads",),))
+    assert found.index_queries is not None
+    assert found.index_weights is not None
+    unwritten = (found.index_queries.fill_(7).clone(), found.index_weights.fill_(7).clone())
+    part = joined.Part(("gate", "index key"), found, beside=True)
+    joined.enter_row(**given, cache=cache, tiling=tiling, part=part)
+    for one, other in zip((*found[:2], *cache), (*wanted[:2], *copy), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-5)
+    for one, other in zip(found[2:], unwritten, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
 def test_heads_of_256() -> None:
     """A quarter of whose channels turn, as in Qwen3.5."""
     options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
@@ -213,6 +245,7 @@ def replaced(given: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]
 def test_what_it_does_not_take() -> None:
     options: dict[str, Any] = {"hidden": 32, "heads": (4, 2, 32), "gates": (True, True), "indexer": (2, 24)}
     given, cache = make(**options, channels=(32, 24), bias=False, wide=True, dtype=torch.float32)
+    counter = torch.zeros(1, dtype=torch.int32)
     for changes, words in [
         ({"x": torch.zeros(2, 32)}, r"x has shape \(2, 32\)"),
         ({"x": torch.zeros(1, 20)}, "x has 20 columns"),
@@ -226,6 +259,12 @@ def test_what_it_does_not_take() -> None:
         ({"cache": cache._replace(k=cache.k.bfloat16())}, "cache.k is torch.bfloat16"),
         ({"part": joined.Part(("q",))}, "part.sections is"),
         ({"part": joined.Part(())}, "part.sections is"),
+        ({"part": joined.Part(("index", "index key"))}, "of the last two one"),
+        (
+            {"part": joined.Part(("heads",), beside=True, restarts=counter)},
+            "restart it in a part that waits first",
+        ),
+        ({"part": joined.Part(("heads",), waits=False)}, "part.waits is False with part.beside False"),
     ]:
         with pytest.raises(ValueError, match=words):
             joined.enter_row(**({**given, "cache": cache} | changes))

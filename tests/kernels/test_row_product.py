@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 
 from gsa_kernels.devices import interpreted
 from gsa_kernels.row_product import op, reference
+from gsa_kernels.row_product.look_up import look_up
 from gsa_kernels.row_product.tiling import Tiling
-from gsa_kernels.row_product.triton_product import pieces
+from gsa_kernels.row_product.triton_product import Awaited, Launch, pieces
 from helpers.corner_programs import run_corners
 
 CUDA = torch.cuda.is_available()
@@ -55,11 +56,11 @@ def in_fp64(given: dict[str, Any]) -> torch.Tensor:
 def check(given: dict[str, Any], tiling: Tiling | None) -> None:
     """fp32 to its rounding; bf16 to that of the result, and of x times the norm where the matrix units take it."""
     wanted = in_fp64(given)
-    found = op.row_product(**given, tiling=tiling)
+    found = op.row_product(**given, launch=Launch(tiling))
     assert found.dtype == given["x"].dtype
     error = (found.double() - wanted).norm() / wanted.norm()
     assert error < (2e-6 if found.dtype == torch.float32 else 2**-8)
-    assert torch.equal(found, op.row_product(**given, tiling=tiling))
+    assert torch.equal(found, op.row_product(**given, launch=Launch(tiling)))
 
 
 @covered(
@@ -79,6 +80,36 @@ def test_product(options: dict[str, Any]) -> None:
     if options.pop("small_tiles"):  # several rows of x take tiles of 16
         tiling = Tiling(2) if options["batch"] == 1 else Tiling(16, chunk=64, stages=2)
     check(operands(**options), tiling)
+
+
+def test_a_product_that_awaits_a_counter() -> None:
+    """Of a kernel that has counted. tests/gpu/test_chain_on_gpu.py has it while that one runs."""
+    given = operands(1, 88, 20, False, RESIDUAL, torch.float32, x_gate=True)
+    counter = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    found = op.row_product(**given, launch=Launch(awaited=Awaited(counter, 7)))
+    assert torch.equal(found, op.row_product(**given))
+    given = operands(2, 88, 20, False, NONE, torch.float32)
+    with pytest.raises(ValueError, match="x has 2 rows with something awaited or advanced"):
+        op.row_product(**given, launch=Launch(awaited=Awaited(counter, 7)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [[6], [0, 3, 3]])
+def test_looking_up_rows(tokens: list[int], dtype: torch.dtype) -> None:
+    weight = torch.randn(7, 1100, device=DEVICE).to(dtype)
+    places = torch.tensor(tokens, device=DEVICE)
+    assert torch.equal(look_up(places, weight), weight[places])
+    for wrong in ((places.int(), weight), (places, weight.T)):
+        with pytest.raises(ValueError, match="pass contiguous tensors, tokens of int64"):
+            look_up(*wrong)
+
+
+def test_counters_advance() -> None:
+    given = operands(1, 88, 20, True, NONE, torch.float32)
+    counters = tuple(torch.tensor([5], dtype=dtype, device=DEVICE) for dtype in (torch.int64, torch.int32))
+    found = op.row_product(**given, launch=Launch(Tiling(2), advances=counters))
+    assert torch.equal(found, op.row_product(**given, launch=Launch(Tiling(2))))
+    assert [counter.item() for counter in counters] == [6, 6]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
@@ -142,7 +173,7 @@ def test_a_weight_of_more_than_2_to_the_31_elements(
         weight[count - 1] = 0.5
     x = torch.linspace(0, 3, batch * columns).view(batch, columns)
     tiling = Tiling(16, chunk=64, stages=2)
-    found = op.row_product(x, weight, gated=gated, tiling=tiling)[:, -1]
+    found = op.row_product(x, weight, gated=gated, launch=Launch(tiling))[:, -1]
     wanted = x @ weight[-1]
     if gated:
         wanted = wanted * torch.nn.functional.silu(x @ weight[count - 1])

@@ -224,13 +224,19 @@ def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]
     case = make_case(device, [199, 12, 0], 210, **sizes, splits=splits[0], kept_splits=splits[1])
     for cache in (case.cache.k, case.cache.v, case.indexer.keys):
         cache.nan_to_num_(3.0)
-    now = case.with_new(in_chain=True)
+    now = case.with_new(in_chain=True, counted=True)
+    written, all_heads = case.workspace.written, 3 * case.cache.k.shape[2]
     for step in range(2):
         lengths = torch.tensor([199 + 2 * step, 12 + 2 * step, 0], dtype=torch.int32, device=device)
         selects = now.with_new(lengths=lengths, settled=True)
         assert parts_written(selects, lambda one=selects: check(one, rule, window)) == splits[0]  # type: ignore[misc]
+        assert written.item() > 0
+        assert written.item() % all_heads == 0
+        written.zero_()
         keeps = now.with_new(lengths=lengths + (lengths > 0), settled=True)
         assert parts_written(keeps, lambda one=keeps: attend(one, window)) == splits[1]  # type: ignore[misc]
+        assert written.item() == all_heads
+        assert case.workspace.arrivals.eq(0).all()
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,20 @@ import torch
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.decode.entry import check_entry_cache
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
-from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, launch_joined
+from gsa_kernels.decode.triton_joined import DEFAULT_TILING, Launch, PairTiling, Sections, launch_joined
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import HEAD_SIZES, ROW_PRODUCT_COLUMNS
 
-HEADS, GATE, INDEX = "heads", "gate", "index"
+HEADS, GATE, INDEX, INDEX_KEY = "heads", "gate", "index", "index key"
 
 
 class Part(NamedTuple):
     """Of the joined product's rows."""
 
     sections: tuple[str, ...]
-    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none."""
+    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none. INDEX_KEY is of
+    INDEX what later steps score. The rest, queries and head weights, is of use where a selection is made, now or again:
+    of a block's first token only."""
 
     into: Entered | None = None
     """Where to write what attention and selection take; allocated if None, all of it."""
@@ -30,6 +32,13 @@ class Part(NamedTuple):
     beside: bool = False
     """Run beside the kernel in front. That one must let the next one start only after its own wait, and must neither
     write x nor read what this part writes."""
+
+    waits: bool = True
+    """False, with `beside`: do not wait for the kernel in front at the end either. Then the next kernel waits for that
+    one, too, by what it counts (rule 5 of row_product/op.py)."""
+
+    restarts: torch.Tensor | None = None
+    """int32 [1]: a counter that becomes 0 when the kernels in front have ended; without `beside`."""
 
 
 WHOLE = Part((HEADS, GATE, INDEX))
@@ -104,13 +113,31 @@ def enter_row(
             )
         if tensor.stride(-1) != 1 or (name in named and not tensor.is_contiguous()):
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
-    unknown = set(part.sections) - set(WHOLE.sections)
-    if unknown or not part.sections:
-        raise ValueError(f"part.sections is {part.sections}; pass one or more of {WHOLE.sections}")
+    known = (*WHOLE.sections, INDEX_KEY)
+    if not part.sections or set(part.sections) - set(known) or {INDEX, INDEX_KEY} <= set(part.sections):
+        raise ValueError(
+            f"part.sections is {part.sections}; pass one or more of {known}, of the last two one"
+        )
+    if part.beside and part.restarts is not None:
+        raise ValueError(
+            "part.restarts is a counter with part.beside True; restart it in a part that waits first"
+        )
+    if not (part.beside or part.waits):
+        raise ValueError(
+            "part.waits is False with part.beside False; only a part beside another kernel need not wait"
+        )
+    if part.restarts is not None:
+        check_shape("part.restarts", part.restarts, "[1]", (1,))
     out = _new_entered(x, sizes) if part.into is None else part.into
-    wanted = (HEADS in part.sections, GATE in part.sections, INDEX in part.sections)
+    whole_index = INDEX in part.sections
+    wanted = Sections(
+        heads=HEADS in part.sections,
+        gate=GATE in part.sections,
+        index_key=whole_index or INDEX_KEY in part.sections,
+        index_queries=whole_index,
+    )
     with launching_on(x, "x"):
-        launch = Launch(tiling, wanted, can_chain(x), part.beside)
+        launch = Launch(tiling, wanted, can_chain(x), part.beside, part.waits, part.restarts)
         launch_joined(x, product, sizes, table, cache, slot, out, launch)
     return out
 

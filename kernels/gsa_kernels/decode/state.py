@@ -79,6 +79,10 @@ class DecodeWorkspace:
     arrivals: torch.Tensor
     """int32 [B, Hkv]: splits that have finished; 0 between calls."""
 
+    written: torch.Tensor
+    """int32 [1]: with `LayerCache.counted`, key-value heads of all sequences whose output attention has written. The
+    caller makes it 0 before the next call."""
+
     splits: int
     """Parts into which attention cuts the keys of one key-value head."""
 
@@ -124,6 +128,10 @@ class LayerCache:
     """The kernels in front of a step and behind it are launched early, too, and wait (row_product/op.py). Then scores
     are in place before the one in front ends, and attention lets the next one start when its own wait is over. Between
     ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
+
+    counted: bool = False
+    """Attention counts in the workspace's `written` the outputs that are there, so that not only the next kernel can
+    wait for them (`Awaited`, row_product/triton_product.py)."""
 
     beside: Callable[[], object] | None = None
     """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
@@ -197,6 +205,7 @@ def new_workspace(
         partial_out=floats(batch, kv_heads, kept, group, head_size),
         partial_stats=floats(2, batch, kv_heads, kept, group),
         arrivals=zeros(batch, kv_heads),
+        written=zeros(1),
         splits=splits,
         kept_splits=kept,
     )

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
+from gsa_kernels.row_product.triton_counter import count_one
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -74,6 +75,7 @@ def attend_to_indices(
         workspace.partial_out,
         *workspace.partial_stats,
         workspace.arrivals,
+        workspace.written if cache.counted else None,
         out,
         *q.stride()[:2],
         *k.stride()[:3],
@@ -139,6 +141,7 @@ def _attend_kernel(
     partial_max_ptr,
     partial_sum_ptr,
     arrivals_ptr,
+    written_ptr,
     out_ptr,
     stride_qb,
     stride_qh,
@@ -267,6 +270,8 @@ def _attend_kernel(
     out_ptr += batch * stride_ob + kv_head * GROUP * stride_oh
     if SPLITS == 1:
         _store_gated(acc, total, gate, out_ptr, stride_oh, GROUP, ROWS, D, HAS_GATE)
+        if written_ptr is not None:
+            count_one(written_ptr)
     else:
         head = batch * tl.num_programs(1) + kv_head
         mine = (head * SPLITS + split) * GROUP + rows
@@ -280,6 +285,8 @@ def _attend_kernel(
                 partial_out_ptr, partial_max_ptr, partial_sum_ptr, head * SPLITS, SPLITS, GROUP, BLOCK_G, D
             )
             _store_gated(out_all, sum_all, gate, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE)
+            if written_ptr is not None:
+                count_one(written_ptr)
 
 
 @triton.jit

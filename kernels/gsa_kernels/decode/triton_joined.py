@@ -31,14 +31,29 @@ _WARPS, _MOST_REGISTERS = 4, 128
 """Of a program, and of a thread: 528 programs are at once on the 132 multiprocessors of an H100 or H200."""
 
 
+class Sections(NamedTuple):
+    """What to calculate."""
+
+    heads: bool
+    """Queries, keys and values."""
+    gate: bool
+    """G1"""
+    index_key: bool
+    index_queries: bool
+    """And head weights; with the indexer's key."""
+
+
 class Launch(NamedTuple):
     tiling: PairTiling
-    sections: tuple[bool, bool, bool]
-    """Whether to calculate queries, keys and values; G1; what the indexer has."""
+    sections: Sections
     chained: bool
     """Start before the kernel in front has ended."""
     beside: bool
     """And wait for it at the end only."""
+    waits: bool
+    """With `beside`: wait at all."""
+    restarts: torch.Tensor | None
+    """int32 [1], which becomes 0."""
 
 
 def launch_joined(
@@ -52,7 +67,7 @@ def launch_joined(
     launch: Launch,
 ) -> None:
     """Arguments as in `enter_row`, checked by it."""
-    tiling, sections, chained, beside = launch
+    tiling, sections, chained, beside, waits, restarts = launch
     columns = x.shape[1]
     first, second = pieces(columns)
     values_from, gates_from, index_from, weights_from, tiles = _sections(sizes, tiling.pairs, sections)
@@ -69,6 +84,7 @@ def launch_joined(
         table.values,
         table.lengths,
         slot,
+        restarts,
         *out,
         cache.k,
         cache.v,
@@ -98,31 +114,36 @@ def launch_joined(
         GATES_FROM=gates_from,
         INDEX_FROM=index_from,
         WEIGHTS_FROM=weights_from,
+        INDEX_ROWS=_index_rows(sizes, sections),
         TILES=tiles,
         LOOPS=programs < tiles,
         CHAINED=chained,
         BESIDE=beside,
+        WAITS=waits,
         num_warps=_WARPS,
         maxnreg=_MOST_REGISTERS,
         **({"launch_pdl": True} if chained else {}),
     )
 
 
-def _sections(
-    sizes: EntrySizes, tile: int, wanted: tuple[bool, bool, bool]
-) -> tuple[int, int, int, int, int]:
+def _index_rows(sizes: EntrySizes, wanted: Sections) -> int:
+    """Of the indexer's key, and of its queries if they are wanted."""
+    if not (sizes.index_heads and wanted.index_key):
+        return 0
+    return (1 + sizes.index_heads * wanted.index_queries) * sizes.index_dim
+
+
+def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
     """First tile of the values, of G1, of the indexer's key and queries, of its head weights; and the end. What is not
     wanted has no tiles."""
-    heads, gate, indexer = wanted
-    index = (1 + sizes.index_heads) * sizes.index_dim if sizes.index_heads else 0
     values = sizes.value_gate or sizes.k // 2
     ends = [0]
     for pairs in (
-        (sizes.q + sizes.k) // 2 * heads,
-        values * heads,
-        sizes.gate // 2 * gate,
-        index // 2 * indexer,
-        (sizes.index_heads + 1) // 2 * indexer,
+        (sizes.q + sizes.k) // 2 * wanted.heads,
+        values * wanted.heads,
+        sizes.gate // 2 * wanted.gate,
+        _index_rows(sizes, wanted) // 2,
+        (sizes.index_heads + 1) // 2 * wanted.index_queries,
     ):
         ends.append(ends[-1] + triton.cdiv(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
@@ -145,6 +166,7 @@ def _pairs_of(
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
+    INDEX_ROWS: tl.constexpr,
 ):
     """int32 [TILE]: first rows, second rows; the row at which the section ends; where a pair's cosine and sine are in
     the table, and whether it turns.
@@ -171,7 +193,7 @@ def _pairs_of(
     start = tl.where(is_weights, WEIGHTS, start)
     end = tl.where(is_values, GATES, VALUES)
     end = tl.where(is_gates, INDEX, end)
-    end = tl.where(is_index, WEIGHTS, end)
+    end = tl.where(is_index, INDEX + INDEX_ROWS, end)
     end = tl.where(is_weights, WEIGHTS + HI, end)
     half = tl.where(is_values, VALUE_UNIT // 2, D // 2)
     half = tl.where(is_gates, D // 2, half)
@@ -198,6 +220,7 @@ def _joined_kernel(
     table_ptr,
     lengths_ptr,
     slot_ptr,
+    restarts_ptr,
     q_ptr,
     gate_ptr,
     index_queries_ptr,
@@ -230,10 +253,12 @@ def _joined_kernel(
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
     WEIGHTS_FROM: tl.constexpr,
+    INDEX_ROWS: tl.constexpr,
     TILES: tl.constexpr,
     LOOPS: tl.constexpr,
     CHAINED: tl.constexpr,
     BESIDE: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """One program: the tiles start, start + programs, ... of TILE pairs of rows."""
     if CHAINED:
@@ -243,7 +268,7 @@ def _joined_kernel(
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
-        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
+        VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
     other = load_rows(weight_ptr, second, second < end, COLUMNS, 0, FIRST)
@@ -263,6 +288,9 @@ def _joined_kernel(
         rows_ptr += slot * stride_rl
     if CHAINED and not BESIDE:
         gdc_wait()
+    if restarts_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if start == 0:
+            tl.store(restarts_ptr, 0)
 
     # Beside the kernel in front, past the first-level cache: nothing says that it has forgotten what was there before.
     CACHE: tl.constexpr = ".cg" if BESIDE else ""
@@ -282,7 +310,7 @@ def _joined_kernel(
         if LOOPS:  # the next tile; beyond the last one nothing is read
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
                 tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
-                VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM,
+                VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)
             next_other = load_rows(weight_ptr, next_second, next_second < next_end, COLUMNS, 0, FIRST)
@@ -346,7 +374,8 @@ def _joined_kernel(
                     DI,
                     WIDTH,
                 )
-                if WIDTH > DI:  # noqa: SIM102 - decided when the kernel is compiled
+                # The first is decided when the kernel is compiled.
+                if WIDTH > DI and WEIGHTS_FROM < TILES:  # noqa: SIM102
                     if tile == TILES - 1:  # zeros behind the head weights
                         REST: tl.constexpr = (1 + HI) * DI + HI
                         behind = REST + tl.arange(0, BLOCK_REST)
@@ -363,7 +392,7 @@ def _joined_kernel(
             if SECOND:
                 w_second = next_w_second
                 other_second = next_other_second
-    if CHAINED and BESIDE:  # noqa: SIM102 - the first is decided when the kernel is compiled
+    if CHAINED and BESIDE and WAITS:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if start == 0:
             gdc_wait()
 

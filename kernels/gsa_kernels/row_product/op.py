@@ -7,11 +7,16 @@ dependent launch). The rule that makes this safe, for all kernels of this packag
    front has ended and its writes are seen.
 2. At least one program of every kernel waits before it ends, whatever its inputs are. So a kernel has ended only after
    the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
-3. What is read before the wait (weights, positions) is written by no kernel of the chain. An ordinary kernel, which
-   starts when all in front of it has ended, may write it.
+3. What is read before the wait (weights, positions) is written by no kernel in front in the chain, but for the ordinary
+   one that begins it (look_up.py) and has waited for the end of all before it. A chain's last kernel may write it after
+   its own wait, when all who read it have ended.
 4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
    that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
    waits in one program before it ends, for rule 2.
+5. Such a kernel need not wait at all where the one behind it waits for both: for it by `gdc_wait`, and for the one that
+   it runs beside by a counter (`Awaited`), which that one adds to when its results are there. Nobody waits in vain: all
+   programs of the counted kernel are on the device before the one behind starts. A kernel whose own wait has ended
+   before any program counts makes the counter 0.
 """
 
 import torch
@@ -20,8 +25,8 @@ from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.limits import ROW_PRODUCT_COLUMNS, ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.reference import Norm, check_row_product
-from gsa_kernels.row_product.tiling import Tiling, default_tiling
-from gsa_kernels.row_product.triton_product import Before, multiply
+from gsa_kernels.row_product.tiling import default_tiling
+from gsa_kernels.row_product.triton_product import Before, Launch, multiply
 
 
 @torch.no_grad()
@@ -32,8 +37,8 @@ def row_product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    tiling: Tiling | None = None,
     x_gate: torch.Tensor | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
 
@@ -42,7 +47,7 @@ def row_product(
 
     Args:
         x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
-        tiling: how the weight's rows are cut; by B, K and N if None
+        launch: for one row of x also with something awaited (rule 5) or advanced
 
     Raises:
         ValueError: also if a size, dtype, layout or device is none that the kernel takes.
@@ -57,6 +62,13 @@ def row_product(
             f"{ROW_PRODUCT_COLUMNS.step}"
         )
     check_kernel_dtype("x", x)
+    launch = Launch() if launch is None else launch
+    counters: tuple[torch.Tensor, ...] = () if launch.awaited is None else (launch.awaited.counter,)
+    counters += launch.advances or ()
+    for counter in counters:
+        check_shape("launch's counters", counter, "[1]", (1,))
+        if batch > 1:
+            raise ValueError(f"x has {batch} rows with something awaited or advanced; pass one row")
     if x_gate is not None:
         check_shape("x_gate", x_gate, "[B, K]", (batch, columns))
     norm_weight = None if norm is None else norm.weight
@@ -77,11 +89,11 @@ def row_product(
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has stride {tensor.stride()}; make it contiguous")
-    if tiling is None:
-        tiling = default_tiling(batch, columns, count, gated)
+    if launch.tiling is None:
+        launch = launch._replace(tiling=default_tiling(batch, columns, count, gated))
     out = torch.empty(batch, count, dtype=x.dtype, device=x.device)
     eps = 0.0 if norm is None else norm.eps
     with launching_on(x, "x"):
         before = Before(x_gate, norm_weight, eps)
-        multiply(x, weight, before, (bias, residual), gated, out, tiling, can_chain(x))
+        multiply(x, weight, before, (bias, residual), gated, out, launch, can_chain(x))
     return out

@@ -14,9 +14,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.limits import ROW_PRODUCT_ROWS
 from gsa_kernels.row_product.tiling import Tiling
+from gsa_kernels.row_product.triton_counter import await_count
 from gsa_kernels.selection.triton_search import INT_MAX
 
 _LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
+
+
+class Awaited(NamedTuple):
+    """A kernel in front of the one in front, which writes x and counts what is there."""
+
+    counter: torch.Tensor
+    """int32 [1]"""
+    total: int
+    """When all of it is."""
+
+
+class Launch(NamedTuple):
+    """Of a product, beside its operands."""
+
+    tiling: Tiling | None = None
+    """How the weight's rows are cut; by B, K and N if None."""
+    awaited: Awaited | None = None
+    """Who writes x, where that is not the kernel in front."""
+    advances: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Two counters [1] of whole numbers, which become one more when all kernels in front have ended."""
 
 
 class Before(NamedTuple):
@@ -34,14 +55,16 @@ def multiply(
     added: tuple[torch.Tensor | None, torch.Tensor | None],
     gated: bool,
     out: torch.Tensor,
-    tiling: Tiling,
+    launch: Launch,
     chained: bool,
 ) -> None:
-    """Arguments as in `row_product`, checked by it. `added`: bias and residual. `chained`: start before the kernel in
-    front has ended.
+    """Arguments as in `row_product`, checked by it, with a tiling. `added`: bias and residual. `chained`: start before
+    the kernel in front has ended.
     """
     batch, columns = x.shape
     rows = out.shape[1]
+    tiling, awaited, advances = launch
+    assert tiling is not None
     tiles = triton.cdiv(rows, tiling.rows)
     x_gate, norm_weight, eps = before
     operands = (x, x_gate, weight, norm_weight, *added, out)
@@ -56,7 +79,10 @@ def multiply(
     }
     if batch == 1:
         first, second = pieces(columns)
-        _one_row_kernel[(tiles,)](*operands, eps, FIRST=first, SECOND=second, **shared)
+        counter, total = (None, 0) if awaited is None else awaited
+        counters = (counter, *(advances or (None, None)))
+        waiting = {"AWAITED": total, "COMPILED": x.is_cuda}
+        _one_row_kernel[(tiles,)](*operands, *counters, eps, FIRST=first, SECOND=second, **waiting, **shared)
         return
     _several_rows_kernel[(tiles,)](
         *operands,
@@ -132,6 +158,9 @@ def _one_row_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    awaited_ptr,
+    advanced_ptr,
+    other_advanced_ptr,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -139,6 +168,8 @@ def _one_row_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     GATED: tl.constexpr,
+    AWAITED: tl.constexpr,
+    COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One program: TILE rows of the weight."""
@@ -161,14 +192,28 @@ def _one_row_kernel(
             norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     if CHAINED:
         gdc_wait()
-
-    x = load_piece(x_ptr, COLUMNS, 0, FIRST, "")
-    if SECOND:
-        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, "")
+    # Everything is asked for before the first use; first what is there before x.
+    added = tl.zeros([TILE], tl.float32)
+    if bias_ptr is not None:
+        added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        added += tl.load(residual_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     if x_gate_ptr is not None:
-        x *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, 0, FIRST, ""))
+        gate = load_piece(x_gate_ptr, COLUMNS, 0, FIRST, "")
         if SECOND:
-            x_second *= tl.sigmoid(load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND, ""))
+            gate_second = load_piece(x_gate_ptr, COLUMNS, FIRST, SECOND, "")
+    if awaited_ptr is not None:
+        await_count(awaited_ptr, AWAITED, COMPILED)
+
+    # What was awaited is past the first-level cache, as this kernel started before it was written.
+    CACHE: tl.constexpr = "" if awaited_ptr is None else ".cg"
+    x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
+    if SECOND:
+        x_second = load_piece(x_ptr, COLUMNS, FIRST, SECOND, CACHE)
+    if x_gate_ptr is not None:
+        x *= tl.sigmoid(gate)
+        if SECOND:
+            x_second *= tl.sigmoid(gate_second)
     scale = 1.0
     if norm_ptr is not None:
         squares = tl.sum(x * x)
@@ -178,12 +223,6 @@ def _one_row_kernel(
             x_second *= norm_second
         scale = tl.rsqrt(squares / COLUMNS + eps)
 
-    # Everything is asked for before the first use.
-    added = tl.zeros([TILE], tl.float32)
-    if bias_ptr is not None:
-        added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        added += tl.load(residual_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
     if SECOND:
         out += tl.sum(w_second.to(tl.float32) * x_second[None, :], axis=1)
@@ -195,6 +234,10 @@ def _one_row_kernel(
         out = out * tl.sigmoid(out) * (gated * scale)
     out += added
     tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=row_ok)
+    if advanced_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.program_id(0) == 0:
+            tl.store(advanced_ptr, tl.load(advanced_ptr) + 1)
+            tl.store(other_advanced_ptr, tl.load(other_advanced_ptr) + 1)
 
 
 @triton.jit

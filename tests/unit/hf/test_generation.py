@@ -113,6 +113,31 @@ def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: p
     assert set(seen) == {batch == 1}
 
 
+@pytest.mark.skipif(CUDA, reason="by the interpreter, which has enough with two layers")
+@torch.no_grad()
+def test_a_selection_is_made_again_from_the_cache() -> None:
+    """Of the block that began at the third step: those around it, which keep a selection, write no queries."""
+    model = make_model("blocks", attn_implementation="gsa")
+    decoder = decoding.FusedDecoder(model, products="rows")
+    decoder.open(1, 64)
+    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.ones(1, 30, dtype=torch.int64))
+    for token, refresh in enumerate([False, False, True, False]):
+        decoder.tokens.fill_(token)
+        decoder.step(refresh)
+    made = {place: (each.indices.clone(), each.counts.clone()) for place, each in decoder._selections.items()}
+    for each in decoder._selections.values():
+        each.indices.fill_(-1)
+        each.counts.zero_()
+    decoder.place(34, decoder.starts.clone())
+    for place, (indices, counts) in made.items():
+        found, count = decoder._selections[place], int(counts)
+        assert torch.equal(found.counts, counts)
+        assert torch.equal(found.indices[:, :count], indices[:, :count])
+    size, slots = model.config.index_head_dim, slice(30, 34)
+    queries = decoder.buffers[0].rows[0, slots, size : size * (1 + model.config.index_n_heads)]
+    assert queries.any(-1).tolist() == [False, False, True, False]
+
+
 def test_which_products_are_taken() -> None:
     """On a CPU, and in fp32, torch's; the kernels where they are asked for and fit."""
     chosen = decoding.FusedDecoder(make_model("dense"))

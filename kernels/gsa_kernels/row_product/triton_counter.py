@@ -1,0 +1,42 @@
+"""Waiting for other programs by a counter to which each adds one when what it writes is there."""
+
+import triton
+import triton.language as tl
+
+_LOOK = tl.constexpr("""
+{
+    .reg .pred first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    mov.u32 $0, 0x7fffffff;
+    @first ld.acquire.gpu.global.u32 $0, [$1];
+}
+""")
+"""By one thread, so that the counter's memory is not busy with those who wait; the others see the largest number."""
+
+
+@triton.jit
+def count_one(counter_ptr):
+    """What this program has written is there."""
+    tl.debug_barrier()  # all of its threads have written
+    tl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@triton.jit
+def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
+    """Until int32 is at least COUNT. What those who have counted wrote before is then seen behind this, past the
+    first-level cache: the barrier hands on what one thread may see (PTX ISA, memory consistency model).
+
+    The interpreter, where programs run one after the other, has no inline assembly and nothing to wait for.
+    """
+    if COMPILED:
+        seen = _look(counter_ptr)
+        while seen < COUNT:
+            seen = _look(counter_ptr)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _look(counter_ptr):
+    return tl.inline_asm_elementwise(_LOOK, "=r,l", [counter_ptr], dtype=tl.int32, is_pure=False, pack=1)
