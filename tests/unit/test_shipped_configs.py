@@ -16,10 +16,11 @@ SHIPPED = [
     for name in ("gsa", "standard", "sparse_only", "gated_only")
     for size in ("1.7b", "7b", "moe_15b_a2b")
 ]
+FAST = {"gsa_fast_1.7b": "gsa_1.7b", "gsa_fast_1.7b_32k": "gsa_1.7b_32k", "gsa_fast_7b": "gsa_7b"}
 LONGER = ["gsa_1.7b_4k_to_32k.yaml", "gsa_1.7b_32k_to_128k.yaml"]
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, *LONGER])
+@pytest.mark.parametrize("name", [*SHIPPED, *LONGER, *(f"{fast}.yaml" for fast in FAST)])
 def test_shipped_configs_need_only_their_data(name):
     config = load_config(CONFIGS / name, world_size=8, need_data=False)
     assert config.run.name == name.removesuffix(".yaml")
@@ -46,6 +47,15 @@ def test_the_recipe_for_long_contexts_goes_on_where_the_run_before_ended():
     assert scaling.rope_type == "yarn"
     assert scaling.original_max_position_embeddings == middle.train.seq_len_tokens
     assert scaling.factor == long.train.seq_len_tokens / middle.train.seq_len_tokens
+
+
+@pytest.mark.parametrize("fast", FAST)
+def test_the_fast_models_differ_from_the_paper_in_their_selection_alone(fast):
+    config, paper = (load_config(CONFIGS / f"{name}.yaml") for name in (fast, FAST[fast]))
+    selection = {"indexer_rope": True, "local_window": 64, "selection_block": 32}
+    assert config.gsa == dataclasses.replace(paper.gsa, **selection)
+    assert config == dataclasses.replace(paper, run=config.run, gsa=config.gsa)
+    assert config.run == dataclasses.replace(paper.run, name=fast)
 
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
