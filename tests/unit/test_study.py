@@ -16,6 +16,7 @@ from gsa_train.commands.study import main
 from gsa_train.config import ConfigError, config_to_yaml
 from gsa_train.model.flops import count_parameters
 from gsa_train.run import exit_codes
+from gsa_train.study.headline import load_headline
 from gsa_train.study.jobs import Job, jobs_of
 from gsa_train.study.plan import Ended, StudyError, judge, next_job, plan_study
 from gsa_train.study.states import (
@@ -357,6 +358,16 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     if "arms" in yaml.safe_load(path.read_text()):
         load_study(path, need_data=False)
+
+
+def test_the_shipped_headline_is_accepted() -> None:
+    studies = [
+        load_study(ROOT / "studies" / f"{name}.yaml", need_data=False)
+        for name in ("four_models", "selection")
+    ]
+    headline = load_headline(ROOT / "studies" / "headline.yaml", studies)
+    arms = [{run.arm for run in runs} for runs in headline.runs.values()]
+    assert arms == [{"standard"}, {"gated_only"}, {"gsa"}, {"block_32"}]
 
 
 def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
