@@ -3,8 +3,9 @@
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
 
 A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
-of what the benches wrote; and README.md over all. A page with more finished runs than are here stays as it is. Exit
-code 2: wrong use, or a mistake in a study file.
+of what the benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md over
+all. A page with more finished runs than are here stays as it is, and main.png where not all of its runs are here. Exit
+code 2: wrong use, or a mistake in a study file or headline.yaml.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import read_yaml
 from gsa_train.study.efficiency import read_benches, write_efficiency
+from gsa_train.study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_train.study.results import write_overview, write_page
 from gsa_train.study.study_file import load_study
 
@@ -28,8 +30,11 @@ def main() -> int:
     standings, written = [], []
     try:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
-        for path in files:
-            standing, pages = write_page(load_study(path, need_data=False), arguments.out)
+        studies = [load_study(path, need_data=False) for path in files]
+        headline_file = arguments.studies / FILE
+        headline = load_headline(headline_file, studies) if headline_file.is_file() else None
+        for study in studies:
+            standing, pages = write_page(study, arguments.out)
             standings.append(standing)
             written += pages
             if not pages:
@@ -41,7 +46,14 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     standing, page = write_efficiency(read_benches(arguments.benches), shapes, arguments.out)
-    written += [page, write_overview([*standings, standing], arguments.out)]
+    written.append(page)
+    if headline is not None:
+        figure, lacking = write_headline(headline, arguments.out)
+        if figure is None:
+            print(f"did not draw {arguments.out / FIGURE}: no finished run is here of {', '.join(lacking)}")
+        else:
+            written.append(figure)
+    written.append(write_overview([*standings, standing], arguments.out))
     for each in written:
         print(f"wrote {each}")
     return 0

@@ -5,10 +5,10 @@
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
-Trains the arms of a study file with each of its seeds, evaluates them, and writes the report that compares them. The
-same command goes on after any end. Exit code 2: wrong use, a mistake in the file, or a run that began with another
-config. 1: a job has failed, and the others are done. 75: stopped, or a job was interrupted: the same command goes on.
-130: a second Ctrl-C. 0: all is done.
+Trains the arms of a study file with each of its seeds, evaluates them, packs what another machine needs, and writes
+the report that compares them. The same command goes on after any end. Exit code 2: wrong use, a mistake in the file, a
+package that is not installed, or a run that began with another config. 1: a job has failed, and the others are done.
+75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is done.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from gsa_train.config import ConfigError, RunConfig
+from gsa_train.config.checks import is_installed
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run import exit_codes
@@ -52,12 +52,12 @@ def main() -> int:
             values = read_results(study, {}).values
             print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
             return 0
+        check_packages(study, arguments.report)
         if arguments.report:
+            pack(study, arguments)
             report(study, arguments)
             return 0
         check_devices(plan.due, gpus)
-        if study.config.evaluations and find_spec("transformers") is None:
-            raise StudyError("evaluations need transformers; run in the checkout: pip install '.[hf]'")
         with lock_study(study.folder):
             return run(study, plan, gpus, arguments, began)
     except (ConfigError, StudyError) as error:
@@ -68,10 +68,29 @@ def main() -> int:
         return exit_codes.STOPPED
 
 
+def check_packages(study: Study, only_report: bool) -> None:
+    """Look for the packages that are imported only once the GPUs have done their work.
+
+    Raises:
+        StudyError: one is missing.
+    """
+    needs = [("plotly", "the report", "pip install plotly")]
+    if study.config.evaluations and not only_report:
+        needs.append(("matplotlib", "evaluations", "pip install matplotlib"))
+        needs.append(("transformers", "evaluations", "in the checkout: pip install '.[hf]'"))
+    missing = [
+        f"the package {package} is not installed, and {who} cannot do without it; run {remedy}"
+        for package, who, remedy in needs
+        if not is_installed(package)
+    ]
+    if missing:
+        raise StudyError("\n".join(missing))
+
+
 def run(
     study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace, began: float
 ) -> int:
-    """Do what is due, write the report, and say how it stands.
+    """Do what is due, pack it, write the report, and say how it stands.
 
     Args:
         began: this command, by `time.time`.
@@ -91,6 +110,7 @@ def run(
     deadline = find_deadline(limit, margin, os.environ, began)
     runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
     runner.run()
+    pack(study, arguments)
     report(study, arguments)
     return conclude(study, plan, runner, arguments)
 
@@ -140,13 +160,17 @@ def states_of(study: Study) -> list[JobState]:
 
 
 def report(study: Study, arguments: argparse.Namespace) -> None:
-    """Write page and tables of what the run folders have, the tables also into a folder that the user names; and pack
-    them."""
-    failures = read_failures(study.folder)
-    results = read_results(study, failures)
+    """Write page and tables of what the run folders have, the tables also into a folder that the user names."""
+    results = read_results(study, read_failures(study.folder))
     written = write_study_report(results, study.folder / "report")
     for path in [*written, *(write_tables(results, arguments.tables) if arguments.tables else [])]:
         print(f"wrote {path}")
+
+
+def pack(study: Study, arguments: argparse.Namespace) -> None:
+    """Write the packs that were asked for. They come before the report: they keep what GPUs have done, and a report can
+    be repeated."""
+    failures = read_failures(study.folder)
     if arguments.pack is not None:
         runs = pack_study(study, failures, arguments.pack)
         size = arguments.pack.stat().st_size / 2**20

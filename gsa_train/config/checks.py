@@ -99,23 +99,23 @@ def check_config(config: Config, world_size: int) -> list[str]:
 def check_packages(config: Config) -> list[str]:
     """Packages of which a run can do without, that this one needs and that are missing."""
     lines = []
-    if config.parallel.strategy == "deepspeed" and not _is_installed("deepspeed"):
+    if config.parallel.strategy == "deepspeed" and not is_installed("deepspeed"):
         remedy = "run pip install '.[deepspeed]' in the checkout, or set parallel.strategy to megatron"
         wrong = "the package deepspeed is not installed"
         lines.append(problem_line("parallel.strategy", "deepspeed", wrong, remedy))
     mode: str = config.logging.wandb
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or mode
-    if mode != "disabled" and not _is_installed("wandb"):
+    if mode != "disabled" and not is_installed("wandb"):
         remedy = "run pip install wandb, or set logging.wandb=disabled"
         wrong = "the package wandb is not installed"
         lines.append(problem_line("logging.wandb", config.logging.wandb, wrong, remedy))
-    if not _is_installed("lm_eval"):
+    if not is_installed("lm_eval"):
         lines += check_harness_tasks(config)
     return lines
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """A folder of that name without code, such as W&B's own `wandb/` in the current folder, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
@@ -146,7 +146,7 @@ def _check_format(data: DataConfig) -> list[str]:
     if data.text_field != DataConfig.text_field:
         wrong = "data.format = chat reads the field messages"
         lines.append(problem_line("data.text_field", data.text_field, wrong, "leave it out"))
-    if not _is_installed("transformers"):
+    if not is_installed("transformers"):
         wrong = "the package transformers, which writes conversations, is not installed"
         remedy = "run in the checkout: pip install '.[hf]'"
         lines.append(problem_line("data.format", data.format, wrong, remedy))

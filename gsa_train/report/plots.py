@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -64,22 +65,52 @@ def write_plots(run_dir: Path) -> list[Path]:
 def write_comparison(run_dirs: list[Path], out_dir: Path, name: str = "comparison.png") -> Path:
     """Training and validation loss of several runs over the tokens they have seen."""
     runs = {name: records_of(run) for name, run in names_of(run_dirs).items()}
-    panels = {"loss": "train loss", "validation_loss": "validation loss"}
-    panels = {key: label for key, label in panels.items() if any(has(r, key) for r in runs.values())}
-    figure, axes = _figure("Comparison over tokens", max(1, len(panels)))
-    for ax, (key, label) in zip(axes, panels.items(), strict=False):
-        for index, (run, records) in enumerate(runs.items()):
+    panels = []
+    for key, label in (("loss", "train loss"), ("validation_loss", "validation loss")):
+        lines: dict[str, Line] = {}
+        for run, records in runs.items():
             steps, values = series(records, key)
             knots = token_knots(records)
-            if steps and knots:
-                _plot(ax, tokens_at(knots, steps), values, run, *_line_look(index))
-        ax.set_ylabel(f"{label} (nats per token)")
+            lines[run] = (tokens_at(knots, steps), values) if steps and knots else ([], [])
+        if any(has(records, key) for records in runs.values()):
+            panels.append(Curves(f"{label} (nats per token)", lines, "tokens", counts=True))
+    return write_curves(panels, "Comparison over tokens", out_dir / name)
+
+
+Line = tuple[Sequence[float], list[float]]
+"""x and y of its points."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A panel that compares runs."""
+
+    y_label: str
+    lines: Mapping[str, Line]
+    """In the order of the legend. An empty one takes a color all the same, so that a run has one in all panels."""
+    x_label: str
+    counts: bool = False
+    """x counts what comes by the million."""
+    later: bool = False
+    """y has the range that `shown_range` gives, which the first steps do not rule. Else that of all values."""
+
+
+def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
+    """Draw the panels, one below the other."""
+    figure, axes = _figure(title, max(1, len(panels)))
+    for ax, panel in zip(axes, panels, strict=False):
+        for index, (name, (x, y)) in enumerate(panel.lines.items()):
+            if y:
+                _plot(ax, x, y, name, *_line_look(index))
+        if panel.later and (shown := shown_range(list(panel.lines.values()))):
+            ax.set_ylim(*shown)
+        ax.set_ylabel(panel.y_label)
+        ax.set_xlabel(panel.x_label)
         ax.set_xlim(left=0)
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel.counts:
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         _legend(ax)
-    axes[-1].set_xlabel("tokens")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 

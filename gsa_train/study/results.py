@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gsa_train.files import write_atomically
+from gsa_train.study.headline import FIGURE
 from gsa_train.study.states import read_failures
 from gsa_train.study.study_file import Study
 from gsa_train.study.tables import (
@@ -127,11 +128,12 @@ def with_paper(results: Results) -> Rows:
 
 
 def write_overview(standings: Sequence[Standing], out: Path) -> Path:
-    """README.md: the recommendation, if there is one, and what each page says."""
+    """README.md: the recommendation and the headline figure, if they are there, and what each page says."""
     path, recommendation = out / "README.md", read_verdict(out, RECOMMENDATION)
     rows = [["study", "runs", "what it says"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
-    parts = ["# Results", recommendation, markdown_table(rows)]
+    figure = f"![Losses by tokens and by training time]({FIGURE})" if (out / FIGURE).is_file() else ""
+    parts = ["# Results", recommendation, figure, markdown_table(rows)]
     parts.append(
         "Made by `python launch/results.py`: do not edit. [studies.md](../how_to/studies.md) says how studies are run."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from helpers.layouts_on_gpu import (
     deviations,
     judge,
     layouts_that_fit,
+    main,
 )
 from helpers.runs import run_script
 
@@ -55,6 +57,29 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
         left_out = {name for name in set(LAYOUTS) - set(configs) if "deepspeed" not in name}  # not installed?
         # The tiny model has too few layers for four stages of two chunks.
         assert world_size < 8 or left_out == ({"pp 4, interleaved"} if tiny else set())
+
+
+def test_layouts_need_no_package_that_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("gsa_train.config.checks.is_installed", lambda package: package != "wandb")
+    assert set(layouts_that_fit(1, Subject(True, "bf16"))) >= {"dp", "dp, recompute full"}
+
+
+def test_where_no_layout_fits_the_reason_of_each_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("sys.argv", ["layouts_on_gpu.py", "--tiny"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "on 3 ranks no layout fits:" in said
+    reasons = dict(re.findall(r"^  (.+?): (.+)$", said, re.MULTILINE))
+    assert set(reasons) >= set(LAYOUTS)
+    assert "train.global_batch_size = 8" in reasons["dp"]
+    assert "parallel.tensor" in reasons["tp 2"]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "gsa": gsa,
         "parallel": parallel,
         "train": {**lengths, "grad_clip": 1.0, "precision": subject.precision, **train},
+        "logging": {"wandb": "disabled"},  # nothing is logged: W&B need not be installed
     }
     if subject.experts:
         widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
@@ -265,14 +266,21 @@ def largest(values: Sequence[float]) -> float:
 
 
 def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
-    """Those whose sizes divide the world, and whose libraries are here."""
+    """Those whose sizes divide the world, and whose libraries are here.
+
+    Raises:
+        ValueError: none fits; it says why not, of each.
+    """
     layouts = EXPERT_LAYOUTS if subject.experts else LAYOUTS
     configs = {name: config_of(parallel, train, subject) for name, (parallel, train) in layouts.items()}
-    return {
-        name: config
-        for name, config in configs.items()
-        if not check_config(config, world_size) + check_packages(config)
+    problems = {
+        name: check_config(config, world_size) + check_packages(config) for name, config in configs.items()
     }
+    fitting = {name: config for name, config in configs.items() if not problems[name]}
+    if not fitting:
+        reasons = [f"  {name}: {' | '.join(lines)}" for name, lines in problems.items()]
+        raise ValueError("\n".join([f"on {world_size} ranks no layout fits:", *reasons]))
+    return fitting
 
 
 def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
@@ -310,7 +318,10 @@ def main() -> int:
     subject = Subject(arguments.tiny, arguments.precision, arguments.experts, arguments.sequences)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    configs = layouts_that_fit(world_size, subject)
+    try:
+        configs = layouts_that_fit(world_size, subject)
+    except ValueError as error:
+        parser.error(str(error))
     if unknown := set(arguments.only) - set(configs):
         parser.error(f"--only {sorted(unknown)}: on {world_size} ranks there are {', '.join(configs)}")
 

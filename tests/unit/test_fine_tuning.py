@@ -301,7 +301,7 @@ def test_configs_that_are_refused(
 
 def test_transformers_is_asked_for_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("gsa_train.config.checks._is_installed", lambda package: package != "transformers")
+    monkeypatch.setattr("gsa_train.config.checks.is_installed", lambda package: package != "transformers")
     with pytest.raises(ConfigError, match=r"the package transformers, .* is not installed; .*'\.\[hf\]'"):
         load_config(ROOT / "configs" / "demo_sft.yaml", ["checkpoint.initial_weights=configs"], world_size=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from gsa_train.commands.results import main
 from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
+from gsa_train.report.plots import Curves, write_curves
 from gsa_train.study.efficiency import forward_ratio, prefill_ratio
 from gsa_train.study.study_file import load_study
 
@@ -42,9 +44,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def finish(folder: Path, arm: str, seed: int, loss: float) -> None:
-    study = load_study(folder / "studies" / "small.yaml", need_data=False)
-    run = next(each for each in study.runs if (each.arm, each.seed) == (arm, seed))
+def finish(folder: Path, arm: str, seed: int, loss: float, study: str = "small") -> None:
+    runs = load_study(folder / "studies" / f"{study}.yaml", need_data=False).runs
+    run = next(each for each in runs if (each.arm, each.seed) == (arm, seed))
     run.folder.mkdir(parents=True)
     records = [
         {"step": step, "phase": "sparse", "tokens": 10 * step, "loss": loss - step, "step_seconds": 1.0}
@@ -52,7 +54,8 @@ def finish(folder: Path, arm: str, seed: int, loss: float) -> None:
     ]
     (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    (run.folder / "starts.jsonl").write_text('{"unix_seconds": 1.0, "commit": "0123456789abcdef"}\n')
+    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200"}
+    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     (run.folder / "summary.json").write_text(json.dumps({"steps": 10, "val_loss": loss}))
 
 
@@ -107,6 +110,88 @@ def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.Cap
     assert main() == 0
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
     assert "kept out/small.md: it has 1 of 4 runs, and fewer are here" in capsys.readouterr().out
+
+
+# ---- the headline figure
+
+
+def ask_for_headline(folder: Path, *lines: tuple[str, str, str], title: str = "Both") -> None:
+    named = [dict(zip(("study", "arm", "label"), line, strict=True)) for line in lines]
+    (folder / "studies" / "headline.yaml").write_text(yaml.safe_dump({"title": title, "lines": named}))
+
+
+@pytest.fixture
+def two_studies(folder: Path) -> Path:
+    study = yaml.safe_load((folder / "studies" / "small.yaml").read_text())
+    (folder / "studies" / "other.yaml").write_text(yaml.safe_dump({**study, "name": "other"}))
+    ask_for_headline(folder, ("small", "two", "model two"), ("other", "one", "model one"))
+    return folder
+
+
+def test_the_headline_figure_has_the_first_finished_seeds_of_several_studies(
+    two_studies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(two_studies, "two", 2, 30.0)
+    for seed, loss in ((1, 20.0), (2, 25.0)):
+        finish(two_studies, "one", seed, loss, study="other")
+    drawn: list[Curves] = []
+
+    def write_and_note(panels: Sequence[Curves], title: str, path: Path) -> Path:
+        drawn.extend(panels if path.name == "main.png" else [])
+        return write_curves(panels, title, path)
+
+    monkeypatch.setattr("gsa_train.report.plots.write_curves", write_and_note)
+    assert main() == 0
+    by_tokens, by_time = drawn
+    losses = {"model two": [25, 21, 20], "model one": [15, 11, 10]}
+    assert by_tokens.lines == {label: ([50, 90, 100], values) for label, values in losses.items()}
+    minutes = pytest.approx([5 / 60, 9 / 60, 10 / 60])
+    assert by_time.lines == {label: (minutes, values) for label, values in losses.items()}
+    assert by_time.x_label == "minutes of training, on NVIDIA H200"
+    assert (two_studies / "out" / "main.png").read_bytes().startswith(b"\x89PNG")
+    assert "(main.png)\n\n| study" in (two_studies / "out" / "README.md").read_text()
+
+
+def test_the_headline_figure_stays_where_not_all_of_its_runs_are_here(
+    two_studies: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(two_studies, "two", 1, 30.0)
+    assert main() == 0
+    figure = two_studies / "out" / "main.png"
+    said = "did not draw out/main.png: no finished run is here of model one\n"
+    assert said in capsys.readouterr().out
+    assert not figure.exists()
+    assert "main.png" not in (two_studies / "out" / "README.md").read_text()
+    figure.write_bytes(b"as it was made elsewhere")
+    assert main() == 0
+    assert said in capsys.readouterr().out
+    assert figure.read_bytes() == b"as it was made elsewhere"
+    assert "(main.png)" in (two_studies / "out" / "README.md").read_text()
+
+
+def test_a_mistake_in_the_headline_is_named(two_studies: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask_for_headline(
+        two_studies, ("smal", "one", "a"), ("small", "tow", "b"), ("silent", "one", "c"), ("small", "one", "b"),
+        title="",
+    )  # fmt: skip
+    assert main() == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.strip() for line in said] == [
+        "studies/headline.yaml: 6 problems",
+        "title = '': nothing there; say what the figure shows",
+        "lines.0.study = smal: no study of this name has a question; did you mean small?",
+        "lines.1.label = b: there twice; give each line its own",
+        "lines.1.arm = tow: the study small has no such arm; did you mean two?",
+        "lines.2.study = silent: no study of this name has a question; give one of other, small",
+        "lines.3.label = b: there twice; give each line its own",
+    ]
+    assert not (two_studies / "out").exists()
+    (two_studies / "studies" / "headline.yaml").write_text("title: None\nline: []\n")
+    assert main() == 2
+    assert "unknown key; did you mean lines?" in capsys.readouterr().err
+
+
+# ---- time and memory
 
 
 def test_time_and_memory_over_dense_attention(folder: Path) -> None:

@@ -16,6 +16,7 @@ from gsa_train.commands.study import main
 from gsa_train.config import ConfigError, config_to_yaml
 from gsa_train.model.flops import count_parameters
 from gsa_train.run import exit_codes
+from gsa_train.study.headline import load_headline
 from gsa_train.study.jobs import Job, jobs_of
 from gsa_train.study.plan import Ended, StudyError, judge, next_job, plan_study
 from gsa_train.study.states import (
@@ -359,6 +360,16 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
         load_study(path, need_data=False)
 
 
+def test_the_shipped_headline_is_accepted() -> None:
+    studies = [
+        load_study(ROOT / "studies" / f"{name}.yaml", need_data=False)
+        for name in ("four_models", "selection")
+    ]
+    headline = load_headline(ROOT / "studies" / "headline.yaml", studies)
+    arms = [{run.arm for run in runs} for runs in headline.runs.values()]
+    assert arms == [{"standard"}, {"gated_only"}, {"gsa"}, {"block_32"}]
+
+
 def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
     (shown,) = re.findall(
         r"^```\n(name: .*?)^```", (ROOT / "docs/how_to/studies.md").read_text(), re.M | re.S
@@ -374,7 +385,11 @@ def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
 
 def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_parameters() -> None:
     study = load_study(ROOT / "studies" / "four_models.yaml", need_data=False)
-    assert len(study.runs) == 7 * 3
+    assert len(study.runs) == 9 * 3
+    phases = {run.arm: run.config.phases[-1] for run in study.runs}
+    of_indexer = [phases[arm].lr * phases[arm].indexer_lr_mult for arm in ("gsa", "sparse_only_indexer_3em3")]
+    assert of_indexer == pytest.approx([3e-3, 3e-3])
+    assert (phases["standard_8em4"].lr, phases["standard_8em4"].min_lr) == (8e-4, 8e-5)
     assert {run.tokens for run in study.runs} == {240 * 131072}
     parameters = {
         run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe).total

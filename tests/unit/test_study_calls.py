@@ -250,6 +250,37 @@ def test_a_study_goes_on_elsewhere_without_checkpoints(
     assert read_times(study.folder).ended[f"{done.name} train"] == 1.0
 
 
+def test_the_pack_is_written_where_the_report_fails(
+    call: Call, study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(command, "write_study_report", fail)
+    packed = tmp_path / "study.tar.gz"
+    for words in ((), ("--report",)):
+        with pytest.raises(OSError, match="no space left"):
+            call(*words, "--pack", str(packed))
+        with tarfile.open(packed) as file:
+            assert f"small/{study.runs[-1].name}/summary.json" in file.getnames()
+        packed.unlink()
+
+
+@pytest.mark.parametrize("package", ["plotly", "matplotlib", "transformers"])
+def test_a_package_that_is_needed_at_the_end_is_asked_for_at_the_start(
+    package: str, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda name: name != package)
+    assert call() == exit_codes.REFUSED
+    assert call.started == []
+    said = capsys.readouterr().err
+    assert f"the package {package} is not installed" in said
+    assert "pip install" in said
+    for_the_report = exit_codes.REFUSED if package == "plotly" else 0
+    assert call("--report") == for_the_report, "only what it needs itself"
+    assert call("--dry-run") == 0
+
+
 def test_an_evaluation_needs_its_runs_checkpoint(
     call: Call, study: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -358,7 +358,7 @@ def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(
     lines = check_tasks(config)
     assert [line.split(" = ")[0] for line in lines] == [f"evaluate.tasks.{number}" for number in (2, 3, 4, 5)]
     assert "line 1: is no request" in lines[1]
-    monkeypatch.setattr("gsa_train.config.checks._is_installed", lambda package: package != "lm_eval")
+    monkeypatch.setattr("gsa_train.config.checks.is_installed", lambda package: package != "lm_eval")
     (line,) = check_packages(config)
     assert line.startswith("evaluate.tasks = absent.yaml: a task of lm-evaluation-harness")
 
