@@ -168,7 +168,8 @@ def length_rows(benches: Mapping[str, Bench]) -> Rows:
             "–" if row.get("r") is None else f"{row['r']:.2g}", f"{row['step_ms']:.1f}", _two(time_over),
             _two(1 / row["flops_limit"]), paper, f"{row['peak_gib']:.1f}", _two(memory_over),
         ])  # fmt: skip
-    for row in {case(row, row["model"]): row for row in rows if "whole_ms" in row}.values():
+    whole = {case(row, row["model"]): row for row in rows if "whole_ms" in row}.values()
+    for row in sorted(whole, key=lambda each: (each["shape"], each["length"])):
         time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
         table.append([
             row["shape"], str(row["length"]), "all", row["model"], "–", f"{row['whole_ms']:.1f}", _two(time_over),
