@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import bench_reading
@@ -209,9 +210,11 @@ def test_damage_is_refused_at_the_first_opening(
     path.write_bytes(content)
     config = replace(CONFIG, num_workers=num_workers, reading=Reading("skip", 0.01))  # never skipped
     stream = BlockStream(open_corpus(str(copy)), tokenizer, config, 0, 1)
+    others = set(active_children())
     with pytest.raises(DataFault, match=rf"s2\.jsonl\.zst{suffix} is damaged: its sha256 is"):
         stream.next_blocks(400)
     stream.close()
+    assert set(active_children()) <= others  # its readers have ended
     assert len(list(check_tokens(copy, None, None))) == 1
 
 
