@@ -65,7 +65,6 @@ LONGEST_FILES = (
     "e2e/test_demo_moe.py",
     "resume/test_run_folders.py",
     "kernels/test_groups_of_keys.py",
-    "unit/data/test_data_tokens.py",
     "unit/data/test_source_weights.py",
     "unit/test_checkpoint_optimizer.py",
     "resume/test_experts.py",

@@ -1,22 +1,10 @@
 """A sequence in one call and in chunks of queries: inputs, and how near the results have to be."""
 
-import os
-
-import pytest
 import torch
+from kernel_devices import CUDA
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when a kernel is defined, so before the imports below
-
-from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
-from gsa_kernels.attention.op import masked_attention  # noqa: E402
-
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
-devices = pytest.mark.parametrize("device", [CPU, GPU])
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.op import masked_attention
 
 LENGTH = 70
 CHUNKS = ((0, 41), (41, LENGTH))

@@ -1,5 +1,6 @@
 """The indexer loss by Triton, through the public API, against the reference in fp64: on a GPU, or small in Triton's
-interpreter. That in attention's backward pass is in test_fused_indexer_loss.py."""
+interpreter. That in attention's backward pass is in test_fused_indexer_loss.py, what is refused in
+test_indexer_loss_errors.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,25 +13,19 @@ import torch
 pytest.importorskip("triton")
 
 from covering import Case, covered
+from kernel_devices import GPU, devices
 from loss_problems import FORMS, Problem, assert_same, check, differentiate, make_problem, through_api
 
-from gsa_kernels import api, operations_triton, renormalise_target, sampling
+from gsa_kernels import operations_triton, renormalise_target, sampling
 from gsa_kernels.attention.reference import head_sum_probs
-from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.indexer_loss import triton_launch
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.indexer_loss.triton_gathered_launch import GatheredBlocks
 from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, Blocks
 from gsa_kernels.sampling import SampledRows
-from gsa_kernels.types import Geometry, Indexer, RowSample
+from gsa_kernels.types import Indexer, RowSample
 
-CUDA = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for the GPU"))
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
-)
-devices = pytest.mark.parametrize("device", [CPU, GPU])
 on_gpu = pytest.mark.parametrize("device", [GPU])
 BF16 = torch.bfloat16
 
@@ -363,91 +358,3 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
         want = differentiate(problem, of_target(problem, target, row_sum, **options))
         loss = of_target(problem, of_rows, row_sum, row_chunk_bytes=1, **options)
         assert_same(differentiate(problem, loss), want)
-
-
-def test_errors() -> None:
-    """Of what no type of the API has checked before."""
-    problem = make_problem("packed mask", 10, "cpu", log_sum=True)
-    indexer, selection = problem.indexer, problem.selection
-    assert selection is not None
-    mask, log_sum = selection.packed_mask, selection.log_sum
-    assert mask is not None
-    assert log_sum is not None
-    target = torch.zeros(2, 3, 10, 10)
-    given = Target(lambda rows: target)
-    summed = replace(given, row_sum=1.0)
-
-    def of(wrong: torch.Tensor) -> Target:
-        return Target(lambda rows: wrong)
-
-    def halved(dtype: torch.dtype) -> Indexer:
-        return replace(indexer, queries=indexer.queries.to(dtype), keys=indexer.keys.to(dtype))
-
-    shared = Geometry(selection_block=16, local_window=16)
-    unread = Attended(mask)
-    calls: list[tuple[Indexer, Target, Attended, str]] = [
-        (replace(indexer, keys=indexer.keys[:, 1:]), given, unread, "queries has 10 rows; pass 9"),
-        (replace(indexer, keys=indexer.keys.bfloat16()), given, unread, r"pass torch\.float32, as"),
-        (halved(torch.float16), given, unread, "float16; pass bfloat16 or float32, or use implementation"),
-        (halved(torch.float64), given, unread, "float64; pass bfloat16 or float32, or use implementation"),
-        (indexer, given, Attended(mask[:, 1:]), "packed_mask has shape"),
-        (indexer, given, Attended(mask.float()), "packed_mask has dtype"),
-        (indexer, given, Attended(mask, log_sum), "both or none"),
-        (indexer, summed, Attended(mask, log_sum.double()), "log_sum has dtype"),
-        (indexer, summed, Attended(mask, log_sum[:, 1:]), "log_sum has shape"),
-        (indexer, replace(given, row_sum=0.0), unread, "row_sum is 0.0"),
-        (
-            indexer,
-            given,
-            Attended(geometry=shared),
-            "has 10 rows; pass 1, for the queries .* one for each 16",
-        ),
-        *(
-            (indexer, of(wrong), unread, r"target\.of_rows\(\.\.\.\)")
-            for wrong in (
-                *(target[:, :, 1:], target[..., 1:], target[:, None], target[:1]),
-                *(target.transpose(2, 3), target.double()),
-            )
-        ),
-    ]
-    for *arguments, message in calls:
-        with pytest.raises(ValueError, match=message):
-            masked_indexer_loss(*arguments)
-
-
-@devices
-def test_errors_of_key_lists(device: str) -> None:
-    problem, longer = (make_problem("key lists", length, device) for length in (10, 12))
-    assert problem.selection is not None
-    lists = problem.selection.key_lists
-    assert lists is not None
-    first = problem.indexer.of_block_leaders(48)
-
-    def target(tiles: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64, device=device)
-
-    for indexer, block, message in (
-        (longer.indexer, 1, "sequences of 10"),
-        (problem.indexer, 16, "has 10 rows; pass 1"),
-        (first, 48, "selection_block is 48"),
-        (problem.indexer, 1, r"target_tiles\(\.\.\.\) gave torch\.float64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            gathered_indexer_loss(indexer, target, lists, block)
-    tiles = torch.zeros(1, dtype=torch.int32, device=device)
-    given = (problem.q, problem.k, problem.lse, lists)
-    with pytest.raises(ValueError, match="tiles is"):
-        head_sum_probs_lists(*given, tiles.float())
-    with pytest.raises(ValueError, match="selection_block is 48"):
-        head_sum_probs_lists(*given, tiles, selection_block=48)
-    for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
-        with pytest.raises(ValueError, match="fraction"):
-            api.indexer_loss(
-                problem.indexer,
-                problem.q,
-                problem.k,
-                problem.lse,
-                problem.selection,
-                rows=RowSample(fraction, seed),
-                implementation="triton",
-            )

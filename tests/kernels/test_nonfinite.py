@@ -16,15 +16,15 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_api
+import api_cases
+from api_cases import Case, Problem, mask_of, problem
 from covering import covered
 from decode_cases import RULE as DECODE_RULE
 from decode_cases import make_case as make_decode_case
-from test_api import Case, Problem, mask_of, problem
+from selection_cases import DEVICES, make_case
+from selection_cases import RULE as LONG_RULE
+from selection_cases import Case as LongCase
 from test_triton_candidates import guessed, short_rows  # noqa: F401 - pytest finds them here
-from test_triton_selection import DEVICES, make_case
-from test_triton_selection import RULE as LONG_RULE
-from test_triton_selection import Case as LongCase
 
 from gsa_kernels import api
 from gsa_kernels.packed_mask import unpack_mask
@@ -66,7 +66,7 @@ def spoiled(case: Case, place: str, value: float) -> Problem:
 
 def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """Rows of selections -> queries."""
-    return rows.repeat_interleave(case.selection_block, 1)[:, : test_api.LENGTH]
+    return rows.repeat_interleave(case.selection_block, 1)[:, : api_cases.LENGTH]
 
 
 @cache
@@ -74,8 +74,8 @@ def undamaged(name: str) -> tuple[Problem, Any, Any, torch.Tensor]:
     """A case's own inputs, their selection by Triton and by the reference, and the KL of the rows."""
     case = CASES[name]
     given = problem(case)
-    selection = test_api.select(case, given, "triton")
-    return given, selection, test_api.select(case, given, "reference"), loss(given, selection)[1]
+    selection = api_cases.select(case, given, "triton")
+    return given, selection, api_cases.select(case, given, "reference"), loss(given, selection)[1]
 
 
 @covered("options", case=list(CASES), value=list(BAD), place=list(PLACES))
@@ -83,7 +83,9 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     case, value, place = CASES[options["case"]], BAD[options["value"]], options["place"]
     bad = spoiled(case, place, value)
     clean, before, wanted_before, old_kl = undamaged(options["case"])
-    after, wanted = (test_api.select(case, bad, implementation) for implementation in ("triton", "reference"))
+    after, wanted = (
+        api_cases.select(case, bad, implementation) for implementation in ("triton", "reference")
+    )
     seen = ~(wanted.variance == wanted_before.variance)  # NaN counts as changed
     assert 0 < seen.sum() < seen.numel()
     if math.isnan(value):

@@ -13,15 +13,14 @@ from poison import poison_buffers
 
 pytest.importorskip("triton")
 
+from kernel_devices import CUDA, devices
 from query_chunks import (
     BLOCK_CHUNKS,
     CHUNKS,
-    CUDA,
     LENGTH,
     assert_near,
     assert_same,
     attend,
-    devices,
     document_starts,
     draw,
     indexer,

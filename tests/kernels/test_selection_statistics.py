@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from query_chunks import devices
+from kernel_devices import devices
 
 from gsa_kernels import adjacent_overlap, causal_mask, union_ratio
 from gsa_kernels.selection import triton_statistics

@@ -1,31 +1,20 @@
 """The Triton attention kernels against the reference: on CUDA where there is a device, else interpreted."""
 
-import os
-
 import pytest
 import torch
+from attention_problems import check, differentiated, from_query, make_inputs
+from covering import covered
+from kernel_devices import CUDA, GPU, devices
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    # Read when triton is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from gsa_kernels import sampling
+from gsa_kernels.attention import triton_backward_keys, triton_forward
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.attention.reference import sparse_attention
+from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
+from gsa_kernels.attention.triton_probs import head_sum_probs_rows
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import Geometry
 
-
-from attention_problems import check, differentiated, from_query, make_inputs  # noqa: E402
-from covering import covered  # noqa: E402
-
-from gsa_kernels import sampling  # noqa: E402
-from gsa_kernels.attention import triton_backward_keys, triton_forward  # noqa: E402
-from gsa_kernels.attention.op import masked_attention  # noqa: E402
-from gsa_kernels.attention.reference import sparse_attention  # noqa: E402
-from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask  # noqa: E402
-from gsa_kernels.attention.triton_probs import head_sum_probs_rows  # noqa: E402
-from gsa_kernels.sampling import SampledRows  # noqa: E402
-from gsa_kernels.types import Geometry  # noqa: E402
-
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-devices = pytest.mark.parametrize("device", [CPU, GPU])
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -1,28 +1,19 @@
 """The target of a shared selection's loss, and the loss of it, against the torch references."""
 
-import os
-
 import pytest
 import torch
-
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+from kernel_devices import GPU, devices
 
 pytest.importorskip("triton")
 
-from gsa_kernels import (  # noqa: E402
+from gsa_kernels import (
     causal_mask,
     sampling,
     sum_over_blocks,
 )
-from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows  # noqa: E402
-from gsa_kernels.sampling import SampledRows  # noqa: E402
-from gsa_kernels.types import Geometry  # noqa: E402
-
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-devices = pytest.mark.parametrize("device", [CPU, GPU])
+from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import Geometry
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from poison import poison_buffers
-from test_triton_selection import BY_GROUPS, BY_REGISTERS, DEVICES, EMA, FULL_RULE, ON_GPU, RULE
+from selection_cases import BY_GROUPS, BY_REGISTERS, DEVICES, EMA, FULL_RULE, ON_GPU, RULE
 
 import gsa_kernels as ops
 from gsa_kernels import packed_mask

@@ -12,7 +12,7 @@ import torch
 from covering import covered
 from poison import poison_buffers
 from query_chunks import assert_same
-from test_triton_selection import (
+from selection_cases import (
     DEVICES,
     FULL_RULE,
     ON_GPU,

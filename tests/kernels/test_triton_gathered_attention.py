@@ -1,35 +1,26 @@
 """Attention over key lists against the reference: on CUDA where there is a device, else interpreted."""
 
 import dataclasses
-import os
 import weakref
 
 import pytest
 import torch
-
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    # Read when triton is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import triton  # noqa: E402
-from attention_problems import check, differentiated, from_query, make_inputs  # noqa: E402
-from covering import covered  # noqa: E402
-from gathered_problems import (  # noqa: E402
+import triton
+from attention_problems import check, differentiated, from_query, make_inputs
+from covering import covered
+from gathered_problems import (
     block_mask,
     document_mask,
     random_mask,
     with_full_parts,
 )
+from kernel_devices import CUDA, GPU, devices
 
-from gsa_kernels.attention import triton_gathered_backward  # noqa: E402
-from gsa_kernels.attention.gathered import gathered_attention  # noqa: E402
-from gsa_kernels.attention.op import masked_attention  # noqa: E402
-from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists  # noqa: E402
+from gsa_kernels.attention import triton_gathered_backward
+from gsa_kernels.attention.gathered import gathered_attention
+from gsa_kernels.attention.op import masked_attention
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-devices = pytest.mark.parametrize("device", [CPU, GPU])
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from poison import poison_buffers
 from random_lists import lists_of, make_mask
-from test_triton_selection import DEVICES, FULL_RULE, ON_GPU, RULE, Case, make_case
+from selection_cases import DEVICES, FULL_RULE, ON_GPU, RULE, Case, make_case
 
 from gsa_kernels import limits, packed_mask
 from gsa_kernels.key_lists import triton_build, triton_rows

@@ -1,29 +1,19 @@
 """Partial rows of tiles, added up by key: on CUDA where there is a device, else interpreted."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
+from gathered_problems import random_mask
+from kernel_devices import devices
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    # Read when triton is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from gathered_problems import random_mask  # noqa: E402
-
-from gsa_kernels.key_lists.format import key_lists_from_mask  # noqa: E402
-from gsa_kernels.key_lists.triton_reduce_keys import (  # noqa: E402
+from gsa_kernels.key_lists.format import key_lists_from_mask
+from gsa_kernels.key_lists.triton_reduce_keys import (
     TileRows,
     add_partials_by_key,
     find_key_hits,
     split_tiles,
 )
-
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-devices = pytest.mark.parametrize("device", [CPU, GPU])
 
 
 @devices

@@ -4,42 +4,38 @@ The selection is compared with a stable sort of the scores the kernels calculate
 row in registers and one goes by groups of keys: lowering `REGISTER_KEYS` sends short rows through the second.
 """
 
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from covering import covered
 from poison import poison_buffers
+from selection_cases import (
+    BY_GROUPS,
+    BY_REGISTERS,
+    DEVICES,
+    EMA,
+    FULL_RULE,
+    ON_GPU,
+    RULE,
+    Case,
+    all_equal,
+    assert_same_bits,
+    check,
+    check_no_bit_changes,
+    check_variance_of_like_scores,
+    make_case,
+    saturated,
+    two_levels,
+)
 
-import gsa_kernels as ops
-
-triton = pytest.importorskip("triton")
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
-
-from gsa_kernels import packed_mask  # noqa: E402
-from gsa_kernels.selection import op, score_chunks  # noqa: E402
-from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection  # noqa: E402
-
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU instead")
-    ),
-    pytest.param("cuda", marks=ON_GPU),
-]
-EMA = 0.02
-RULE = BudgetRule(k_base=12, k_min=4, k_max=20)
-FULL_RULE = BudgetRule(k_base=2048, k_min=256, k_max=4096)
-BY_REGISTERS, BY_GROUPS = 32768, 32
-"""REGISTER_KEYS: rows at or beyond it go by groups."""
+from gsa_kernels import packed_mask
+from gsa_kernels.selection import op, score_chunks
+from gsa_kernels.types import BudgetRule, Geometry
 
 
 @pytest.fixture(params=DEVICES)
@@ -67,122 +63,6 @@ both_methods = pytest.mark.parametrize(
 def _select_by(register_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128))
-
-
-@dataclass
-class Case:
-    """One indexer and the queries it is for."""
-
-    indexer: Indexer
-    geometry: Geometry
-
-    @property
-    def q(self) -> torch.Tensor:
-        return self.indexer.queries
-
-    @property
-    def k(self) -> torch.Tensor:
-        return self.indexer.keys
-
-    @property
-    def w(self) -> torch.Tensor:
-        return self.indexer.head_weight_logits
-
-    @property
-    def ema(self) -> torch.Tensor:
-        return torch.tensor(EMA, device=self.q.device)
-
-    def select(
-        self,
-        rule: BudgetRule = RULE,
-        window: int = 0,
-        select: Callable[..., Selection] = op.select_keys,
-        **options: Any,
-    ) -> Selection:
-        return select(self.indexer, rule, self.ema, replace(self.geometry, local_window=window), **options)
-
-    def scores(self) -> torch.Tensor:
-        return op.score_rows(self.indexer, range(self.q.shape[1]), self.geometry)
-
-    def reference(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        x = self.indexer
-        biases = {"score_bias": x.score_bias, "weight_bias": x.head_weight_bias}
-        biases = {name: None if bias is None else bias.to(dtype) for name, bias in biases.items()}
-        tensors = (x.queries.to(dtype), x.keys.to(dtype), x.head_weight_logits.to(dtype))
-        return ops.indexer_scores(*tensors, **biases, activation=x.activation)
-
-    def causal(self, rows: range | None = None) -> torch.Tensor:
-        """bool [B, rows, Lk]"""
-        start, (batch, num_keys, _) = self.geometry.query_start, self.k.shape
-        rows = rows or range(self.q.shape[1])
-        keys = torch.arange(num_keys, device=self.k.device)
-        positions = start + torch.arange(rows.start, rows.stop, device=self.k.device)
-        mask = (keys <= positions[:, None]).expand(batch, -1, -1)
-        starts = self.geometry.document_starts
-        return mask if starts is None else mask & (keys >= starts[:, rows.start : rows.stop, None])
-
-    def queries_from(self, start: int, stop: int) -> "Case":
-        """A chunk of the queries, and the keys up to its last."""
-        x, starts = self.indexer, self.geometry.document_starts
-        chunk = replace(
-            x, queries=self.q[:, start:stop], keys=self.k[:, :stop], head_weight_logits=self.w[:, start:stop]
-        )
-        return Case(chunk, Geometry(None if starts is None else starts[:, start:stop], start))
-
-
-def make_case(
-    device: str,
-    length: int,
-    *,
-    batch: int = 1,
-    heads: int = 2,
-    dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    activation: str = "sigmoid",
-    biases: bool = False,
-    documents: bool = False,
-    seed: int = 0,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed + length)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
-
-    given = (draw(heads), draw(heads)) if biases else (None, None)
-    starts = None
-    if documents:
-        first = torch.rand(batch, length, generator=generator) < 0.1
-        first[:, 0] = True
-        starts = torch.where(first, torch.arange(length), 0).cummax(1).values
-        starts = starts.to(device=device, dtype=torch.int32)
-    tensors = (draw(batch, length, heads, dim), draw(batch, length, dim), draw(batch, length, heads))
-    return Case(Indexer(*tensors, *given, activation), Geometry(starts))  # type: ignore[arg-type]
-
-
-def check(
-    case: Case, selection: Selection, rule: BudgetRule = RULE, window: int = 0, rows: range | None = None
-) -> None:
-    """Variance to rounding; budget, given the variance, and selection, given the scores, exactly. Of some rows, or all
-    of them."""
-    rows = rows or range(case.q.shape[1])
-    here, num_keys = slice(rows.start, rows.stop), case.k.shape[1]
-    causal = case.causal(rows)
-    scores = torch.where(causal, op.score_rows(case.indexer, rows, case.geometry), 0)
-    found = selection.variance[:, here]
-    torch.testing.assert_close(found, ops.score_moments(scores, causal)[1], rtol=1e-5, atol=1e-12)
-    budget = ops.adaptive_budget(found, case.ema, causal.sum(-1), **asdict(rule))
-    assert torch.equal(selection.budget[:, here], budget.int())
-    positions = case.geometry.query_start + torch.arange(rows.start, rows.stop, device=scores.device)
-    near = ops.local_window_mask(num_keys, window, query_positions=positions)
-    wanted = ops.select_top_k(scores, causal, budget) | (near & causal)
-    assert selection.packed_mask is not None
-    # Also the bits beyond the last key.
-    assert torch.equal(selection.packed_mask[:, here], packed_mask.pack_mask(wanted))
-
-
-def assert_same_bits(found: Selection, wanted: Selection, queries: slice = slice(None)) -> None:
-    for name in ("packed_mask", "budget", "variance"):
-        assert torch.equal(getattr(found, name)[:, queries], getattr(wanted, name)[:, queries]), name
 
 
 def test_packed_mask_round_trip(device: str) -> None:
@@ -318,21 +198,6 @@ def test_log_sums_only_where_rows_are_in_registers(monkeypatch: pytest.MonkeyPat
         case.select(with_log_sum=True)
 
 
-def two_levels(case: Case) -> None:
-    """Every third key scores high, the others low: all ties."""
-    case.k[:] = case.k[:, :1]
-    case.k[:, ::3] *= -1
-
-
-def all_equal(case: Case) -> None:
-    case.k[:] = 0
-
-
-def saturated(case: Case) -> None:
-    """Sigmoids at 0 and 1, with few distinct sums."""
-    case.q.mul_(1e3)
-
-
 def negative_relu(case: Case) -> None:
     """Scores below, at and above zero; a zero times a negative weight is -0.0, and ties with 0.0."""
     case.indexer = replace(case.indexer, activation="relu")
@@ -350,27 +215,8 @@ def test_ties_and_degenerate_rows(device: str, make: Any, method: None) -> None:
         assert not selection.variance.any()  # to the bit, not to rounding
 
 
-def check_variance_of_like_scores(case: Case, **options: Any) -> None:
-    """Scores near 2 that differ by 1e-5 of it."""
-    case.q.mul_(1e-4)
-    causal = case.causal()
-    _, exact = ops.score_moments(torch.where(causal, case.scores(), 0).double(), causal)
-    torch.testing.assert_close(case.select(**options).variance.double(), exact, rtol=1e-5, atol=0)
-
-
 def test_variance_does_not_cancel(device: str) -> None:
     check_variance_of_like_scores(make_case(device, 40))
-
-
-def check_no_bit_changes(case: Case, cut: int, **options: Any) -> None:
-    """With other chunks, or with other tokens after the queries."""
-    first = case.select(**options, window=3)
-    assert_same_bits(case.select(**options, window=3, row_chunk_bytes=1), first)  # a tile of rows at a time
-    for tensor in (case.q, case.k, case.w):
-        tensor[:, cut:] = tensor[:, cut:].flip(1) * 3
-    changed = case.select(**options, window=3)
-    assert_same_bits(changed, first, slice(cut))
-    assert not torch.equal(first.variance, changed.variance)
 
 
 @both_methods

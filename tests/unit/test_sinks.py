@@ -1,65 +1,26 @@
 """What a run logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
 
-import contextlib
-import errno
 import json
 import math
 import random
 import re
-import resource
-import shutil
 import struct
-from unittest.mock import Mock
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.summary.writer import event_file_writer
 
 from gsa_train.config import LoggingConfig
-from gsa_train.metrics.alerts import Alerts
-from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import read_records, to_scalars, validation_prefixes
-from gsa_train.metrics.sinks import Sinks, open_sinks
-from gsa_train.metrics.tensorboard_sink import TensorBoardSink
-from gsa_train.metrics.wandb_sink import WandbSink
 from gsa_train.report.panels import SECTIONS
-
-JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
-
-
-@pytest.fixture(autouse=True)
-def numbers_of_event_files(monkeypatch):
-    """From 0 in each test: TensorBoard reads files of the same second in the order of their names, 10 before 9."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-
-
-def open_run(run_dir, resume_step=None, logging=JSONL_ONLY):
-    return open_sinks(logging, run_dir, [], resume_step, wandb=None)
-
-
-def step_record(step, **values):
-    return {"step": step, "phase": "sparse", "loss": 1.0 / step, "recall": None, **values}
-
-
-def refuse_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
-def read_strictly(path):
-    *lines, rest = path.read_text().split("\n")
-    assert rest == ""
-    return [json.loads(line, parse_constant=refuse_constant) for line in lines]
-
-
-def tensorboard_of(run_dir):
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    return events
-
-
-def steps_of(run_dir):
-    return [record["step"] for record in read_records(run_dir / "metrics.jsonl")]
+from helpers.run_logs import (
+    numbers_of_event_files,  # noqa: F401 - pytest finds it here
+    open_run,
+    read_strictly,
+    refuse_constant,
+    step_record,
+    steps_of,
+    tensorboard_of,
+)
 
 
 def test_floats_read_back_bit_equal(tmp_path):
@@ -73,143 +34,6 @@ def test_floats_read_back_bit_equal(tmp_path):
     assert [v.hex() for v in record["layer_recall"]] == [v.hex() for v in values]
     assert record["lrs"]["base"].hex() == (0.1 + 0.2).hex()
     assert record["tokens"] == 2**60
-
-
-@contextlib.contextmanager
-def files_end_at(size_bytes):
-    """No file of this process grows further, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
-    """The kernel takes 20 bytes of the third record; TensorBoard's file is longer than that already."""
-    wandb_run = Mock(id="abc")
-    wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
-    path = tmp_path / "metrics.jsonl"
-    with Sinks(tmp_path, TensorBoardSink(tmp_path / "tensorboard", None), wandb) as sinks:
-        for step in (1, 2):
-            sinks.log(step_record(step))
-        before = path.read_bytes()
-        with files_end_at(len(before) + 20):
-            for step in (3, 4, 5):
-                sinks.log(step_record(step))
-        assert path.read_bytes() == before  # no torn line
-        for step in (6, 7):
-            sinks.log(step_record(step))
-
-    assert read_strictly(path) == [step_record(step) for step in range(1, 8)]
-    assert caplog.messages == [
-        "step 3: metrics.jsonl cannot be written ([Errno 27] File too large); training goes on, and its records wait "
-        "in memory",
-        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and what it misses is "
-        "counted",
-        "step 6: metrics.jsonl is written again, with 3 records that waited; it misses none",
-        "step 6: tensorboard is written again; it misses 4 records of steps 3 to 5",
-    ]
-    sent = [call.args[0]["step"] for call in wandb_run.log.call_args_list if "train/loss" in call.args[0]]
-    assert sent == [1, 2, 3, 4, 5, 6, 7]
-    alerts = [call.kwargs["title"] for call in wandb_run.alert.call_args_list]
-    assert alerts == ["A log cannot be written", "A log is written again"]
-    assert [scalar.step for scalar in tensorboard_of(tmp_path).Scalars("train/loss")] == [1, 2, 6, 7]
-
-
-class ReluctantFile:
-    """Takes so many bytes; then a write takes a part, as a disk that gets full, and the next one fails."""
-
-    def __init__(self, file, room):
-        self._file, self.room, self.truncates = file, room, True
-
-    def write(self, data):
-        if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self._file.write(data[: self.room])
-        self.room -= taken
-        return taken
-
-    def truncate(self, size):
-        if not self.truncates:
-            raise OSError(errno.EIO, "Input/output error")
-        return self._file.truncate(size)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-
-@pytest.fixture
-def reluctant(tmp_path):
-    """A metrics file, and the one below it, which takes nothing but what a test lets it."""
-    file = MetricsFile(tmp_path / "metrics.jsonl", json.dumps, most_waiting_bytes=4 * 30)
-    file._file = ReluctantFile(file._file, room=0)
-    return file, file._file
-
-
-def line_of(step):
-    """Of 30 bytes with its end."""
-    return {"step": step, "text": "a" * (7 - len(str(step)))}
-
-
-def test_lines_wait_through_several_outages_and_are_written_in_order(tmp_path, reluctant):
-    """One of them takes half a line, and the part cannot even be cut off again at once."""
-    file, below = reluctant
-    path, events = tmp_path / "metrics.jsonl", []
-    for step, room, truncates in [(1, 45, True), (2, 20, False), (3, 0, True), (4, 10_000, True)]:
-        below.room, below.truncates = room, truncates
-        events.append(file.write(line_of(step)))
-        assert file.works == (step in (1, 4))
-        assert [each["step"] for each in read_records(path)] == list(
-            range(1, 1 + {2: 1, 3: 1}.get(step, step))
-        )
-    assert read_strictly(path) == [line_of(step) for step in range(1, 5)]
-    assert [each and each["event"] for each in events] == [None, "log_failed", None, "log_written"]
-    below.room = 0
-    file.write(line_of(5))
-    below.room = 100
-    file.close()
-    file.close()
-    assert read_strictly(path) == [line_of(step) for step in range(1, 6)]
-
-
-def test_beyond_the_bound_the_oldest_lines_are_lost_and_named(tmp_path, reluctant, caplog):
-    file, below = reluctant
-    for step in range(1, 8):
-        file.write(line_of(step))
-    below.room = 10_000
-    event = file.write(line_of(8))
-    lost = {"event": "log_lost", "step": 8, "file": "metrics.jsonl", "lost_records": 3, "first_step": 1}
-    lost["last_step"] = 3
-    assert event == lost
-    assert read_strictly(tmp_path / "metrics.jsonl") == [*map(line_of, range(4, 9)), lost]
-    assert caplog.messages[-1].endswith("with 4 records that waited; it misses 3 records of steps 1 to 3")
-    assert file.write(line_of(9)) is None
-    file.close()
-    assert len(caplog.messages) == 2
-
-
-def test_lines_that_wait_when_the_process_ends_are_lost_and_named(tmp_path, reluctant, caplog):
-    file, _ = reluctant
-    for step in (1, 2):
-        file.write(line_of(step))
-    file.close()
-    assert caplog.messages[-1] == (
-        "metrics.jsonl misses 2 records of steps 1 to 2, for which it could not be written"
-    )
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
-def test_a_run_starts_and_goes_on_where_no_record_can_be_written(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with Sinks(tmp_path, None, None) as sinks:
-        for step in (1, 2):
-            sinks.log(step_record(step))
-    first, last = caplog.messages
-    assert first.startswith("step 1: metrics.jsonl cannot be written ([Errno 28] No space left on device)")
-    assert last.startswith("metrics.jsonl misses 2 records of steps 1 to 2")
 
 
 def test_non_finite_numbers_are_visible_and_legal_json(tmp_path):
@@ -420,71 +244,3 @@ def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path)
         sinks.go_back(2)
     dropped = read_records(tmp_path / "metrics_rewound.jsonl")
     assert [record["step"] for record in dropped] == [7, 3, 4]
-
-
-def test_a_rewind_misses_no_record_that_waited(tmp_path):
-    with open_run(tmp_path) as sinks:
-        for step in (1, 2):
-            sinks.log(step_record(step))
-        with files_end_at((tmp_path / "metrics.jsonl").stat().st_size + 20):
-            for step in (3, 4, 5):
-                sinks.log(step_record(step))
-        sinks.go_back(4)
-        sinks.log(step_record(5))
-    assert read_strictly(tmp_path / "metrics.jsonl") == [step_record(step) for step in range(1, 6)]
-    assert [record["step"] for record in read_records(tmp_path / "metrics_rewound.jsonl")] == [5]
-
-
-def test_where_the_disk_is_still_full_in_a_rewind_the_steps_that_stay_wait_on(tmp_path, reluctant, caplog):
-    file, _ = reluctant
-    for step in (1, 2, 3):
-        file.write(line_of(step))
-    again = file.rewritten(lambda: None, last_step=2)
-    again.write(line_of(3))
-    again.close()
-    *lines, lost = read_strictly(tmp_path / "metrics.jsonl")
-    assert lines == [line_of(step) for step in (1, 2, 3)]
-    assert (lost["event"], lost["lost_records"], lost["last_step"]) == ("log_lost", 1, 3)
-
-
-def test_a_tensorboard_folder_that_cannot_be_made_ends_no_start(tmp_path, caplog):
-    folder = tmp_path / "tensorboard"
-    folder.write_text("in the way")
-    sink = TensorBoardSink(folder, resume_step=4)
-    sink.log({"step": 5}, {"train/loss": 1.0}, disk_works=True)
-    assert "step 5: tensorboard cannot be written" in caplog.text
-    folder.unlink()
-    sink.log({"step": 6}, {"train/loss": 1.0}, disk_works=True)
-    sink.close()
-    assert "it misses 1 records of steps 5 to 5" in caplog.text
-    (file,) = folder.iterdir()
-    assert b"train/loss" in file.read_bytes()
-
-
-@pytest.mark.parametrize("how", ["removed", "moved", "file removed", "file replaced"])
-def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how):
-    folder = tmp_path / "run"
-    sinks = open_run(folder)
-    for step in (1, 2):
-        sinks.log(step_record(step))
-    assert not sinks.folder_was_gone
-    if how == "removed":
-        shutil.rmtree(folder)
-    elif how == "moved":
-        folder.rename(tmp_path / "elsewhere")
-    else:
-        (folder / "metrics.jsonl").unlink()
-    if how == "file replaced":
-        (folder / "metrics.jsonl").write_text("other\n")
-    for step in (3, 4):
-        sinks.log(step_record(step))
-    assert steps_of(folder) == [1, 2, 3, 4]
-    message = "metrics.jsonl was removed, moved or replaced while the run writes it: it is written again"
-    assert caplog.text.count(message) == 1
-    assert sinks.folder_was_gone is (how in ("removed", "moved"))
-    if how == "removed":
-        shutil.rmtree(folder)
-    sinks.go_back(3)
-    sinks.log(step_record(4))
-    assert steps_of(folder) == [1, 2, 3, 4]
-    sinks.close()

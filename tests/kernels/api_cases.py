@@ -1,0 +1,100 @@
+"""Calls of the API, each of one kind of selection, and the inputs that they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from gsa_kernels import api, limits
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 40, 4, 1, 32
+WIDE = (24, 2, 256)  # of Qwen3.5
+RULE = BudgetRule(k_base=6, k_min=2, k_max=12)
+EMA = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: limits.Kernel = "auto"
+    query_start: int = 0
+    documents: bool = False
+    selection_block: int = 1
+    local_window: int = 0
+    activation: str = "sigmoid"
+    dense: bool = False
+    rows: RowSample = dataclasses.field(default_factory=RowSample)
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gate_logits: torch.Tensor
+    indexer: Indexer
+    geometry: Geometry
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        found = {name: getattr(self, name) for name in ("q", "k", "v", "gate_logits")}
+        names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
+        found |= {name: getattr(self.indexer, name) for name in (*names, "inverse_temperature")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
+    generator = torch.Generator().manual_seed(7)
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(DEVICE, dtype).requires_grad_()
+
+    keys = case.query_start + LENGTH
+    rows = -(-LENGTH // case.selection_block)
+    heads, kv_heads, size = case.heads
+    gated = case.activation == "sigmoid"
+    indexer = Indexer(
+        leaf(BATCH, rows, 2, 16),
+        leaf(BATCH, keys, 16),
+        leaf(BATCH, rows, 2),
+        leaf(2) if gated else None,
+        leaf(2) if gated else None,
+        case.activation,  # type: ignore[arg-type]
+        torch.tensor(1.3, device=DEVICE, requires_grad=True),
+    )
+    starts = None
+    if case.documents:
+        positions = case.query_start + torch.arange(LENGTH)
+        starts = torch.stack([torch.where(positions < 27, 0, 27), torch.where(positions < 19, 11, 19)])
+        starts = torch.minimum(starts, positions).to(DEVICE, torch.int32)
+    return Problem(
+        leaf(BATCH, LENGTH, heads, size),
+        leaf(BATCH, keys, kv_heads, size),
+        leaf(BATCH, keys, kv_heads, size),
+        leaf(BATCH, LENGTH, heads, size),
+        indexer,
+        Geometry(starts, case.query_start, case.selection_block, case.local_window),
+    )
+
+
+def select(case: Case, given: Problem, implementation: api.Implementation) -> Selection:
+    ema = torch.tensor(EMA, device=DEVICE)
+    kernel, log_sum = case.kernel, case.kernel != "gathered"
+    return api.select(
+        given.indexer,
+        RULE,
+        ema,
+        given.geometry,
+        implementation=implementation,
+        kernel=kernel,
+        with_log_sum=log_sum,
+    )
+
+
+def mask_of(selection: Selection, num_keys: int) -> torch.Tensor:
+    return unpack_mask(selection.packed_rows(torch.arange(LENGTH, device=DEVICE)), num_keys)

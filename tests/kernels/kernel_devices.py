@@ -1,0 +1,9 @@
+"""Where a test of kernels runs: on a CUDA device where there is one, else on the CPU in Triton's interpreter."""
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+devices = pytest.mark.parametrize("device", [CPU, GPU])

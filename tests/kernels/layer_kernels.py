@@ -1,0 +1,42 @@
+"""What the tests of a layer's elementwise kernels share: buffers of NaN, outputs and gradients, and errors."""
+
+import pytest
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """New buffers hold NaN: what is not written shows."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+def poison(tensor):
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+
+def relative_error(found, expected):
+    scale = expected.double().norm().clamp(min=1e-30)
+    return float((found.double() - expected.double()).norm() / scale)
+
+
+def assert_as_good(found, plain, exact, dtype):
+    """Within twice the error of the reference in the same dtype, and a few units in the last place."""
+    floor = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    for one, other, truth in zip(found, plain, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, truth) <= max(2 * relative_error(other, truth), floor / 4)
+
+
+def run(function, leaves, grads):
+    """Outputs and gradients of a function of some leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    outputs = function(*leaves)
+    outputs = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out is not None]
+    gradients = torch.autograd.grad(
+        outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
+    )
+    return [out.detach() for out in outputs] + list(gradients)

@@ -1,0 +1,105 @@
+"""What the indexer loss refuses: shapes, types and options, by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_devices import devices
+from loss_problems import make_problem
+
+from gsa_kernels import api
+from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
+from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
+from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.types import Geometry, Indexer, RowSample
+
+
+def test_errors() -> None:
+    """Of what no type of the API has checked before."""
+    problem = make_problem("packed mask", 10, "cpu", log_sum=True)
+    indexer, selection = problem.indexer, problem.selection
+    assert selection is not None
+    mask, log_sum = selection.packed_mask, selection.log_sum
+    assert mask is not None
+    assert log_sum is not None
+    target = torch.zeros(2, 3, 10, 10)
+    given = Target(lambda rows: target)
+    summed = replace(given, row_sum=1.0)
+
+    def of(wrong: torch.Tensor) -> Target:
+        return Target(lambda rows: wrong)
+
+    def halved(dtype: torch.dtype) -> Indexer:
+        return replace(indexer, queries=indexer.queries.to(dtype), keys=indexer.keys.to(dtype))
+
+    shared = Geometry(selection_block=16, local_window=16)
+    unread = Attended(mask)
+    calls: list[tuple[Indexer, Target, Attended, str]] = [
+        (replace(indexer, keys=indexer.keys[:, 1:]), given, unread, "queries has 10 rows; pass 9"),
+        (replace(indexer, keys=indexer.keys.bfloat16()), given, unread, r"pass torch\.float32, as"),
+        (halved(torch.float16), given, unread, "float16; pass bfloat16 or float32, or use implementation"),
+        (halved(torch.float64), given, unread, "float64; pass bfloat16 or float32, or use implementation"),
+        (indexer, given, Attended(mask[:, 1:]), "packed_mask has shape"),
+        (indexer, given, Attended(mask.float()), "packed_mask has dtype"),
+        (indexer, given, Attended(mask, log_sum), "both or none"),
+        (indexer, summed, Attended(mask, log_sum.double()), "log_sum has dtype"),
+        (indexer, summed, Attended(mask, log_sum[:, 1:]), "log_sum has shape"),
+        (indexer, replace(given, row_sum=0.0), unread, "row_sum is 0.0"),
+        (
+            indexer,
+            given,
+            Attended(geometry=shared),
+            "has 10 rows; pass 1, for the queries .* one for each 16",
+        ),
+        *(
+            (indexer, of(wrong), unread, r"target\.of_rows\(\.\.\.\)")
+            for wrong in (
+                *(target[:, :, 1:], target[..., 1:], target[:, None], target[:1]),
+                *(target.transpose(2, 3), target.double()),
+            )
+        ),
+    ]
+    for *arguments, message in calls:
+        with pytest.raises(ValueError, match=message):
+            masked_indexer_loss(*arguments)
+
+
+@devices
+def test_errors_of_key_lists(device: str) -> None:
+    problem, longer = (make_problem("key lists", length, device) for length in (10, 12))
+    assert problem.selection is not None
+    lists = problem.selection.key_lists
+    assert lists is not None
+    first = problem.indexer.of_block_leaders(48)
+
+    def target(tiles: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, len(tiles), lists.max_count, 32, dtype=torch.float64, device=device)
+
+    for indexer, block, message in (
+        (longer.indexer, 1, "sequences of 10"),
+        (problem.indexer, 16, "has 10 rows; pass 1"),
+        (first, 48, "selection_block is 48"),
+        (problem.indexer, 1, r"target_tiles\(\.\.\.\) gave torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gathered_indexer_loss(indexer, target, lists, block)
+    tiles = torch.zeros(1, dtype=torch.int32, device=device)
+    given = (problem.q, problem.k, problem.lse, lists)
+    with pytest.raises(ValueError, match="tiles is"):
+        head_sum_probs_lists(*given, tiles.float())
+    with pytest.raises(ValueError, match="selection_block is 48"):
+        head_sum_probs_lists(*given, tiles, selection_block=48)
+    for fraction, seed in ((0.0, 1), (0.4, 1), (0.5, None)):
+        with pytest.raises(ValueError, match="fraction"):
+            api.indexer_loss(
+                problem.indexer,
+                problem.q,
+                problem.k,
+                problem.lse,
+                problem.selection,
+                rows=RowSample(fraction, seed),
+                implementation="triton",
+            )

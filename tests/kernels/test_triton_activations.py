@@ -1,0 +1,130 @@
+"""SwiGLU and the sigmoid gate by Triton against their references, and the type that no fused kernel takes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_devices import devices
+from layer_kernels import (
+    DTYPES,
+    assert_as_good,
+    poisoned_memory,  # noqa: F401 - pytest finds it here
+    run,
+)
+
+from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
+from gsa_kernels.fused.gates.op import BLOCK, fused_sigmoid_gate
+from gsa_kernels.fused.gates.reference import sigmoid_gate
+from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
+from gsa_kernels.fused.swiglu.op import fused_swiglu
+from gsa_kernels.fused.swiglu.reference import swiglu, weighted_swiglu
+from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
+
+# --- SwiGLU -----------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("shape", [(3, 2, 74), (1, 1030), (5, 2)])
+def test_swiglu(device, shape):
+    for dtype in DTYPES:
+        x = (torch.randn(shape, device=device) * 3).to(dtype)
+        x.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device)
+        found, again = (run(fused_swiglu, [x], [grad]) for _ in range(2))
+        assert_as_good(found, run(swiglu, [x], [grad]), run(swiglu, [x.double()], [grad]), dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+@pytest.mark.parametrize(("rows", "width"), [(3, 74), (21, 300), (8, 256), (1, 1)])
+def test_weighted_swiglu(device, rows, width):
+    for dtype in DTYPES:
+        x = (torch.randn(rows, 2 * width, device=device) * 3).to(dtype)
+        x.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        weights, grad = torch.rand(rows, device=device), torch.randn(rows, width, device=device)
+        weights[0] = 0  # its row teaches its weight all the same
+        found, again = (run(fused_weighted_swiglu, [x, weights], [grad]) for _ in range(2))
+        exact = run(weighted_swiglu, [x.double(), weights.double()], [grad])
+        assert_as_good(found, run(weighted_swiglu, [x, weights], [grad]), exact, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        assert found[-1][0] != 0
+
+
+@devices
+def test_swiglu_of_nothing(device):
+    x = torch.empty(0, 8, device=device, requires_grad=True)
+    fused_swiglu(x).sum().backward()
+    assert x.grad.shape == (0, 8)
+    weights = torch.empty(0, device=device, requires_grad=True)
+    fused_weighted_swiglu(x, weights).sum().backward()
+    assert weights.grad.shape == (0,)
+
+
+def test_weights_that_do_not_fit():
+    x = torch.zeros(4, 6)
+    for weights, message in (
+        (torch.zeros(3), r"weights has shape \(3,\)"),
+        (torch.zeros(4).bfloat16(), "pass float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_weighted_swiglu(x, weights)
+    with pytest.raises(ValueError, match="two halves"):
+        fused_weighted_swiglu(torch.zeros(4, 5), torch.zeros(4))
+
+
+def test_fp16_is_refused_by_all():
+    half = torch.zeros(2, 2, 96, dtype=torch.float16)
+    flat, tables = half[0], torch.zeros(2, 16)
+    options = {"kv_heads": 1, "value_gate": False, "output_gate": False}
+    for call in (
+        lambda: fused_swiglu(half),
+        lambda: fused_weighted_swiglu(half[0], torch.zeros(2)),
+        lambda: fused_sigmoid_gate(half, half),
+        lambda: fused_split_rotate_gate(half, None, tables, tables, **options),
+        lambda: vocab_parallel_cross_entropy(flat, torch.zeros(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"dtype torch\.float16; pass bfloat16 or float32, or use fused/"
+        ):
+            call()
+
+
+# --- sigmoid gate -----------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, BLOCK + 3), (7,)])
+def test_sigmoid_gate(device, shape):
+    for dtype in DTYPES:
+        x, logits = ((torch.randn(shape, device=device) * 3).to(dtype) for _ in range(2))
+        logits.view(-1)[:2] = torch.tensor([30.0, -30.0])
+        grad = torch.randn(shape, device=device)
+        found, again = (run(fused_sigmoid_gate, [x, logits], [grad]) for _ in range(2))
+        exact = run(sigmoid_gate, [x.double(), logits.double()], [grad])
+        assert_as_good(found, run(sigmoid_gate, [x, logits], [grad]), exact, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@devices
+def test_sigmoid_gate_of_other_orders_of_memory(device):
+    x, logits = (torch.randn(4, 6, 32, device=device) for _ in range(2))
+    grad = torch.randn(6, 4, 32, device=device).transpose(0, 1)
+    swapped = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, logits)]
+    wanted = run(fused_sigmoid_gate, [x, logits], [grad.contiguous()])
+    leaves = [t.requires_grad_() for t in swapped]
+    out = fused_sigmoid_gate(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.zeros(2, 1), "gate_logits has shape"),
+        (torch.zeros(2, 4, dtype=torch.bfloat16), "gate_logits is torch.bfloat16"),
+    ],
+)
+def test_sigmoid_gate_refuses(logits, message):
+    with pytest.raises(ValueError, match=message):
+        fused_sigmoid_gate(torch.zeros(2, 4), logits)

@@ -1,0 +1,161 @@
+"""The command that prepares a folder of tokens: done once, resumed after a kill, repaired where the source changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import prepare
+import pytest
+from data_corpus import read_run, write_corpus
+
+from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data.corpus import open_corpus
+from gsa_data.faults import Reading
+from gsa_data.prepare_tokens import check_tokens, prepare_tokens
+from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME
+
+CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
+FAULTY = Reading("skip", max_bad_line_fraction=0.05)
+
+
+def test_command(
+    corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["tokens", "--data", corpus.root, "--tokenizer", tokenizer.path, "--out", out]
+    assert prepare.main([*arguments, "--workers", "2"]) == 0
+    assert "5 shards, 200 documents" in capsys.readouterr().out
+    written = {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()}
+    assert len(written) == 5 * 2 + 1
+    assert prepare.main(arguments) == 0
+    assert "5 shards, 5 of them finished before" in capsys.readouterr().out
+    assert prepare.main(["tokens", "--check", "--out", out]) == 0
+    assert prepare.main([*arguments, "--check"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()} == written
+
+    victim = Path(out) / "chunk1/s3.jsonl.zst.tokens"
+    victim.write_bytes(victim.read_bytes()[:-2])
+    capsys.readouterr()
+    assert prepare.main([*arguments, "--check"]) == 1
+    assert "PROBLEM" in capsys.readouterr().out
+    assert prepare.main(arguments) == 0  # repairs it
+    output = capsys.readouterr().out
+    assert f"again: {victim} has" in output
+    assert "4 of them finished before" in output
+    assert prepare.main([*arguments, "--check"]) == 0
+
+    assert prepare.main(["tokens", "--data", corpus.root, "--out", out]) == 1
+    assert prepare.main([*arguments, "--workers", "0"]) == 1
+    assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+STOPS_AT_4 = """
+import sys, threading, prepare
+from gsa_data import prepare_tokens
+shards = iter(range(1, 40))
+class Bar(prepare_tokens.tqdm):
+    def update(self):
+        if next(shards) == 4:
+            threading.Event().wait()
+prepare_tokens.tqdm = Bar
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+"""The command, which stands still when its journal has four shards: kills come late where a machine is busy."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_command_goes_on(tokenizer: Tokenizer, tmp_path: Path, workers: int) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=40, documents_per_shard=30)
+    command = [sys.executable, "-c", STOPS_AT_4, "tokens", "--data", str(source), "--out", str(out)]
+    command += ["--tokenizer", tokenizer.path, "--workers", str(workers)]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=paths, start_new_session=True
+    ) as process:
+        journal = out / JOURNAL_NAME
+        while not journal.is_file() or journal.read_bytes().count(b"\n") < 1 + 4:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 100
+    with contextlib.suppress(ProcessLookupError):
+        while os.killpg(process.pid, 0) is None:  # the workers end by themselves
+            assert time.monotonic() < deadline, "workers of the killed command still run"
+            time.sleep(0.01)
+
+    finished = journal.read_bytes().split(b"\n")[1:-1]
+    assert len(finished) == 4
+    assert not (out / MANIFEST_NAME).exists()
+    with pytest.raises(DataFault, match="unfinished"):
+        open_corpus(str(out))
+    assert any("unfinished" in problem for problem in check_tokens(out, None, None))
+    with journal.open("ab") as file:
+        file.write(b'{"path": "cut o')
+    kept = [out / f"{orjson.loads(record)['path']}.tokens" for record in finished]
+    times = [path.stat().st_mtime_ns for path in kept]
+
+    folder = prepare_tokens(str(source), tokenizer, out, 1, Reading())
+    assert [path.stat().st_mtime_ns for path in kept] == times  # not done again
+    assert len(list(out.rglob("*.jsonl.zst.*"))) == 2 * 40
+    assert not journal.exists()
+    assert list(check_tokens(out, str(source), tokenizer)) == []
+    streamed = read_run(build_manifest(str(source)), tokenizer, CONFIG, steps=3)
+    assert read_run(folder, tokenizer, CONFIG, steps=3).samples == streamed.samples
+
+
+def test_restored_shards_are_done_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=2, documents_per_shard=10)
+    shard = source / "chunk1/s1.jsonl.zst"
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-5] + b"\0" * 5)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    assert folder.records["chunk1/s1.jsonl.zst"].was_bad() == "shards_damaged"
+    shard.write_bytes(good)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    assert folder.records["chunk1/s1.jsonl.zst"].documents == 10
+
+
+def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_corpus(source, num_shards=2, documents_per_shard=10)
+    copy = source / "chunk1/s2.jsonl.zst"
+    shutil.copyfile(source / "chunk1/s0.jsonl.zst", copy)
+    folder = prepare_tokens(str(source), tokenizer, out, 1, FAULTY)
+    strict = replace(CONFIG, reading=replace(FAULTY, on_bad_shard="fail"))
+    with pytest.raises(
+        DataFault, match=r"held 1 shards twice.*remove them there and prepare the tokens again"
+    ):
+        BlockStream(folder, tokenizer, strict, 0, 1)
+    copy.unlink()
+    written = {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")}
+    folder = prepare_tokens(str(source), tokenizer, out, 2, FAULTY)
+    assert folder.manifest.duplicates == ()
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")} == written
+    assert list(check_tokens(out, str(source), tokenizer)) == []
+    BlockStream(folder, tokenizer, strict, 0, 1)
+
+
+def test_shards_and_tokens_have_folders_of_their_own(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder for both would be read as tokens only, and a killed command could not go on in it."""
+    write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
+    with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
+        prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
+    full = tmp_path / "chunk1" / "s0.jsonl.zst"  # no folder, as where the disk is full or must not be written
+    command = ["tokens", "--data", str(tmp_path), "--tokenizer", tokenizer.path, "--out", str(full)]
+    assert prepare.main(command) == 1
+    assert f"error: [Errno 17] File exists: '{full}" in capsys.readouterr().err
