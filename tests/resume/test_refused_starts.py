@@ -32,7 +32,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setattr(
         train, "HangWatchdog", lambda *limits: _NoWatchdog()
     )  # its thread outlives a refused start
-    monkeypatch.setattr(StopRequest, "listen", lambda request: None)  # signals are pytest's
+    for method in ("watch", "listen"):  # signals are pytest's
+        monkeypatch.setattr(StopRequest, method, lambda request: None)
     monkeypatch.chdir(REPOSITORY)
 
     def start(run_dir: Path, *overrides: str, name: str = "run") -> str:
