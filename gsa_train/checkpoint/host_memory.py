@@ -13,10 +13,10 @@ ALIGNMENT = 512
 """Bytes; as torch aligns tensors on devices."""
 MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
-"""Of what is reserved before a save: pinning takes the driver, which others wait for, by the block."""
+"""Of what is reserved before a save: pinning holds the CUDA driver, which others wait for, by the block."""
 PAUSE_OVER_BLOCK = 4.0
-"""Pause behind each of these blocks, over the time that it took: a start's first steps load kernels, for which they
-need the driver, and would end later by all that is pinned meanwhile."""
+"""Pause behind each of these blocks, over the time that it took. A start's first step needs the driver to load its
+kernels: without pauses it would end later by the time of all blocks."""
 
 
 class HostMemory:
