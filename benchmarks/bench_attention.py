@@ -92,6 +92,7 @@ def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[st
             del attentions[name]
             continue
         harness.require_finite(f"{name} at {length}", results)
+        del results  # its graph: see `capture`
         runs[f"{name} forward"] = harness.capture(attention.forward)
         runs[f"{name} both"] = harness.capture(attention.both)
     times = harness.measure(runs)
