@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import cases
 import torch
 from cases import IndexerInputs
 
-from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -49,18 +48,13 @@ class Indexer:
         return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
 
     def packed_mask(self) -> torch.Tensor:
-        """int32 [1, L, ceil(L / 32)].
-
-        Raises:
-            ValueError: queries share selections, which the kernels over packed masks do not take.
-        """
-        if self.block > 1:
-            raise ValueError(
-                f"--selection: of a run with gsa.selection_block={self.block}; attention over packed masks has a "
-                "selection for each query: pass a file of a run with 1"
-            )
-        select = partial(select_groups, kernel="masked") if self.pool > 1 else select_keys
-        packed = select(*self._arguments).packed_mask
+        """int32 [1, L, ceil(L / 32)]."""
+        arguments = self._arguments
+        if self.pool > 1:
+            packed = select_groups(*arguments, kernel="masked").packed_mask
+        else:
+            select = select_block_mask if self.block > 1 else select_keys
+            packed = select(*arguments).packed_mask
         assert packed is not None
         return packed
 

@@ -87,9 +87,9 @@ class GSAConfig:
     kernels can do what the config asks, else `reference`. The start of the run logs the choice."""
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
     """Which fused kernel attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
-    only the keys that any of 32 neighbouring queries selected, from key lists. `auto`: masked below 16384 tokens; from
-    there on what the measured density of the selection favours; gathered above 32768 tokens and for shared
-    selections."""
+    only the keys that any of 32 neighbouring queries selected, from key lists. `auto`: gathered above 32768 tokens;
+    masked below 16384, and from there on what the measured density of the selection favours; of shared selections
+    gathered where their budget, `k_base` and `local_window`, is less than 0.42 of the sequence."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """What runs dense attention where no indexer learns from it and the fused kernels are in use: our kernel
     (`triton`), torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at the

@@ -95,9 +95,6 @@ def _check_attention_kernel(config: Config) -> list[str]:
     if config.gsa.attention_impl == "reference":
         wrong = "is one of the fused kernels, but gsa.attention_impl = reference"
         return [problem_line(field, name, wrong, "leave it at auto, or change gsa.attention_impl")]
-    if name == "masked" and config.gsa.selection_block > 1:
-        wrong = f"does not take shared selections, and gsa.selection_block = {config.gsa.selection_block}"
-        return [problem_line(field, name, wrong, "set it to auto, or gsa.selection_block to 1")]
     if name == "masked" and config.train.seq_len_tokens > limits.PACKED_MASK_MAX_TOKENS:
         most, length = limits.PACKED_MASK_MAX_TOKENS, config.train.seq_len_tokens
         wrong = f"ends at {most} tokens, and train.seq_len_tokens = {length}"

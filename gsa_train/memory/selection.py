@@ -15,7 +15,7 @@ from gsa_train.memory.sizes import Sizes, gathers
 def selection_bytes(config: Config, sizes: Sizes) -> float:
     """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word; with
     groups of keys also a packed mask of them."""
-    if config.gsa.selection_block > 1:
+    if config.gsa.selection_block > 1 and gathers(config):
         return 4 * sizes.tokens * sum(_block_entries(config))
     of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
     if gathers(config):
@@ -155,11 +155,13 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
     """The indexer loss in attention's backward pass, of one chunk of queries: the target of a chunk of rows in fp16, as
     partial sums, and the partial gradients of `learning_bytes`."""
-    gsa = config.gsa
+    gsa, block = config.gsa, config.gsa.selection_block
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
-    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    if block > 1:
+        of_row += 4  # the target summed over the block
     pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
-    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + gradients)
+    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row / block)
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:

@@ -128,4 +128,7 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
 def gathers(config: Config) -> bool:
     """Attention over lists of keys, not under a mask of bits."""
     gsa = config.gsa
-    return takes_key_lists(gsa.attention_kernel, config.train.seq_len_tokens, gsa.selection_block)
+    keys_per_query = gsa.k_base + gsa.local_window
+    return takes_key_lists(
+        gsa.attention_kernel, config.train.seq_len_tokens, gsa.selection_block, keys_per_query
+    )

@@ -48,12 +48,12 @@ def select(
         indexer: its queries are those that select, [B, R, HI, DI], R = ceil(L / selection_block); its keys all Lk
         variance_ema: fp32, 0-d: moving average of the layer's score variance, from before this step; 0 at the start
         kernel: which attention kernel the selection is for. `masked`: a packed mask. `gathered`: key lists. `auto`, by
-            Triton: key lists for shared selections and beyond limits.PACKED_MASK_MAX_TOKENS keys, what the measured
-            density favours from limits.MEASURED_FROM_TOKENS on, else a packed mask; by the reference a packed mask.
-            Where key lists are made of queries that select for themselves, the host waits for the device: their length
-            is in the data.
+            Triton: key lists beyond limits.PACKED_MASK_MAX_TOKENS keys; for shared selections what the density that
+            k_base makes favours; for others what the measured density favours from limits.MEASURED_FROM_TOKENS on, else
+            a packed mask; by the reference a packed mask. Where key lists are made of queries that select for
+            themselves, the host waits for the device: their length is in the data.
         with_log_sum: also give `Selection.log_sum`, which spares the indexer loss a pass; for packed masks of keys that
-            are selected singly
+            each query selects singly and for itself
 
     Raises:
         ValueError: the kernels cannot do it, or an argument does not fit; it names the argument and the remedy.
@@ -62,11 +62,10 @@ def select(
     if kernel not in ("auto", "masked", "gathered"):
         raise ValueError(f"kernel is {kernel!r}; pass 'auto', 'masked' or 'gathered'")
     if implementation == "triton" and kernel == "masked":
-        num_keys, block = indexer.keys.shape[1], geometry.selection_block
-        if num_keys > PACKED_MASK_MAX_TOKENS or block > 1:
+        num_keys = indexer.keys.shape[1]
+        if num_keys > PACKED_MASK_MAX_TOKENS:
             raise ValueError(
-                f"kernel is 'masked' with {num_keys} keys and selection_block {block}; pass 'auto', or at most "
-                f"{PACKED_MASK_MAX_TOKENS} keys and selection_block 1"
+                f"kernel is 'masked' with {num_keys} keys; pass 'auto', or at most {PACKED_MASK_MAX_TOKENS} keys"
             )
     operations = _operations(implementation)
     return operations.select(indexer, rule, variance_ema, geometry, kernel, with_log_sum)

@@ -74,16 +74,32 @@ GATHERED_BELOW_DENSITY = 2 / 3
 The work of the first grows with the lists, that of the second does not; benchmarks/bench_attention.py and
 bench_gathered.py measure both."""
 
+SHARED_GATHERED_BELOW_DENSITY = 2 / 3
+"""The same of selections that blocks of queries share, for which nothing is measured while training: `shared_density`
+takes the budgets for k_base. Under a packed mask the indexer loss is part of attention's backward pass, too."""
+
 Kernel = Literal["auto", "masked", "gathered"]
 
 
-def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int) -> bool:
-    """Whether a selection becomes key lists whatever is selected. With "auto" a measured density may favour them, too.
+def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, keys_per_query: int) -> bool:
+    """Whether a selection becomes key lists whatever is selected. With "auto" a measured density may favour them, too,
+    where each query selects for itself; of a shared selection the density is known before.
 
     Args:
         seq_len_tokens: Lk, the keys up to the last query's own
+        keys_per_query: k_base and the local window
     """
-    return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS or selection_block > 1
+    if kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS:
+        return True
+    if kernel == "masked" or selection_block == 1:
+        return False
+    return shared_density(seq_len_tokens, keys_per_query) < SHARED_GATHERED_BELOW_DENSITY
+
+
+def shared_density(seq_len_tokens: int, keys_per_query: int) -> float:
+    """Share of the causal keys that queries of one document attend to, of whom neighbours share their selection."""
+    selected = min(keys_per_query / seq_len_tokens, 1.0)
+    return 2 * selected - selected**2
 
 
 # ---- selection

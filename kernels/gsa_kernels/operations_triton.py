@@ -20,7 +20,7 @@ from gsa_kernels.indexer_loss.groups import group_indexer_loss
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, union_density
 from gsa_kernels.sampling import SampledRows
-from gsa_kernels.selection.block_op import select_block_lists
+from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
@@ -40,7 +40,10 @@ def select(
     if geometry.key_pool > 1:
         return select_groups(indexer, rule, variance_ema, geometry, kernel)
     if geometry.selection_block > 1:
-        return select_block_lists(indexer, rule, variance_ema, geometry)
+        keys_per_query = rule.k_base + geometry.local_window
+        lists_keys = limits.takes_key_lists(kernel, num_keys, geometry.selection_block, keys_per_query)
+        select_shared = select_block_lists if lists_keys else select_block_mask
+        return select_shared(indexer, rule, variance_ema, geometry)
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         listed = select_key_lists(indexer, rule, variance_ema, geometry)
         assert listed.key_lists is not None
@@ -114,25 +117,21 @@ def _loss_by_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target is made for chunks of rows, [B, rows, Lk]."""
     block = geometry.selection_block
-    packed_mask = log_sum = None
-    if selection is not None:
-        packed_mask, log_sum = selection.packed_mask, selection.log_sum
-        if block > 1:
-            raise ValueError(
-                f"selection is a packed mask with selection_block {block}; pass the key lists that select makes by "
-                "Triton, or implementation='reference'"
-            )
+    packed_mask = None if selection is None else selection.packed_mask
+    log_sum = None if selection is None or block > 1 else selection.log_sum
     # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
     def target(chunk: SampledRows) -> torch.Tensor:
         if block == 1:
             return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
-        return block_sum_probs_rows(q, k, lse, chunk, geometry)
+        return block_sum_probs_rows(q, k, lse, chunk, geometry, packed_mask)
 
-    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one.
+    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one; in a block that
+    # is so of none but the first query.
     row_sum = float(q.shape[2]) if block == 1 else None
-    attended = Attended(packed_mask, log_sum, geometry)
+    of_rows = packed_mask if packed_mask is None or block == 1 else packed_mask[:, ::block]
+    attended = Attended(of_rows, log_sum, geometry)
     return masked_indexer_loss(indexer, Target(target, row_sum), attended, rows)
 
 

@@ -247,4 +247,4 @@ class FusedLoss:
     """Gradient of what is trained with respect to the loss, the sum of the rows' KL. A tensor is fp32, of one element,
     and is not read back to the host."""
     on_rows: Callable[[torch.Tensor], None] | None = None
-    """Called in the backward pass with the KL of each row, fp32 [B, L]. Without it the KL is not calculated."""
+    """Called in the backward pass with the KL of each row, fp32 [B, R]. Without it the KL is not calculated."""

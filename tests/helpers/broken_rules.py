@@ -147,10 +147,6 @@ BROKEN_RULES: list[tuple[list[str], list[str]]] = [
         ["gsa.attention_kernel = gathered", "gsa.attention_impl = reference"],
     ),
     (
-        ["gsa.attention_kernel=masked", "gsa.selection_block=16", "gsa.local_window=16"],
-        ["gsa.attention_kernel = masked", "gsa.selection_block = 16"],
-    ),
-    (
         ["gsa.attention_kernel=masked", "train.seq_len_tokens=65536"],
         ["gsa.attention_kernel = masked", "train.seq_len_tokens = 65536"],
     ),

@@ -44,6 +44,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "local_window": 17,
         "selection_reuse": 2,
         "indexer_temperature": "learned",
+        "attention_kernel": "gathered",
+    },
+    "blocks under a mask": {
+        "selection_block": 16,
+        "local_window": 17,
+        "selection_reuse": 2,
+        "indexer_temperature": "learned",
+        "attention_kernel": "masked",
     },
 }
 

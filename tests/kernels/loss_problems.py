@@ -18,6 +18,9 @@ FORMS = {
     "dense 16": 16,
     "dense 64": 64,
     "packed mask": 1,
+    "packed mask 16": 16,
+    "packed mask 32": 32,
+    "packed mask 64": 64,
     "key lists": 1,
     "shared 16": 16,
     "shared 64": 64,
@@ -127,8 +130,9 @@ def make_problem(
     nothing = torch.zeros(batch, rows, device=device)
     selection = None
     if not form.startswith("dense"):  # completed by `attending_to`
-        packed = nothing.int()[..., None] if form == "packed mask" else None
-        lists: Any = None if form == "packed mask" else "later"
+        masked = form.startswith("packed mask")
+        packed = nothing.int()[..., None] if masked else None
+        lists: Any = None if masked else "later"
         selection = Selection(packed, lists, nothing.int(), nothing, log_sum=nothing if log_sum else None)
     problem = Problem(
         normal(batch, length, heads[0], head_size),

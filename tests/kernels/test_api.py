@@ -42,29 +42,36 @@ CASES = {
     "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
     "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
     "key lists, half of the rows": Case("gathered", rows=HALF),
-    "shared": Case(selection_block=16, local_window=16),
-    "shared, documents, later queries": Case("auto", 16, True, selection_block=16, local_window=20),
+    "shared": Case("gathered", selection_block=16, local_window=16),
+    "shared, documents, later queries": Case("gathered", 16, True, selection_block=16, local_window=20),
+    "shared, packed mask": Case("masked", selection_block=16, local_window=16),
+    "shared, packed mask, documents, later queries": Case(
+        "masked", 16, True, selection_block=16, local_window=20
+    ),
     "dense": Case(dense=True, documents=True),
     "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
     "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
     "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
     "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
-    "heads of 256, shared": Case("auto", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)),
+    "heads of 256, shared": Case(
+        "gathered", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)
+    ),
+    "heads of 256, shared, packed mask": Case(
+        "masked", 0, True, selection_block=32, local_window=40, heads=(8, 1, 256)
+    ),
     "heads of 256, dense, blocks": Case(dense=True, selection_block=16, local_window=16, heads=(12, 1, 256)),
 }
 
 
 def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
-    assert ours.format == (
-        "key_lists" if case.kernel == "gathered" or case.selection_block > 1 else "packed_mask"
-    )
+    assert ours.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
     assert torch.equal(mask_of(ours, num_keys), mask_of(wanted, num_keys))
     assert torch.equal(ours.budget, wanted.budget)
     torch.testing.assert_close(ours.variance, wanted.variance)
     assert ours.budget.dtype == wanted.budget.dtype == torch.int32
     if ours.log_sum is not None:
         torch.testing.assert_close(ours.log_sum, wanted.log_sum)
-    if case.kernel == "gathered":
+    if case.kernel == "gathered" and case.selection_block == 1:
         assert ours.density == wanted.density
         assert ours.density is not None
         assert 0 < ours.density <= 1
@@ -121,6 +128,21 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
             msg=lambda text, name=name: f"{name}: {text}",
         )
     assert wanted["rows"].isnan().any() == (case.rows != RowSample())
+
+
+@pytest.mark.parametrize(("k_base", "wanted"), [(7, "key_lists"), (8, "packed_mask")])
+def test_the_budget_of_a_shared_selection_decides_its_format(k_base: int, wanted: str) -> None:
+    """k_base and a window of 16, of 56 keys: just below and above 1 - sqrt(1 / 3) of them, a density of 2/3."""
+    case = Case(selection_block=16, local_window=16, query_start=16)
+    given, ema = problem(case), torch.tensor(EMA, device=DEVICE)
+    rule = BudgetRule(k_base, 1, 40)
+    found = {
+        kernel: api.select(given.indexer, rule, ema, given.geometry, implementation="triton", kernel=kernel)
+        for kernel in ("auto", "masked", "gathered")
+    }
+    assert found["auto"].format == wanted
+    assert [found[kernel].format for kernel in ("masked", "gathered")] == ["packed_mask", "key_lists"]
+    assert torch.equal(*(mask_of(found[kernel], 16 + LENGTH) for kernel in ("masked", "gathered")))
 
 
 def test_the_shares_of_a_loss_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +288,9 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
         return api.sparse_attention(q, k, v, selection, geometry, implementation=name)
 
     shared = Geometry(selection_block=16, local_window=16)
-    first = indexer.of_block_leaders(16)
     return {
         "another implementation": ("implementation is 'cuda'", lambda: attend(None, name="cuda")),
         "another kernel": ("kernel is 'dense'", lambda: chosen(kernel="dense")),
-        "a mask for shared selections": (
-            "kernel is 'masked'",
-            lambda: api.select(first, RULE, ema, shared, implementation="triton", kernel="masked"),
-        ),
         "rows of all queries": ("pass 3: the first of each 16", lambda: chosen(shared)),
         "queries beyond the keys": ("query_start is 40", lambda: chosen(Geometry(query_start=40))),
         "documents of others": (
@@ -290,12 +307,6 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
             lambda: attend(select(Case("gathered", 16), problem(Case("gathered", 16)), "reference")),
         ),
         "two formats": ("both None", lambda: dataclasses.replace(packed, packed_mask=None)),
-        "a masked shared loss": (
-            "selection is a packed mask with selection_block 16",
-            lambda: api.indexer_loss(
-                first, q, k, torch.zeros(2, 4, 40, device=DEVICE), packed, shared, implementation="triton"
-            ),
-        ),
         "the fused loss of lists": (
             "selection has key lists",
             lambda: api.sparse_attention_with_loss(
@@ -387,7 +398,7 @@ def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch)
 
 def test_lists_are_turned_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the loss, for attention's backward pass, too: with the same bits as by each for itself."""
-    case = Case(selection_block=16, local_window=16)
+    case = Case("gathered", selection_block=16, local_window=16)
     given, calls = problem(case), []
     for module in (triton_gathered_backward, triton_gathered_launch):
 

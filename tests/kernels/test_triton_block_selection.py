@@ -17,7 +17,7 @@ import gsa_kernels as ops
 from gsa_kernels import packed_mask
 from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
-from gsa_kernels.selection import block_op, op, score_chunks
+from gsa_kernels.selection import block_op, op, score_chunks, triton_block_mask
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 
@@ -30,7 +30,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     from gsa_kernels.selection import triton_select_long
 
-    poison_buffers(monkeypatch, op, score_chunks, triton_select_long, triton_block_lists)
+    poison_buffers(monkeypatch, op, score_chunks, triton_select_long, triton_block_lists, triton_block_mask)
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +118,15 @@ def check(case: Case, rule: BudgetRule = RULE) -> None:
     top = ops.select_top_k(scores, causal, budget)
     assert torch.equal(case.top_k(rule), packed_mask.pack_mask(top))
 
-    lists = on_cpu(selection.key_lists)
-    assert torch.equal(mask_from_key_lists(lists), case.attended(top, range(length)).cpu())
+    lists, wanted = on_cpu(selection.key_lists), case.attended(top, range(length))
+    assert torch.equal(mask_from_key_lists(lists), wanted.cpu())
     check_format(case, lists)
+
+    masked = block_op.select_block_mask(case.indexer, rule, ema, case.geometry)
+    assert masked.packed_mask is not None
+    assert torch.equal(masked.packed_mask, packed_mask.pack_mask(wanted))
+    assert torch.equal(masked.budget, selection.budget)
+    assert torch.equal(masked.variance, selection.variance)
 
 
 def on_cpu(lists: KeyLists | None) -> KeyLists:

@@ -124,6 +124,18 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
         1,
         SPARSE,
     ),
+    "shared selections over lists": (
+        GSA,
+        [
+            ONE_MICRO_BATCH,
+            "gsa.selection_block=32",
+            "gsa.local_window=64",
+            "gsa.attention_kernel=gathered",
+        ],
+        0,
+        1,
+        SPARSE,
+    ),
     "experts": (GSA, EXPERTS, 0, 1, SPARSE),
     "experts, first stage of 2, expert 2": (GSA, [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2], 0, 4, SPARSE),
     "experts, first stage of 2, expert 2, warm-up": (

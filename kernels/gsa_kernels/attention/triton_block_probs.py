@@ -9,9 +9,11 @@ from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_probs import probs_tiles
 from gsa_kernels.attention.triton_tiles import (
     causal_hit,
+    expand_words,
     input_precision,
     is_even,
     load_rows,
+    load_words,
     tile_source,
     use_tma,
 )
@@ -30,24 +32,28 @@ def block_sum_probs_rows(
     lse: torch.Tensor,
     rows: SampledRows,
     geometry: Geometry,
+    packed_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum_t sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
 
-    For the keys s <= r b of each row r of `rows`, which all were there when the block selected, and of them those
-    the causal keys of t's document; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
+    For the keys s <= r b of each row r of `rows`, which all were there when the block selected, and of them those that
+    t attended to; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from dense attention: each head's row sums to 1
+        lse: fp32 [B, H, L], from attention to the same keys: each head's row sums to 1
         geometry: its selection_block is b, one of limits.SELECTION_BLOCKS from 16 on; the last block may be short
+        packed_mask: int32 [B, L, ceil(Lk / 32)], what the queries attended to; None: all causal keys of their document
 
     Returns:
         fp32 [B, rows.count, Lk], without gradient
     """
     document_starts, query_start = geometry.document_starts, geometry.query_start
     selection_block = geometry.selection_block
-    scale = checked_inputs(q, k, k, None, query_start, document_starts=document_starts).scale
+    inputs = checked_inputs(
+        q, k, k, None, query_start, packed_mask=packed_mask, document_starts=document_starts
+    )
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
     check_shape("lse", lse, "[B, H, L]", (batch, heads, length))
@@ -73,14 +79,17 @@ def block_sum_probs_rows(
         tile_source(k, tiles.keys, tma),
         lse,
         document_starts,
+        packed_mask,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
+        *((0, 0) if packed_mask is None else packed_mask.stride()[:2]),
         rows.start,
         rows.count,
         length,
         query_start or None,
-        scale * LOG2_E.value,
+        triton.cdiv(num_keys, 32),
+        inputs.scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],
         D=head_size,
@@ -103,10 +112,11 @@ def block_sum_probs_rows(
 
 @triton.jit
 def _block_probs_kernel(
-    q, k, lse, document_starts, out,
+    q, k, lse, document_starts, packed_mask, out,
     stride_qb, stride_ql, stride_qh,
     stride_kb, stride_kl, stride_kh,
-    row_start, num_rows, length, query_start, scale_log2,
+    stride_wb, stride_wl,
+    row_start, num_rows, length, query_start, word_columns, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -147,11 +157,20 @@ def _block_probs_kernel(
                     row_lse2 = tl.load(lse + position, mask=valid, other=0.0) * LOG2_E
                     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     probs += tl.exp2(logits * scale_log2 - row_lse2[:, None])
-            first_keys = queries
-            if HAS_DOCUMENTS:
-                first_keys = tl.load(document_starts + queries, mask=valid, other=0)
-            hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
-            # Masked after the sum: the logit of a key that is no causal one may overflow, and inf is dropped here.
+            if packed_mask is not None:
+                first_word = (
+                    packed_mask + batch64 * stride_wb + queries.to(tl.int64) * stride_wl + column // 32
+                )
+                word0, word1, word2, word3 = load_words(
+                    first_word, 1, valid, word_columns - column // 32, KEYS, False
+                )
+                hit = expand_words(word0, word1, word2, word3, KEYS)
+            else:
+                first_keys = queries
+                if HAS_DOCUMENTS:
+                    first_keys = tl.load(document_starts + queries, mask=valid, other=0)
+                hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
+            # Masked after the sum: the logit of a key that is not attended to may overflow, and inf is dropped here.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)

@@ -6,6 +6,7 @@ backward pass calculates them for the gradient of q: it hands their sums over he
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.checks import check_at_least
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
+from gsa_kernels.hopper.triton_block_target import sum_over_query_blocks
 from gsa_kernels.indexer_loss.autograd import check_indexer, indexer_of, tensors_of
 from gsa_kernels.indexer_loss.op import Attended, Target, Wanted, check_attended, value_and_gradients
-from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS
+from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS, SELECTION_BLOCKS, ceil_div
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import FusedLoss, Geometry, Selection
 
@@ -31,7 +33,8 @@ class Settings(NamedTuple):
     loss_scale: torch.Tensor
     """fp32 of one element."""
     activation: Literal["sigmoid", "relu"]
-    query_start: int
+    geometry: Geometry
+    """Without the document starts, which are a tensor."""
     loss_chunk_bytes: int
     on_rows: Callable[[torch.Tensor], None] | None
 
@@ -64,10 +67,10 @@ def attention_with_indexer_loss(
         q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` says of q and k whether they
             will do
         selection: a packed mask, perhaps with the log-sum of the scores over it
-        loss: its `on_rows` is called in the backward pass with the KL of each query, fp32 [B, L], which is calculated
+        loss: its `on_rows` is called in the backward pass with the KL of each row, fp32 [B, R], which is calculated
             for this only
-        row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes a query; the loss takes about as much again.
-            At least one tile of queries is calculated at a time
+        row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes a query; the loss takes about as much again, of
+            a shared selection little. At least one tile of rows is calculated at a time
 
     Returns:
         As `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
@@ -75,11 +78,9 @@ def attention_with_indexer_loss(
     packed_mask, starts, indexer = selection.packed_mask, geometry.document_starts, loss.indexer
     if packed_mask is None:
         raise ValueError("selection has key lists; pass a packed mask, or calculate the loss by indexer_loss")
-    if geometry.selection_block != 1:
-        raise ValueError(
-            f"selection_block is {geometry.selection_block} with a packed mask; pass 1, or calculate the loss by "
-            "indexer_loss"
-        )
+    block = geometry.selection_block
+    if block not in SELECTION_BLOCKS:
+        raise ValueError(f"selection_block is {block}; pass one of {SELECTION_BLOCKS}")
     inputs = checked_inputs(
         q, k, v, gate_logits, geometry.query_start, packed_mask=packed_mask, document_starts=starts
     )
@@ -88,22 +89,23 @@ def attention_with_indexer_loss(
             f"q is {q.dtype} with {q.shape[2]} heads and k has {k.shape[2]}; pass bf16 and {FUSED_LOSS_HEADS} heads "
             "(or a multiple) for each of k's, on Hopper, or calculate the loss by indexer_loss"
         )
-    batch, _, length = check_indexer(indexer, geometry.query_start, 1)
+    batch, num_rows, length = check_indexer(indexer, geometry.query_start, block)
     if (batch, length) != q.shape[:2]:
         raise ValueError(
             f"indexer.queries has shape {tuple(indexer.queries.shape)} and q {tuple(q.shape)}; pass equal B and L"
         )
-    attended = Attended(packed_mask, selection.log_sum, geometry)
-    check_attended(attended, (batch, length, length, geometry.query_start + length))
+    attended = Attended(packed_mask[:, ::block], selection.log_sum, geometry)
+    check_attended(attended, (batch, num_rows, length, geometry.query_start + length))
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
     if starts is not None:
         starts = starts.contiguous()
-    # The loss counts four bytes for each query and key, and has two for each part.
-    loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS), 1)
+    # The loss counts four bytes for each row and key, and has two for each part and query.
+    loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS) // block, 1)
     scale = loss.scale
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((1,), scale, dtype=torch.float32, device=q.device)
-    settings = Settings(scale, indexer.activation, geometry.query_start, loss_chunk_bytes, loss.on_rows)
+    without_starts = replace(geometry, document_starts=None)
+    settings = Settings(scale, indexer.activation, without_starts, loss_chunk_bytes, loss.on_rows)
     return _AttentionWithLoss.apply(
         q, k, v, inputs.gate_logits, *tensors_of(indexer), packed_mask, starts, selection.log_sum, settings
     )
@@ -132,20 +134,23 @@ class _AttentionWithLoss(torch.autograd.Function):
         grad_k, grad_v = backward_keys(shared, packed_mask, document_starts)
         grad_q = torch.empty_like(q)
 
+        geometry = replace(settings.geometry, document_starts=document_starts)
+        block = geometry.selection_block
+
         def target_rows(rows: SampledRows) -> torch.Tensor:
+            queries = range(rows.start * block, min((rows.start + rows.count) * block, q.shape[1]))
             with _traced("attention"):
-                ends = rows.start, rows.start + rows.count
-                return backward_queries_with_target(
-                    shared, packed_mask, document_starts, grad_q, range(*ends)
-                )
+                target = backward_queries_with_target(shared, packed_mask, document_starts, grad_q, queries)
+            return target if block == 1 else sum_over_query_blocks(target, queries, k.shape[1], geometry)
 
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
                 indexer_of(of_indexer, settings.activation),
-                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp.
-                Target(target_rows, float(q.shape[2])),
-                Attended(packed_mask, log_sum, Geometry(document_starts, settings.query_start)),
-                SampledRows(0, q.shape[1]),
+                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp. Of a block that is
+                # so of the first query alone.
+                Target(target_rows, float(q.shape[2]) if block == 1 else None),
+                Attended(packed_mask[:, ::block], log_sum, geometry),
+                SampledRows(0, ceil_div(q.shape[1], block)),
                 Wanted(True, settings.on_rows is not None, settings.loss_scale),
                 settings.loss_chunk_bytes,
             )

@@ -1,4 +1,4 @@
-"""Selections that blocks of queries share, as key lists for the attention."""
+"""Selections that blocks of queries share, as key lists or as a packed mask for the attention."""
 
 import torch
 
@@ -6,7 +6,8 @@ from gsa_kernels.devices import launching_on
 from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
 from gsa_kernels.limits import SELECTION_BLOCKS, SELECTION_CHUNK_BYTES, ceil_div
 from gsa_kernels.selection.criteria import Outputs
-from gsa_kernels.selection.op import Selector
+from gsa_kernels.selection.op import Selector, select_keys
+from gsa_kernels.selection.triton_block_mask import expand_block_mask
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 
@@ -32,8 +33,7 @@ def select_block_lists(
     Returns:
         budget and variance: [B, R], of the rows
     """
-    if geometry.selection_block not in SELECTION_BLOCKS[1:]:
-        raise ValueError(f"selection_block is {geometry.selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
+    _check_block(geometry)
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, None)
         (batch, num_rows), num_keys = indexer.queries.shape[:2], indexer.keys.shape[1]
@@ -51,6 +51,30 @@ def select_block_lists(
                 selector.select(chunk, Outputs(packed_mask, budget, variance, rows.start))
             fill_block_lists(packed_mask, rows, lists, geometry)
     return Selection(None, lists, budget, variance)
+
+
+@torch.no_grad()
+def select_block_mask(
+    indexer: Indexer,
+    rule: BudgetRule,
+    variance_ema: torch.Tensor,
+    geometry: Geometry,
+    *,
+    row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
+) -> Selection:
+    """The selection of `select_block_lists` as a packed mask, a row for each query: for budgets that are a large part
+    of the sequence."""
+    _check_block(geometry)
+    top_k = select_keys(indexer, rule, variance_ema, geometry, row_chunk_bytes=row_chunk_bytes)
+    assert top_k.packed_mask is not None
+    with launching_on(indexer.queries, "the indexer"):
+        packed_mask = expand_block_mask(top_k.packed_mask, indexer.keys.shape[1], geometry)
+    return Selection(packed_mask, None, top_k.budget, top_k.variance)
+
+
+def _check_block(geometry: Geometry) -> None:
+    if geometry.selection_block not in SELECTION_BLOCKS[1:]:
+        raise ValueError(f"selection_block is {geometry.selection_block}; pass one of {SELECTION_BLOCKS[1:]}")
 
 
 def _together(chunks: list[range], row_bytes: int, most_bytes: int) -> list[list[range]]:

@@ -45,6 +45,7 @@ CASES = [  # each option once: the interpreter is slow
     ("plain and norm", SPARSE),
     ("qsa and lists", SPARSE),
     ("mean of the block before", SPARSE),
+    ("blocks under a mask", SPARSE),
 ]
 
 
