@@ -94,8 +94,8 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
     assert reason is None or reason in reasons[0]
 
 
-IN_RUNS = [CASES[0], *CASES[3:6]]
-"""All visible keys, bits, lists, and lists of blocks."""
+IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
+"""All visible keys, bits, lists, and lists and bits of blocks."""
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     """Also of its sampled queries, here 4 to 7 and 16 to 19."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
-    gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant == "blocks" else (0, 7, 12, 24)
+    gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant.startswith("blocks") else (0, 7, 12, 24)
     whole = one_step(gsa, phase, fused=False)
     for fused in (False, True):
         runs = one_step(gsa, phase, fused, cuts=cuts)
