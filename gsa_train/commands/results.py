@@ -5,7 +5,7 @@
 A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
 of what the benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md over
 all. A page with more finished runs than are here stays as it is, and main.png where not all of its runs are here. Exit
-code 2: wrong use, or a mistake in a study file or headline.yaml.
+code 2: wrong use, or a mistake in a study file, headline.yaml or a verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import read_yaml
 from gsa_train.study.efficiency import read_benches, write_efficiency
 from gsa_train.study.headline import FIGURE, FILE, load_headline, write_headline
-from gsa_train.study.results import write_overview, write_page
+from gsa_train.study.results import write_overview, write_page, write_values
 from gsa_train.study.study_file import load_study
 
 SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
@@ -33,27 +33,29 @@ def main() -> int:
         studies = [load_study(path, need_data=False) for path in files]
         headline_file = arguments.studies / FILE
         headline = load_headline(headline_file, studies) if headline_file.is_file() else None
-        for study in studies:
-            standing, pages = write_page(study, arguments.out)
+        shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+        values = [write_values(study, arguments.out) for study in studies]
+        for results, files_of_values in values:
+            standing, pages = write_page(results, arguments.out)
             standings.append(standing)
-            written += pages
+            written += pages + files_of_values
             if not pages:
                 print(
                     f"kept {arguments.out / standing.page}: it has {standing.runs} runs, and fewer are here"
                 )
-        shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+        standing, page = write_efficiency(read_benches(arguments.benches), shapes, arguments.out)
+        written.append(page)
+        if headline is not None:
+            figure, lacking = write_headline(headline, arguments.out)
+            if figure is None:
+                lines = ", ".join(lacking)
+                print(f"did not draw {arguments.out / FIGURE}: no finished run is here of {lines}")
+            else:
+                written.append(figure)
+        written.append(write_overview([*standings, standing], arguments.out))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    standing, page = write_efficiency(read_benches(arguments.benches), shapes, arguments.out)
-    written.append(page)
-    if headline is not None:
-        figure, lacking = write_headline(headline, arguments.out)
-        if figure is None:
-            print(f"did not draw {arguments.out / FIGURE}: no finished run is here of {', '.join(lacking)}")
-        else:
-            written.append(figure)
-    written.append(write_overview([*standings, standing], arguments.out))
     for each in written:
         print(f"wrote {each}")
     return 0

@@ -11,8 +11,9 @@ from typing import Any
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.files import write_atomically
 from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_selected_keys
-from gsa_train.study.results import NOT_RUN, Standing, read_verdict
+from gsa_train.study.results import NOT_RUN, Standing
 from gsa_train.study.tables import Rows, bullets, markdown_table
+from gsa_train.study.verdicts import read_verdict
 
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
 DENSE = "torch cuDNN"

@@ -1,7 +1,8 @@
 """Pages of results for the documentation: a study's numbers with the paper's beside them, and what people say of both.
 
-Numbers come from the run folders alone. What a person writes is in `verdicts/<study>.md` of the same folder: its first
-line stands in the table of all studies. `verdicts/recommendation.md` opens that table's page.
+Numbers come from the run folders alone. What a person writes is in `verdicts/<study>.md` of the same folder
+(`study/verdicts.py`): its first line stands in the table of all studies. `verdicts/recommendation.md` opens that
+table's page.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from gsa_train.study.tables import (
     value_rows,
     values_csv,
 )
+from gsa_train.study.verdicts import read_verdict
 
-VERDICTS = "verdicts"
 RECOMMENDATION = "recommendation"
 NOT_RUN = "not run yet"
 FINISHED = re.compile(r"^(\d+) of (\d+) runs are finished\.$", re.MULTILINE)
@@ -46,28 +47,47 @@ class Standing:
     said: str
 
 
-def write_page(study: Study, out: Path) -> tuple[Standing, list[Path]]:
-    """A study's page and the CSV of its values; returns the files that were written.
+def write_values(study: Study, out: Path) -> tuple[Results, list[Path]]:
+    """Reads a study's runs, and writes the CSV of their values and the figure of their losses, ahead of all pages:
+    verdicts take numbers of any study. Returns the files that were written: none where the page stays as it is."""
+    results = read_results(study, read_failures(study.folder))
+    finished = _finished(results)
+    if not finished or finished < _finished_on(_page(study, out)):
+        return results, []
+    out.mkdir(parents=True, exist_ok=True)
+    table = out / f"{study.config.name}.csv"
+    write_atomically(table, values_csv(results))
+    return results, [table, _write_figure(results, table.with_suffix(".png"))]
+
+
+def write_page(results: Results, out: Path) -> tuple[Standing, list[Path]]:
+    """A study's page; returns the files that were written.
 
     A page stays as it is that was made of more finished runs than are here: of a study whose folder is elsewhere, or
     was not unpacked.
+
+    Raises:
+        ConfigError: the verdict names a number that is not there.
     """
-    page, verdict = out / f"{study.config.name}.md", read_verdict(out, study.config.name)
-    results = read_results(study, read_failures(study.folder))
-    finished = sum(each.complete for each in results.values)
-    written = []
-    if finished >= _finished_on(page):
+    study, written = results.study, []
+    page, verdict = _page(study, out), read_verdict(out, study.config.name)
+    if _finished(results) >= _finished_on(page):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(page, page_text(results, verdict))
         written.append(page)
-        if finished:
-            write_atomically(page.with_suffix(".csv"), values_csv(results))
-            written += [page.with_suffix(".csv"), _write_figure(results, page.with_suffix(".png"))]
     found = FINISHED.search(page.read_text(encoding="utf-8"))
     done, of_all = found.groups() if found else ("0", str(len(study.runs)))
     said = verdict.splitlines()[0] if verdict else "no verdict yet"
     standing = Standing(page.name, study.title, f"{done} of {of_all}", said if done != "0" else NOT_RUN)
     return standing, written
+
+
+def _page(study: Study, out: Path) -> Path:
+    return out / f"{study.config.name}.md"
+
+
+def _finished(results: Results) -> int:
+    return sum(each.complete for each in results.values)
 
 
 def _write_figure(results: Results, path: Path) -> Path:
@@ -82,12 +102,6 @@ def _write_figure(results: Results, path: Path) -> Path:
     return write_comparison([first[arm] for arm in results.arms if arm in first], path.parent, path.name)
 
 
-def read_verdict(out: Path, name: str) -> str:
-    """Empty where nobody has written one."""
-    path = out / VERDICTS / f"{name}.md"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-
-
 def _finished_on(page: Path) -> int:
     """Runs of which a page was made."""
     found = FINISHED.search(page.read_text(encoding="utf-8")) if page.is_file() else None
@@ -96,7 +110,7 @@ def _finished_on(page: Path) -> int:
 
 def page_text(results: Results, verdict: str) -> str:
     """Without numbers where no run is finished."""
-    study, finished = results.study, sum(each.complete for each in results.values)
+    study, finished = results.study, _finished(results)
     parts = [f"# {study.title}", study.config.question.strip()]
     parts.append(f"{finished} of {len(results.values)} runs are finished.")
     if not finished:

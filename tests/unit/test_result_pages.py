@@ -112,6 +112,39 @@ def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.Cap
     assert "kept out/small.md: it has 1 of 4 runs, and fewer are here" in capsys.readouterr().out
 
 
+def test_numbers_of_a_verdict_are_filled_from_the_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm, seed, loss in (("one", 1, 20.0), ("one", 2, 21.0), ("two", 1, 30.0)):
+        finish(folder, arm, seed, loss)
+    verdict = folder / "out" / "verdicts" / "small.md"
+    verdict.parent.mkdir(parents=True)
+    verdict.write_text(
+        "{small/one/val_loss:.2f} is {small/one/val_loss / small/two/val_loss:.3f} of it; "
+        "{small/two/loss@at 50 tokens:.0f}.\n"
+    )
+    assert main() == 0
+    said = "20.50 is 0.683 of it; 25."
+    assert f"\n\n{said}\n\n" in (folder / "out" / "small.md").read_text()
+    assert lines_of(folder / "out" / "README.md", "| [Two")[0].endswith(f"| {said} |")
+
+    verdict.write_text(
+        "{small/one/loss:.2f} {small/one/loss@at 7 tokens:.1f} {small/three/val_loss:.2f} {big/one/val_loss:.2f} "
+        "{small/one/val_loss:.2y} {small/one/val_loss}"
+    )
+    capsys.readouterr()
+    assert main() == 2
+    assert [line.strip() for line in capsys.readouterr().err.splitlines()] == [
+        "out/verdicts/small.md: 6 problems",
+        "{small/one/loss:.2f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
+        "{small/one/loss@at 7 tokens:.1f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
+        "{small/three/val_loss:.2f}: out/small.csv has no val_loss of an arm three",
+        "{big/one/val_loss:.2f}: no out/big.csv; give a study with finished runs",
+        "{small/one/val_loss:.2y}: Unknown format code 'y' for object of type 'float'",
+        "{small/one/val_loss}: not a number of a study; write {study/arm/metric:.1f}",
+    ]
+
+
 # ---- the headline figure
 
 
