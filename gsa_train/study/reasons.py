@@ -24,7 +24,7 @@ def reason_in(printed: str, crashed: bool) -> str:
             traceback before that is of something that it went on without.
     """
     lines = printed.splitlines()
-    found = (crashed and _last_error(lines)) or next(_said(reversed(lines)), "")
+    found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
     return " ".join(found.split())[:MOST_LETTERS]
 
 
