@@ -220,8 +220,10 @@ def owners_losses(
     """Summed loss of each owner's labels, fp64 [count]: this rank's part, whose sum over the ranks is the whole.
 
     Args:
-        batches: with the owner of each label, int64 [B, L] from 0 to count - 1; below 0 it has none.
+        batches: of one shape, which need not be that of training; with the owner of each label, int64 [B, L] from 0 to
+            count - 1; below 0 it has none.
     """
+    micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     iterators = [iter(batches) for _ in model.modules]
     with evaluating(model, measures=False):
@@ -230,8 +232,8 @@ def owners_losses(
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(model.modules) if len(iterators) > 1 else model.modules[0],
             num_microbatches=len(batches),
-            seq_length=config.train.seq_len_tokens,
-            micro_batch_size=config.train.micro_batch_size,
+            seq_length=seq_len_tokens,
+            micro_batch_size=micro_batch_size,
             forward_only=True,
         )
     sums: np.ndarray = np.zeros(count)

@@ -1,8 +1,9 @@
 """Tasks between training steps: log-likelihoods of continuations, by the training's own forward pass.
 
-Requests stand one after the other in sequences of the training's length, each a document that sees no other. The
-sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in validation: scores
-are those of one rank, and nothing of the training changes.
+Requests stand one after the other in sequences of the training's length, each a document that sees no other. An
+indexer over groups of keys gets each in a sequence of its own, as short as it can be: its kernels take one document per
+sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
+validation: scores are those of one rank, and nothing of the training changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from gsa_data.marks import INSIDE
 from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer
+from gsa_kernels.limits import KEY_POOLS
 from gsa_train.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
 from gsa_train.config import Config
 from gsa_train.evaluate import ROUND_MICRO_BATCHES, schedule_group
@@ -35,6 +37,9 @@ FORWARD_SHARE = 1 / 3
 """Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
 COMPILATION_SECONDS = 10.0
 """Of the first scoring on a GPU: where training attends across documents, tasks need kernels that it does not."""
+LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)
+"""Of a sequence with one request: two whole groups of any size, the least that the kernels take. Each length is a part
+of its own, with kernels of its own."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
@@ -94,26 +99,68 @@ def log_likelihoods(
     before_each: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Nats of each request's continuation, on every rank. Collective."""
-    batches = _deal(pack_requests(requests, eos_id, config.train.seq_len_tokens), eos_id, config, parallel)
     group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
-    for first in range(0, len(batches), most):
-        before_each()
-        losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
+    for rows in place_requests(requests, eos_id, config):
+        batches = _deal(rows, eos_id, config, parallel)
+        for first in range(0, len(batches), most):
+            before_each()
+            losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
     dist.all_reduce(losses)
     return (-losses).tolist()
 
 
 @dataclass(frozen=True)
-class PackedRequests:
+class PlacedRequests:
+    """In sequences of one length L: that of training, or a part of it."""
+
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
     """[n, L] of each label: the number of the request whose continuation it is in, else NOBODY"""
+    one_document: bool
+    """Each sequence is one, of one request: what fills it up stands behind, where no query of the request looks."""
 
 
-def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PackedRequests:
+def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
+    """Packed; or one in each sequence for an indexer over groups of keys, whatever core it runs on."""
+    if not _needs_own_rows(config):
+        return [pack_requests(requests, eos_id, config.train.seq_len_tokens)]
+    by_length: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        by_length.setdefault(row_tokens(request, config), []).append(number)
+    return [_place_alone(requests, by_length[length], eos_id, length) for length in sorted(by_length)]
+
+
+def _needs_own_rows(config: Config) -> bool:
+    """The kernels for groups of keys take one document per sequence (gsa_kernels/selection/groups.py)."""
+    return config.gsa.indexer_pool > 1
+
+
+def row_tokens(request: Request, config: Config) -> int:
+    """L of a sequence with this request alone: the training's length, halved as long as the request has room and each
+    tensor-parallel rank, of those that share a sequence's tokens out, has whole groups of keys."""
+    unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
+    least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is a label alone
+    while length % (2 * unit) == 0 and length // 2 >= least:
+        length //= 2
+    return length
+
+
+def _place_alone(
+    requests: Sequence[Request], numbers: Sequence[int], eos_id: int, length: int
+) -> PlacedRequests:
+    blocks = np.full((len(numbers), length + 1), FILLER, np.int32)
+    owners = np.full((len(numbers), length), NOBODY)
+    for row, number in enumerate(numbers):
+        tokens, scored = requests[number]
+        blocks[row, : len(tokens)] = np.where(tokens == eos_id, tokens | INSIDE, tokens)
+        owners[row, len(tokens) - 1 - scored : len(tokens) - 1] = number
+    return PlacedRequests(blocks, owners, one_document=True)
+
+
+def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
     """The longest first, each with an EOS behind it where there is room, so that what follows is another document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
@@ -130,21 +177,22 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
         owners[-1][end - 1 - scored : end - 1] = number
         blocks[-1][end : end + 1] = eos_id
         start = end + 1
-    return PackedRequests(np.stack(blocks), np.stack(owners))
+    return PlacedRequests(np.stack(blocks), np.stack(owners), one_document=False)
 
 
 def _deal(
-    packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
+    placed: PlacedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """This replica's micro-batches and their owners. All replicas get as many, filled up with sequences of nobody."""
-    size = config.train.micro_batch_size
-    missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
-    blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
-    nobody = np.full((missing, packed.owners.shape[1]), NOBODY)
-    owners = np.concatenate([packed.owners, nobody])
+    """This replica's micro-batches and their owners. All replicas get as many, filled up with sequences of nobody; each
+    has as many tokens as one of training."""
+    length = placed.owners.shape[1]
+    size = config.train.micro_batch_size * (config.train.seq_len_tokens // length)
+    missing = -len(placed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
+    blocks = np.concatenate([placed.blocks, np.repeat(placed.blocks[:1], missing, axis=0)])
+    owners = np.concatenate([placed.owners, np.full((missing, length), NOBODY)])
     mine = slice(parallel.data_rank, None, parallel.data_size)
     return [
-        (to_micro_batch(part, eos_id, attend_across_documents=False), numbers)
+        (to_micro_batch(part, eos_id, attend_across_documents=placed.one_document), numbers)
         for part, numbers in zip(
             torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
             torch.from_numpy(owners[mine]).to(parallel.device).split(size),
@@ -178,7 +226,11 @@ class TaskClock:
         if not self.train_steps:
             return math.inf
         length, train = config.train.seq_len_tokens, config.train
-        tokens = sum(len(request.tokens) + 1 for task in tasks for request in task.requests)
+        requests = [request for task in tasks for request in task.requests]
+        if _needs_own_rows(config):
+            tokens = sum(row_tokens(request, config) for request in requests)
+        else:
+            tokens = sum(len(request.tokens) + 1 for request in requests)
         step_seconds = self.train_seconds / self.train_steps
         compilation_seconds = COMPILATION_SECONDS if parallel.device.type == "cuda" else 0.0
         return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size

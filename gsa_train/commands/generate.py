@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attention",
         choices=("gsa", "sdpa"),
-        help="the kernels, or plain torch (default: gsa on a CUDA device, else sdpa)",
+        help="the kernels, or plain torch (default: gsa on a CUDA device, else sdpa; sdpa for groups of keys)",
     )
     parser.add_argument(
         "--compile",
@@ -130,7 +130,7 @@ def load(arguments: argparse.Namespace) -> TextModel:
     from gsa_train.convert.read_source import read_source
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    attention = arguments.attention or ("gsa" if device.type == "cuda" else "sdpa")
+    attention = arguments.attention or ""
     if arguments.hf is not None:
         return load_hf_model(arguments.hf, device, attention)
 

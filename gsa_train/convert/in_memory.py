@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.names import pairs
 from gsa_train.convert.read_hf import read_gsa_model, read_hf_config
 
+logger = logging.getLogger(__name__)
+
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -37,18 +40,43 @@ class TextModel:
         return text_after(self.decode, prompt, new)
 
 
+def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str:
+    """`attn_implementation`: what is asked for. Empty: the kernels on CUDA devices, where they have the model's
+    selection; else plain torch, and a warning.
+
+    Raises:
+        ValueError: the kernels are asked for, and do not have it.
+    """
+    if asked == "gsa" and indexer_pool > 1:
+        raise ValueError(
+            f"--attention gsa: here the kernels do not have gsa.indexer_pool = {indexer_pool}, which they have for the "
+            "sequences of training alone; give sdpa, or leave it out"
+        )
+    if asked or device.type != "cuda":
+        return asked or "sdpa"
+    if indexer_pool > 1:
+        logger.warning(
+            "attention runs in plain torch, which is slow: here the kernels do not have gsa.indexer_pool = %d",
+            indexer_pool,
+        )
+        return "sdpa"
+    return "gsa"
+
+
 def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
     """
     Args:
         checkpoint: a step_* folder, or one that `import_hf` wrote
-        attention: `attn_implementation`
+        attention: of `chosen_attention`
 
     Raises:
-        ValueError: the checkpoint is damaged or of another model than its config says, or its tokenizer is missing.
+        ValueError: it cannot run so, the checkpoint is damaged or of another model than its config says, or its
+            tokenizer is missing.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
     tokenizer = tokenizer_of(checkpoint, config, state)
+    attention = chosen_attention(attention, device, config.gsa.indexer_pool)
     hf_config = to_hf_config(config)
     hf_config.eos_token_id = tokenizer.eos_id
     model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
@@ -112,8 +140,11 @@ def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausal
 
 def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
     """
+    Args:
+        attention: of `chosen_attention`
+
     Raises:
-        ValueError: there is no GSA model in the folder, or its files do not fit together.
+        ValueError: it cannot run so; there is no GSA model in the folder, or its files do not fit together.
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
@@ -122,6 +153,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
             f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
     found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
+    attention = chosen_attention(attention, device, found.index_pool)
     model = read_gsa_model(folder, found, found, attention)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 

@@ -18,7 +18,7 @@ from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import tokenizer_of
 from gsa_train.convert.hf_config import not_in_hf, to_hf_config
-from gsa_train.convert.in_memory import EMBEDDING, model_in_memory, to_device
+from gsa_train.convert.in_memory import EMBEDDING, chosen_attention, model_in_memory, to_device
 from gsa_train.convert.read_hf import named_eos, read_gsa_model, read_hf_config
 from gsa_train.convert.read_source import read_source
 from gsa_train.evaluation.settings import apply_settings, attends_densely, with_settings
@@ -80,8 +80,8 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
     """
     execution = execution or Execution()
     device = _device(execution.device)
-    attention = execution.attention or by_default(device)
-    if attention not in ATTENTION:
+    attention = execution.attention
+    if attention and attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
     if execution.dtype and execution.dtype not in DTYPES:
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
@@ -91,7 +91,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
-        attention = execution.attention or by_default(device, hf_config.index_pool)
+        attention = chosen_attention(attention, device, hf_config.index_pool)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
@@ -102,7 +102,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
             nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-            attention = execution.attention or by_default(device, config.gsa.indexer_pool)
+            attention = chosen_attention(execution.attention, device, config.gsa.indexer_pool)
             return Subject(
                 _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
@@ -137,19 +137,6 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about["device"],
     )
     return subject
-
-
-def by_default(device: torch.device, indexer_pool: int = 1) -> str:
-    """The kernels on CUDA devices, where they have the model's selection; else plain torch, and a warning."""
-    if device.type != "cuda":
-        return "sdpa"
-    if indexer_pool > 1:
-        logger.warning(
-            "attention runs in plain torch, which is slow: here the kernels do not have gsa.indexer_pool = %d",
-            indexer_pool,
-        )
-        return "sdpa"
-    return "gsa"
 
 
 def _device(name: str) -> torch.device:

@@ -151,8 +151,8 @@ class Ended:
     """The study had asked it to stop."""
     monitor_stop: bool = False
     """The monitor stopped the run at a spike."""
-    last_words: str = ""
-    """The last line that it printed."""
+    error: str = ""
+    """`reason_in` what it printed."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Verdict:
 
 def judge(ended: Ended) -> Verdict:
     """What follows of how a job ended."""
-    code, said = ended.code, f": {ended.last_words}" if ended.last_words else ""
+    code, said = ended.code, f": {ended.error}" if ended.error else ""
     if ended.complete:
         return Verdict("finished")
     if ended.monitor_stop or code == exit_codes.STOPPED_BY_MONITOR:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.run import exit_codes
 from gsa_train.run.last_words import SUBMISSION
 from gsa_train.study.jobs import Job
 from gsa_train.study.plan import StudyError
+from gsa_train.study.reasons import reason_in
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST_STOP_SECONDS = 600
 """torchrun waits so long for its ranks, which finish their step and save."""
-MOST_LAST_WORDS = 300
-"""Letters of the line by which a failure is told."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -113,12 +113,14 @@ class Running:
         except (OSError, ValueError):
             return code
 
-    def last_words(self) -> str:
-        """The last line that it printed and that says something."""
+    def reason(self, code: int) -> str:
+        """Why it failed, by what it printed in this start.
+
+        Args:
+            code: its exit code.
+        """
         printed = self.log.read_bytes()[self.log_bytes_before :]
-        lines = printed.decode("utf-8", errors="replace").splitlines()
-        said = (" ".join(line.split()) for line in reversed(lines))
-        return next((line[:MOST_LAST_WORDS] for line in said if any(map(str.isalnum, line))), "")
+        return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
 
     def kill(self) -> None:
         """All of its session; ranks of torchrun have their own, and end once they see that torchrun is gone."""

@@ -132,7 +132,7 @@ class StudyRunner:
                     progressed=newest_checkpoint(job.run.folder) not in ("", each.checkpoint_before),
                     stopping=bool(self.stop_reason),
                     monitor_stop=(job.run.folder / MONITOR_STOP).exists(),
-                    last_words=each.last_words(),
+                    error=each.reason(code),
                 )
             )
             say(f"{job.key}: {verdict.what}{f' ({verdict.reason})' if verdict.reason else ''}")

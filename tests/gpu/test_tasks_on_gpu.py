@@ -18,15 +18,21 @@ pytestmark = [
 ]
 
 
-def test_a_run_with_tasks_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+GROUPS = ("gsa.indexer_pool=4", "data.attend_across_documents=true", "gsa.attention_impl=triton")
+
+
+@pytest.mark.parametrize("overrides", [(), GROUPS], ids=["packed", "groups of keys"])
+def test_a_run_with_tasks_is_the_run_without(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = [
         write_requests(tmp_path / "colours" / "rc", choice_requests()),
         write_requests(tmp_path / "gold" / "bpb", gold_requests()),
     ]
     tasks = f"evaluate.tasks=[{','.join(map(str, places))}]"
     often = ("evaluate.tasks_every_steps=5", "evaluate.tasks_max_time_percent=100")
-    scored = start(tmp_path, *SMALL, tasks, *often, name="scored", real=True).wait()
-    without = start(tmp_path, *SMALL, name="without", real=True).wait()
+    scored = start(tmp_path, *SMALL, *overrides, tasks, *often, name="scored", real=True).wait()
+    without = start(tmp_path, *SMALL, *overrides, name="without", real=True).wait()
     memory = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
     expected = numbers_of(without.records(), keys=memory)
     assert numbers_of(scored.records(), without=("tasks",), keys=memory) == expected

@@ -274,7 +274,7 @@ ENDED = Ended(code=1, complete=False, progressed=False, stopping=False)
         ({"code": 0, "complete": True}, "finished", ""),
         ({"complete": True, "stopping": True}, "finished", ""),
         ({"code": 0}, "failed", "left no result"),
-        ({"last_words": "CUDA out of memory"}, "failed", "exit code 1: CUDA out of memory"),
+        ({"error": "CUDA out of memory"}, "failed", "exit code 1: CUDA out of memory"),
         ({"progressed": True}, "again", "exit code 1 after a new checkpoint"),
         ({"code": 2, "progressed": True}, "failed", "refused, exit code 2"),
         ({"code": 3, "progressed": True}, "failed", "checkpoints cannot be written"),

@@ -21,6 +21,7 @@ from gsa_train.study import runner as study_runner
 from gsa_train.study.jobs import Job
 from gsa_train.study.plan import StudyError
 from gsa_train.study.processes import check_devices, child_environment, find_gpus
+from gsa_train.study.reasons import reason_in
 from gsa_train.study.runner import StudyRunner, lock_study
 from gsa_train.study.states import read_failures
 from gsa_train.study.study_file import Study, StudyRun, load_study
@@ -66,9 +67,58 @@ def test_the_reason_is_what_this_start_printed(study: Study) -> None:
     for script, reason in (
         ("echo out of memory; exit 1", "exit code 1: out of memory"),
         ("exit 1", "exit code 1"),
+        ("cat <<'END'\n" + CRASHED + "END\nexit 1", f"exit code 1: {ERROR}"),
     ):
         StudyRunner(study.folder, [scripted(run, script)], None).run()
         assert read_failures(study.folder) == {"one-seed1 train": reason}
+
+
+# What a run with an uncaught error leaves: rank 1 in between, torch's warning, and torchrun's own error.
+ERROR = "ValueError: document_starts is given with key_pool 4; pass None"
+CRASHED = f"""\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "launch/pretrain.py", line 9, in <module>
+[rank1]: Traceback (most recent call last):
+[rank0]:     main()
+[rank1]:     ~~~~^^
+[rank0]: {ERROR}
+[rank0]: with a second line
+[rank1]: {ERROR}
+[rank0]:[W1126 08:45:50.123456789 ProcessGroupNCCL.cpp:1538] Warning: WARNING: destroy_process_group() was not called
+"""
+LAUNCHER = """\
+W1126 08:45:51.100000 123 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 7 closing signal SIGTERM
+E1126 08:45:51.200000 123 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1) local_rank: 0
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 896, in main
+    run(args)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============
+launch/pretrain.py FAILED
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============
+"""
+CHAINED = (
+    "Traceback (most recent call last):\n  File 'a'\nKeyError: 1\n\nDuring handling of the above ...\n\n"
+)
+PYTHONS = "/x/resource_tracker.py:254: UserWarning: There appear to be 3 leaked objects\n  warnings.warn(\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "crashed", "reason"),
+    [
+        (CRASHED, True, ERROR),
+        (CRASHED + LAUNCHER, True, ERROR),
+        (CHAINED + CRASHED.replace("[rank0]: ", ""), True, ERROR),
+        (CHAINED, True, "KeyError: 1"),
+        (CHAINED + "Traceback (most recent call last):\n  cut off", True, "KeyError: 1"),
+        (CHAINED + "a full disk\n", False, "a full disk"),
+        ("out of  memory\n----\n" + CRASHED.splitlines()[-1] + "\n" + PYTHONS, True, "out of memory"),
+        (PYTHONS, True, ""),
+    ],
+)
+def test_the_reason_is_the_error_and_no_warning_behind_it(printed: str, crashed: bool, reason: str) -> None:
+    assert reason_in(printed, crashed) == reason
 
 
 def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:

@@ -15,13 +15,14 @@ from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
 from gsa_train.commands import evaluate as command
+from gsa_train.convert.in_memory import chosen_attention
 from gsa_train.evaluate import evaluate
 from gsa_train.evaluation import subject as subjects
 from gsa_train.evaluation import trained_model
 from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text, token_losses
 from gsa_train.evaluation.settings import with_settings
-from gsa_train.evaluation.subject import Source, Subject, load_subject
+from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import Piece, TextOptions, read_text
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
@@ -162,13 +163,18 @@ def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(
     runs: dict[str, tuple[Any, Any, Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
-        assert subjects.by_default(torch.device("cuda"), 1) == "gsa"
+        assert chosen_attention("", torch.device("cuda"), 1) == "gsa"
         assert caplog.text == ""
-        assert subjects.by_default(torch.device("cuda"), 2) == "sdpa"
+        assert chosen_attention("", torch.device("cuda"), 2) == "sdpa"
     assert "plain torch, which is slow" in caplog.text
     assert "gsa.indexer_pool = 2" in caplog.text
-    assert subjects.by_default(torch.device("cpu")) == "sdpa"
+    assert chosen_attention("", torch.device("cpu"), 2) == "sdpa"
+    assert chosen_attention("eager", torch.device("cuda"), 2) == "eager"
     folder = runs["pool"][2]
+    with pytest.raises(
+        ValueError, match=r"--attention gsa: here the kernels do not have gsa\.indexer_pool = 2"
+    ):
+        load_subject(Source(run=folder), execution=Execution(attention="gsa"))
     assert not isinstance(load_subject(Source(run=folder)).model, trained_model.TrainedModel)
 
 

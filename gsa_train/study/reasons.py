@@ -1,0 +1,52 @@
+"""Why a job failed, in one line, from what it printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+MOST_LETTERS = 300
+TRACEBACK = "Traceback (most recent call last):"
+LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+"""By which torchrun ends where a rank has failed; the rank's error stands before it."""
+WARNING = re.compile(
+    r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # of torch, `W1126 09:00:00 ...`: a process group that was not destroyed
+    r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # of Python, and the line of code below it
+)
+
+
+def reason_in(printed: str, crashed: bool) -> str:
+    """The error of the last Python traceback, or else the last line that says something and is no warning; empty where
+    there is none.
+
+    Args:
+        crashed: it may have ended by an error that nothing caught. Otherwise it has said why itself, at the end, and a
+            traceback before that is of something that it went on without.
+    """
+    lines = printed.splitlines()
+    found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
+    return " ".join(found.split())[:MOST_LETTERS]
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    for number in reversed(range(len(lines))):
+        if TRACEBACK in lines[number]:
+            error = _error_below(lines, number)
+            if error and not error.startswith(LAUNCHERS_OWN):
+                return error
+    return ""
+
+
+def _error_below(lines: Sequence[str], number: int) -> str:
+    """The first line behind the frames, which are indented. Each line may begin with the rank's name, as torch has
+    it (`[rank0]: `); those of other ranks may stand in between."""
+    prefix = lines[number].split(TRACEBACK)[0]
+    for line in lines[number + 1 :]:
+        rest = line.removeprefix(prefix)
+        if line.startswith(prefix) and rest.strip() and not rest[0].isspace() and not WARNING.search(rest):
+            return rest
+    return ""
+
+
+def _said(lines: Iterator[str]) -> Iterator[str]:
+    return (line for line in lines if any(map(str.isalnum, line)) and not WARNING.search(line))
