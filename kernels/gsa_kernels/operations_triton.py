@@ -41,8 +41,8 @@ def select(
         return select_groups(indexer, rule, variance_ema, geometry, kernel)
     if geometry.selection_block > 1:
         keys_per_query = rule.k_base + geometry.local_window
-        lists_keys = limits.takes_key_lists(kernel, num_keys, geometry.selection_block, keys_per_query)
-        select_shared = select_block_lists if lists_keys else select_block_mask
+        as_lists = limits.takes_key_lists(kernel, num_keys, geometry.selection_block, keys_per_query)
+        select_shared = select_block_lists if as_lists else select_block_mask
         return select_shared(indexer, rule, variance_ema, geometry)
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         listed = select_key_lists(indexer, rule, variance_ema, geometry)
