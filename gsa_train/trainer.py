@@ -139,13 +139,13 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         state.tasks_due = plan.scores_tasks
         if plan.validates:
             _validate(run, phase)
-        if plan.scores_tasks:
-            _score_tasks(run, phase)
         if plan.saves or plan.ends_phase:
             state.monitor = phase.monitor.state()
         if plan.saves:
             with phase.clock.paused():
                 save(run, phase_range, phase_optimizer)
+        if plan.scores_tasks:  # behind the save, for they may take long, and an error in them costs no step
+            _score_tasks(run, phase)
     services.watchdog.heartbeat(state.step, "starting")  # the next phase, or the end
     services.goodput.note(state.step, phase_range.phase.name)
     clock.begin("other")

@@ -18,7 +18,9 @@ import torch
 
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
+from gsa_train import trainer
 from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
+from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
@@ -132,7 +134,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(place) for place in written]
 
 
-def run_config(tasks: list[str], **evaluate: Any) -> Config:
+def run_config(tasks: list[str], save_every_steps: int = 1000, **evaluate: Any) -> Config:
     data = {"train_dir": str(SAMPLE / "train"), "tokenizer": TOKENIZER, "num_lanes": 1}
     evaluate = {"every_steps": 2, "max_blocks": 3, "tasks": tasks, "tasks_max_time_percent": 100, **evaluate}
     return tiny_config(
@@ -141,7 +143,7 @@ def run_config(tasks: list[str], **evaluate: Any) -> Config:
         train={"seq_len_tokens": 32},
         data=data | {"validation_dir": str(SAMPLE / "validation")},
         evaluate={**evaluate, "tasks_every_steps": 2 if tasks else 0},
-        checkpoint={"every_steps": 1000},
+        checkpoint={"every_steps": save_every_steps},
         logging={"every_steps": 1},
     )
 
@@ -187,8 +189,9 @@ def trained(
         run_phase(run, PhaseRange(0, PHASE, 0, PHASE.steps), optimizer)
     except Stopped as stop:
         stopped = stop
-    close_optimizer(model, optimizer)
-    run.services.saver.close()
+    finally:
+        close_optimizer(model, optimizer)
+        run.services.saver.close()
     timing = ("seconds", "per_second", "data_wait", "slowest", "time", "mfu")
     kept = [
         {name: value for name, value in record.items() if not any(word in name for word in timing)}
@@ -262,6 +265,25 @@ def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
     assert before["records"] + after["records"] == undisturbed["records"]
     for name, weight in undisturbed["weights"].items():
         assert torch.equal(after["weights"][name], weight), name
+
+
+def test_an_error_in_tasks_costs_no_step(
+    places: list[str], undisturbed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step saves, too, it does so before its tasks."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            trainer, "score_tasks_in_turn", Mock(side_effect=RuntimeError("no such continuation"))
+        )
+        with pytest.raises(RuntimeError, match="no such continuation"):
+            trained(tmp_path, places, save_every_steps=2)
+    saved = find_checkpoint(tmp_path)
+    assert saved is not None
+    assert saved.name == "step_00000002"
+    after = trained(tmp_path, places, resume_from=saved)
+    assert (after["records"][0]["event"], after["records"][0]["step"]) == ("tasks", 2)
+    assert after["records"] == undisturbed["records"][-len(after["records"]) :]
+    assert all(torch.equal(after["weights"][name], weight) for name, weight in undisturbed["weights"].items())
 
 
 def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(
