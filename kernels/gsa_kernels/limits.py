@@ -97,7 +97,7 @@ def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, k
 
 
 def shared_density(seq_len_tokens: int, keys_per_query: int) -> float:
-    """Share of the causal keys that queries of one document attend to, of whom neighbours share their selection."""
+    """Keys that all queries of one document attend to over their causal keys, with the same budget for each."""
     selected = min(keys_per_query / seq_len_tokens, 1.0)
     return 2 * selected - selected**2
 

@@ -127,8 +127,8 @@ def _loss_by_rows(
             return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
         return block_sum_probs_rows(q, k, lse, chunk, geometry, packed_mask)
 
-    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one; in a block that
-    # is so of none but the first query.
+    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one. The later
+    # queries of a block attend to other keys than its first one, whose set counts: there the sum is not known.
     row_sum = float(q.shape[2]) if block == 1 else None
     of_rows = packed_mask if packed_mask is None or block == 1 else packed_mask[:, ::block]
     attended = Attended(of_rows, log_sum, geometry)

@@ -146,8 +146,8 @@ class _AttentionWithLoss(torch.autograd.Function):
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
                 indexer_of(of_indexer, settings.activation),
-                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp. Of a block that is
-                # so of the first query alone.
+                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp. The later queries
+                # of a block attend to other keys than its first one, whose set counts: there the sum is not known.
                 Target(target_rows, float(q.shape[2]) if block == 1 else None),
                 Attended(packed_mask[:, ::block], log_sum, geometry),
                 SampledRows(0, ceil_div(q.shape[1], block)),

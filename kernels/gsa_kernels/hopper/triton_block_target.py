@@ -84,7 +84,7 @@ def _sum_kernel(
     size: tl.constexpr = BLOCK * BLOCK
     tile = key_block + tl.arange(0, TILES)
     places = tl.arange(0, TILES)[:, None] * size + tl.arange(0, size)[None, :]
-    # Of the first query of each row, which all queries behind it see, in its document.
+    # Position of the last row's first query. Later keys are in no row's target.
     last_leader = query_start + first_query + (first_row + ROWS - 1) * SHARING
     total = tl.zeros([TILES, size], tl.float32)
     target += batch * stride_b + key_block.to(tl.int64) * size

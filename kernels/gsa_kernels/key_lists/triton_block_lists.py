@@ -1,4 +1,4 @@
-"""Key lists of a selection that blocks of queries share (section 9).
+"""Key lists of a selection that blocks of queries share.
 
 The queries of an aligned block attend to the top-k of the block's first query and to their own local windows.
 So the list of a block is: the top-k keys before every window, ascending, to which all its queries attend, and

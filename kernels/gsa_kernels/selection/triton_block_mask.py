@@ -1,5 +1,5 @@
-"""The packed mask of a selection that blocks of queries share (section 9): of each query the top-k of its block's first
-query, as far as it sees them, and its own local window."""
+"""The packed mask of a selection that blocks of queries share: of each query the top-k of its block's first query, as
+far as it sees them, and its own local window."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _QUERIES, _WORDS = 16, 128
-"""Of one program, which loads a row of words of each block that its queries are in."""
+"""Of one program. Its queries are of one block, so that it loads the words of their top-k once."""
 
 
 def expand_block_mask(top_k: torch.Tensor, num_keys: int, geometry: Geometry) -> torch.Tensor:
