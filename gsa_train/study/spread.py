@@ -60,7 +60,7 @@ def close_pairs(arms: Mapping[str, Spread]) -> list[str]:
 
 
 def written(spread: Spread) -> str:
-    """`3.521 ± 0.012`: the deviation with two digits that count, the mean with as many places; alone with five."""
+    """`3.521 ± 0.012`: the deviation with two digits that count, the mean with as many places. Without one: five."""
     lost = f"{spread.not_finite} diverged" if spread.not_finite else ""
     if spread.mean is None:
         return lost or "–"
@@ -69,7 +69,10 @@ def written(spread: Spread) -> str:
 
 def number_with(mean: float, deviation: float | None) -> str:
     if not deviation:
-        return f"{mean:.5g}" + (" ± 0" if deviation == 0 else "")
+        five_digits = f"{mean:.5g}"
+        # Not 3.7572e+05: tokens/s and largest activations are read, and compared, as whole numbers.
+        alone = f"{float(five_digits):.0f}" if abs(mean) >= 1e5 else five_digits
+        return alone + (" ± 0" if deviation == 0 else "")
     places = 1 - math.floor(math.log10(deviation))
     if places <= 0:
         return f"{round(mean, places):.0f} ± {round(deviation, places):.0f}"

@@ -45,6 +45,7 @@ def test_arms_are_close_where_their_means_differ_by_no_more_than_the_pooled_devi
         (Spread(2, 12345.6, 678.9, 1), "12350 ± 680; 1 diverged"),
         (Spread(2, 95.26, 12.9, 0), "95 ± 13"),
         (Spread(2, 2.0, 0.0, 0), "2 ± 0"),
+        (Spread(1, 375_716.2, None, 0), "375720"),
         (Spread(1, 3.521494, None, 0), "3.5215"),
         (Spread(0, None, None, 2), "2 diverged"),
         (Spread(0, None, None, 0), "–"),
