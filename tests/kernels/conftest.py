@@ -1,6 +1,16 @@
 import pytest
 import torch
 
+from gsa_kernels.devices import on_hopper
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Asked while tests are collected, the device's kind would initialize CUDA, and no worker could be forked."""
+    if item.get_closest_marker("hopper") and not (
+        torch.cuda.is_available() and on_hopper(torch.device("cuda"))
+    ):
+        pytest.skip("needs a Hopper")
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():

@@ -11,16 +11,12 @@ import torch
 from loss_problems import Problem, make_problem
 
 from gsa_kernels import api
-from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.types import FusedLoss
 
 CUDA = torch.cuda.is_available()
-ON_HOPPER = CUDA and on_hopper(torch.device("cuda"))
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="the kernels are compiled for CUDA here"))
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")]
-)
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.hopper])
 devices = pytest.mark.parametrize("device", [CPU, GPU])
 
 ATTENDED = ("q", "k", "v", "gate_logits")

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 from covering import covered
 from fused_loss_cases import (
     LOSS_SCALE,
-    ON_HOPPER,
     TARGET_EPS,
     TRAINING,
     assert_attention_is_untouched,
@@ -106,7 +105,7 @@ def test_a_single_key(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper")
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("length", "options"),
     [

@@ -21,12 +21,11 @@ from helpers.single_rank import (
 )
 
 CONFIG = tiny_config()
-BATCHES = random_batches(CONFIG)
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", kl_coeff=0.7)
 
 
 def gradients(phase: PhaseConfig, config: Config = CONFIG) -> dict[str, torch.Tensor]:
-    return step_gradients(tiny_model(config, variance_ema=0.02), phase, BATCHES, config)[1]
+    return step_gradients(tiny_model(config, variance_ema=0.02), phase, random_batches(CONFIG), config)[1]
 
 
 def is_indexer(name: str) -> bool:
@@ -88,7 +87,7 @@ def test_indexer_gradient_is_that_of_lambda_times_the_mean_kl_over_queries_and_l
         model = tiny_model(config)
         moved = {name: weights[name] + distance * step for name, step in direction.items()}
         model.gpt.load_state_dict({**weights, **moved}, strict=False)
-        step_gradients(model, phase, BATCHES, config, measures=True)
+        step_gradients(model, phase, random_batches(CONFIG), config, measures=True)
         layers = read_stats(model)["indexer_kl"]
         return sum(layers) / len(layers)
 
