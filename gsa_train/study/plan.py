@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from gsa_train.run import exit_codes
 from gsa_train.run.stop_signals import reason_in_words
@@ -43,13 +44,16 @@ def plan_study(
     Raises:
         StudyError: a job that began with another config or another command; names each field.
     """
-    changed = [f"{state.job.run.folder}: {change}" for state in states for change in state.changed]
+    changed: dict[str, list[Path]] = {}
+    for state in states:
+        for change in state.changed:
+            changed.setdefault(change, []).append(state.job.run.folder)
     if changed:
         raise StudyError(
             "\n  ".join([
                 "the study asks for something else than what its runs began with. Put the field back, give the arm "
                 "another name, or remove the folder:",
-                *changed,
+                *(f"{in_words(folders)}: {change}" for change, folders in changed.items()),
             ])
         )  # fmt: skip
     finished, failed, due, blocked, lacking = [], [], [], [], []
@@ -72,6 +76,12 @@ def plan_study(
         else:
             due.append(job)
     return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked), tuple(lacking))
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """The first of them, and how many more there are: all runs of a study may have a change in common."""
+    more = len(set(folders)) - 1
+    return f"{folders[0]} and {more} more" if more else str(folders[0])
 
 
 def needed_trainings(job: Job) -> list[str]:

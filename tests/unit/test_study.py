@@ -253,6 +253,9 @@ def test_a_changed_config_is_refused_by_its_fields(runs: Sequence[StudyRun]) -> 
     states = [JobState(job(runs[0]), True, ("phases.0.lr: 0.1 -> 0.2",)), JobState(job(runs[1]), False)]
     with pytest.raises(StudyError, match=r"one-seed1: phases\.0\.lr: 0\.1 -> 0\.2"):
         plan_study(states, {})
+    moved = [JobState(job(run), True, ("data.train_dir: a -> b",)) for run in runs[:2]]
+    with pytest.raises(StudyError, match=r"one-seed1 and 1 more: data\.train_dir: a -> b$"):
+        plan_study(moved, {})
 
 
 def test_jobs_start_in_order_where_devices_are_free_and_training_is_over(runs: Sequence[StudyRun]) -> None:
@@ -385,11 +388,12 @@ def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
 
 def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_parameters() -> None:
     study = load_study(ROOT / "studies" / "four_models.yaml", need_data=False)
-    assert len(study.runs) == 7 * 3 + 2
+    assert len(study.runs) == 7 * 3 + 4
     phases = {run.arm: run.config.phases[-1] for run in study.runs}
     of_indexer = [phases[arm].lr * phases[arm].indexer_lr_mult for arm in ("gsa", "sparse_only_indexer_3em3")]
     assert of_indexer == pytest.approx([3e-3, 3e-3])
     assert (phases["standard_8em4"].lr, phases["standard_8em4"].min_lr) == (8e-4, 8e-5)
+    assert phases["standard_qk_norm"] == phases["gated_only"], "the rate of the gated model"
     assert {run.tokens for run in study.runs} == {240 * 131072}
     parameters = {
         run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe).total
