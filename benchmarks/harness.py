@@ -18,6 +18,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -39,6 +40,7 @@ T = TypeVar("T")
 Run = Callable[[], object]
 Cell = str | int | float | bool | None
 
+_BEGAN = time.monotonic()
 _FLUSH_BYTES = 256 * 2**20  # several times any L2
 
 
@@ -307,7 +309,7 @@ class Report:
         met = sum(bar.met for bar in self.bars)
         print(
             f"\n{self.path}: {len(self.rows)} rows, {met} of {len(self.bars)} bars met, "
-            f"{len(self.failures)} failures"
+            f"{len(self.failures)} failures, {time.monotonic() - _BEGAN:.0f} s"
         )
         return 1 if self.failures else 0
 
