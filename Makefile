@@ -21,7 +21,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-step bench-table bench-node layouts-gpu docs clean
+.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -79,8 +79,10 @@ chaos: setup
 test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
 
-# All benches one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
-BENCHES ?= $(filter-out training reading memory save table,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
+# Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
+# Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
+MODEL_BENCHES = determinism evaluate generate moe monitor step
+BENCHES ?= $(filter-out $(MODEL_BENCHES) training reading memory save table,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
@@ -89,6 +91,9 @@ bench:
 		$(PYTHON) "benchmarks/bench_$$name.py" || failed="$$failed bench_$$name"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
+
+bench-models:
+	@$(MAKE) --no-print-directory bench BENCHES="$(MODEL_BENCHES)" PYTHON="$(PYTHON)"
 
 # Training steps of standard and GSA models from 4K to 128K tokens on a CUDA device. Cases in its file are not measured again.
 bench-step:
