@@ -31,6 +31,7 @@ from gsa_train.report.run_series import (
 )
 
 COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#7a7a7a")
+STYLES = ("-", "--", ":", "-.")
 FEW_POINTS = 40
 """Up to this many points of a line also get a marker: a single point has no line."""
 
@@ -109,7 +110,11 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
         ax.set_xlim(left=0)
         if panel.counts:
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        _legend(ax)
+    # One for all panels: a run has the same look in each.
+    looks = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if len(looks) > 1:
+        order = [name for name in panels[0].lines if name in looks]
+        figure.legend([looks[name] for name in order], order, frameon=False, loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
@@ -162,7 +167,7 @@ def _legend(ax: Axes) -> None:
 
 def _line_look(index: int) -> tuple[str, str]:
     """Color and style of a panel's lines, from 0."""
-    return COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
+    return COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
 
 
 def _plot(

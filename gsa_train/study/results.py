@@ -57,7 +57,10 @@ def write_values(study: Study, out: Path) -> tuple[Results, list[Path]]:
     out.mkdir(parents=True, exist_ok=True)
     table = out / f"{study.config.name}.csv"
     write_atomically(table, values_csv(results))
-    return results, [table, _write_figure(results, table.with_suffix(".png"))]
+    # Here: matplotlib takes half a second, and is there for reports alone.
+    from gsa_train.study.figure import write_study_figure
+
+    return results, [table, write_study_figure(results, table.with_suffix(".png"))]
 
 
 def write_page(results: Results, out: Path) -> tuple[Standing, list[Path]]:
@@ -90,18 +93,6 @@ def _finished(results: Results) -> int:
     return sum(each.complete for each in results.values)
 
 
-def _write_figure(results: Results, path: Path) -> Path:
-    """The losses of each arm's first finished run."""
-    # Here: matplotlib takes half a second, and is there for reports alone.
-    from gsa_train.report.plots import write_comparison
-
-    first: dict[str, Path] = {}
-    for each in results.values:  # in the order of the seeds
-        if each.complete:
-            first.setdefault(each.run.arm, each.run.folder)
-    return write_comparison([first[arm] for arm in results.arms if arm in first], path.parent, path.name)
-
-
 def _finished_on(page: Path) -> int:
     """Runs of which a page was made."""
     found = FINISHED.search(page.read_text(encoding="utf-8")) if page.is_file() else None
@@ -116,16 +107,21 @@ def page_text(results: Results, verdict: str) -> str:
     if not finished:
         parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
         return "\n\n".join(parts) + "\n"
-    figure = f"![Losses of each arm's first seed, by tokens]({study.config.name}.png)"
+    figure = f"![{results.columns[0].title} of each arm, and losses by tokens]({study.config.name}.png)"
     parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
     parts += [bullets(close_lines(results)), bullets(notes(results))]
-    parts += ["## Each run", markdown_table(value_rows(results))]
-    parts += ["## Runs", markdown_table(run_rows(results))]
+    parts += folded("Numbers of each run", value_rows(results))
+    parts += folded("Folder, config and commit of each run", run_rows(results))
     parts.append(
         f"In full in [{study.config.name}.csv]({study.config.name}.csv). Study file: `{study.path}`. Made by "
         "`python launch/results.py` from these folders: do not edit."
     )
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def folded(summary: str, rows: Rows) -> list[str]:
+    """A table that a reader opens: the page is of the arms."""
+    return [f"<details><summary>{summary}</summary>", markdown_table(rows), "</details>"]
 
 
 def with_paper(results: Results) -> Rows:

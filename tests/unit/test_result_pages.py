@@ -15,7 +15,9 @@ from gsa_train.commands.results import main
 from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
 from gsa_train.report.plots import Curves, write_curves
 from gsa_train.study.efficiency import forward_ratio, prefill_ratio
+from gsa_train.study.figure import arm_dots, write_study_figure
 from gsa_train.study.study_file import load_study
+from gsa_train.study.tables import read_results
 
 BENCH = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "0123456"}}
 
@@ -93,12 +95,22 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
     (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
     assert main() == 0
-    said = "\n\nReproduced in small.\n\nOne is better.\n\n![Losses of each arm's first seed, by tokens](small.png)"
+    figure = "![loss, at 50 tokens of each arm, and losses by tokens](small.png)"
+    said = f"\n\nReproduced in small.\n\nOne is better.\n\n{figure}"
     assert said in (out / "small.md").read_text()
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n| study")
     said = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
     assert lines_of(out / "README.md", "| [Two") == [said]
+
+
+def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folder: Path) -> None:
+    for arm, seed, loss in (("one", 1, 30.0), ("two", 1, 20.0), ("two", 2, 22.0)):
+        finish(folder, arm, seed, loss)
+    results = read_results(load_study(folder / "studies" / "small.yaml", need_data=False), {})
+    of_loss = [(row.arm, row.values, row.mean) for row in arm_dots(results, results.columns[0])]
+    assert of_loss == [("two", (15.0, 17.0), 16.0), ("one", (25.0,), 25.0)]
+    assert write_study_figure(results, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

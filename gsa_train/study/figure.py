@@ -1,0 +1,93 @@
+"""The figure of a study's page: each arm's first metric, and the losses behind it. Colors tell the arms' order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
+
+from gsa_train.report.run_series import shown_range
+from gsa_train.study.tables import Results
+from gsa_train.study.values import Column, RunValues
+
+Color = tuple[float, ...]
+LOG_FROM = 2.0
+"""From this ratio of the largest to the smallest value on the scale is logarithmic."""
+
+
+@dataclass(frozen=True)
+class ArmDots:
+    """An arm's row."""
+
+    arm: str
+    runs: tuple[RunValues, ...]
+    """Finished ones with a value, in the order of the seeds."""
+    values: tuple[float, ...]
+    """Of these runs."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+def arm_dots(results: Results, column: Column) -> list[ArmDots]:
+    """Of the arms with a finished run, the smallest mean first: a study's first metric is a loss or a perplexity."""
+    found = []
+    for arm in results.arms:
+        runs = [each for each in results.values if each.run.arm == arm and each.complete]
+        known = [(each, value) for each in runs if (value := column.values.get(each.run.name)) is not None]
+        if known:
+            found.append(ArmDots(arm, tuple(each for each, _ in known), tuple(value for _, value in known)))
+    return sorted(found, key=lambda dots: dots.mean)
+
+
+def write_study_figure(results: Results, path: Path) -> Path:
+    """On the left a row for each arm, with a dot for each run; on the right their losses by tokens."""
+    column = results.columns[0]
+    rows = arm_dots(results, column)
+    figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
+    dots, losses = figure.subplots(1, 2)
+    for ax in (dots, losses):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    last = max(1, len(rows) - 1)
+    colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
+    _draw_dots(dots, rows, colors, column.title)
+    _draw_losses(losses, rows, colors)
+    figure.savefig(path)
+    return path
+
+
+def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label: str) -> None:
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        ax.plot(row.values, [place] * len(row.values), "o", color=color, markersize=6)
+    values = [value for row in rows for value in row.values]
+    if min(values) > 0 and max(values) > LOG_FROM * min(values):
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.set_yticks(range(len(rows)), [row.arm for row in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel(f"{label} (a dot for each seed)")
+
+
+def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> None:
+    """Of each arm's first seed; the best one in front."""
+    lines = []
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        points = row.runs[0].curve("loss", "tokens")
+        if points:
+            x, y = [tokens for tokens, _ in points], [loss for _, loss in points]
+            ax.plot(x, y, color=color, linewidth=1.4, zorder=len(rows) - place)
+            lines.append((x, y))
+    if shown := shown_range(lines):
+        ax.set_ylim(*shown)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.set_xlabel("tokens")
+    ax.set_ylabel("train loss of the first seed (nats per token)")
