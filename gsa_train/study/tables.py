@@ -239,9 +239,17 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def markdown_table(rows: Rows) -> str:
+    """Names and words begin on the left, numbers end on the right."""
     head, *body = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    columns = list(zip(*body, strict=True))[1:] or [()] * (len(head) - 1)
+    rules = ["---:" if all(map(_is_number, cells)) else "---" for cells in columns]
+    lines = [head, ["---", *rules], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _is_number(cell: str) -> bool:
+    """Or says that there is none."""
+    return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 
 def arms_csv(results: Results) -> str:

@@ -13,7 +13,16 @@ from gsa_train.commands.study import main
 from gsa_train.study.cost import arm_costs
 from gsa_train.study.spread import Spread, close_pairs, closer_than_spread, spread_of, written
 from gsa_train.study.study_file import Study
-from gsa_train.study.tables import arms_csv, close_lines, markdown, notes, read_results, run_rows, values_csv
+from gsa_train.study.tables import (
+    arms_csv,
+    close_lines,
+    markdown,
+    markdown_table,
+    notes,
+    read_results,
+    run_rows,
+    values_csv,
+)
 from gsa_train.study.values import interpolate, time_knots
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
 
@@ -23,6 +32,16 @@ def test_mean_and_deviation_by_hand() -> None:
     assert spread_of([4.0]) == Spread(1, 4.0, None, 0)
     assert spread_of([None]) == Spread(0, None, None, 0)
     assert spread_of([3.0, math.nan, math.inf, None]) == Spread(1, 3.0, None, 2)
+
+
+def test_words_begin_on_the_left_and_numbers_end_on_the_right() -> None:
+    rows = [
+        ["arm", "loss", "tokens", "state"],
+        ["1p5", "3.5 ± 0.1", "–", "finished"],
+        ["b", "-1", "31.5M + 8M", ""],
+    ]
+    assert markdown_table(rows).splitlines()[1] == "| --- | ---: | ---: | --- |"
+    assert markdown_table(rows[:1]).splitlines()[1] == "| --- | ---: | ---: | ---: |"
 
 
 def test_arms_are_close_where_their_means_differ_by_no_more_than_the_pooled_deviation() -> None:
