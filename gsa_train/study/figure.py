@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class ArmDots:
 
     arm: str
     runs: tuple[RunValues, ...]
-    """Finished ones with a value, in the order of the seeds."""
+    """Finished ones with a value that is a number, in the order of the seeds."""
     values: tuple[float, ...]
     """Of these runs."""
 
@@ -36,20 +37,22 @@ class ArmDots:
 
 
 def arm_dots(results: Results, column: Column) -> list[ArmDots]:
-    """Of the arms with a finished run, the smallest mean first: a study's first metric is a loss or a perplexity."""
+    """Of the arms with such a run, the smallest mean first: a study's first metric is a loss or a perplexity."""
     found = []
     for arm in results.arms:
         runs = [each for each in results.values if each.run.arm == arm and each.complete]
-        known = [(each, value) for each in runs if (value := column.values.get(each.run.name)) is not None]
+        values = ((each, column.values.get(each.run.name)) for each in runs)
+        known = [(each, value) for each, value in values if value is not None and math.isfinite(value)]
         if known:
             found.append(ArmDots(arm, tuple(each for each, _ in known), tuple(value for _, value in known)))
     return sorted(found, key=lambda dots: dots.mean)
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """On the left a row for each arm, with a dot for each run; on the right their losses by tokens."""
-    column = results.columns[0]
-    rows = arm_dots(results, column)
+    """On the left a row for each arm, with a dot for each run; on the right their losses by tokens. Of the first metric
+    that a finished run has; empty where none has any."""
+    found = ((column.title, arm_dots(results, column)) for column in results.columns)
+    title, rows = next((each for each in found if each[1]), ("", []))
     figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
     dots, losses = figure.subplots(1, 2)
     for ax in (dots, losses):
@@ -57,8 +60,9 @@ def write_study_figure(results: Results, path: Path) -> Path:
         ax.grid(alpha=0.25)
     last = max(1, len(rows) - 1)
     colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
-    _draw_dots(dots, rows, colors, column.title)
-    _draw_losses(losses, rows, colors)
+    if rows:
+        _draw_dots(dots, rows, colors, title)
+        _draw_losses(losses, rows, colors)
     figure.savefig(path)
     return path
 

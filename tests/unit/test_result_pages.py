@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,7 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
     (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
     assert main() == 0
-    figure = "![loss, at 50 tokens of each arm, and losses by tokens](small.png)"
+    figure = "![Each arm's first metric, and losses by tokens](small.png)"
     said = f"\n\nReproduced in small.\n\nOne is better.\n\n{figure}"
     assert said in (out / "small.md").read_text()
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
@@ -105,12 +107,13 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
 
 
 def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folder: Path) -> None:
-    for arm, seed, loss in (("one", 1, 30.0), ("two", 1, 20.0), ("two", 2, 22.0)):
+    for arm, seed, loss in (("one", 1, 30.0), ("one", 2, math.inf), ("two", 1, 20.0), ("two", 2, 22.0)):
         finish(folder, arm, seed, loss)
     results = read_results(load_study(folder / "studies" / "small.yaml", need_data=False), {})
     of_loss = [(row.arm, row.values, row.mean) for row in arm_dots(results, results.columns[0])]
     assert of_loss == [("two", (15.0, 17.0), 16.0), ("one", (25.0,), 25.0)]
-    assert write_study_figure(results, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
+    for shown in (results, replace(results, columns=())):
+        assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
