@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import zlib
@@ -31,7 +30,7 @@ def job_id() -> str:
 
 def note_job_start(run_folder: Path) -> None:
     lines = f"{job_id()}\n{time.time()}\n"
-    write_atomically(run_folder / JOB_START, f"{lines}{zlib.crc32(lines.encode()):08x}\n")
+    write_atomically(run_folder / JOB_START, f"{lines}{_checksum(lines)}\n")
 
 
 def is_restart(run_folder: Path, parallel: Parallel) -> bool:
@@ -63,19 +62,19 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
     if not path.is_file():
         return None, 0.0
     try:
-        text = path.read_text(encoding="utf-8")
-        job, *at = text.splitlines()
-        opened_at = float(at[0]) if at else 0.0  # folders from before the time was noted have none
-        lines, checksum = text[: -len("12345678\n")], text[-len("12345678\n") :].strip()
-        if not text.endswith("\n"):
-            raise ValueError("it is cut off")
-        if len(at) > 1 and f"{zlib.crc32(lines.encode()):08x}" != checksum:  # early versions had none
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if len(lines) != 4 or lines[3]:
+            raise ValueError("it has not three whole lines")
+        job, at, checksum = lines[:3]
+        if _checksum(f"{job}\n{at}\n") != checksum:
             raise ValueError("its checksum is not that of its content")
-        if not math.isfinite(opened_at):
-            raise ValueError(f"{at[0]} is no time")
-    except ValueError as error:  # also of a text that is empty or not UTF-8
+        return job, float(at)
+    except ValueError as error:  # also of a text that is not UTF-8
         logger.warning(
             "%s is damaged (%s): this start counts as the first of its job, and writes it again", path, error
         )
         return None, 0.0
-    return job, opened_at
+
+
+def _checksum(lines: str) -> str:
+    return f"{zlib.crc32(lines.encode()):08x}"
