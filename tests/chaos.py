@@ -128,7 +128,7 @@ class Disturbed:
         self._start()
         self.wait_until(lambda: 0 in ranks_of(self.run), "rank 0")
         self.began = process_began(ranks_of(self.run)[0].pid)
-        """Unix seconds, to a second."""
+        """Unix seconds, of rank 0's process."""
 
     # --- what the run does -----------------------------------------------------------------------------------
 

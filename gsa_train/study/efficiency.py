@@ -62,7 +62,7 @@ def write_efficiency(
         f"{PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} for prefill, {PAPER['decode']} "
         f"for decoding and {PAPER['memory']} for memory."
     )
-    parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench`.")
+    parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
     for title, rows in (
         ("One layer's attention", attention_rows(benches, shapes)),
         ("A training step of the whole model", step_rows(benches)),

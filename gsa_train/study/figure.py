@@ -1,4 +1,4 @@
-"""The figure of a study's page: each arm's first metric, and the losses behind it. Colors tell the arms' order."""
+"""The figure of a study's page: each arm's value of the first metric, and its losses, in the color of its row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -33,11 +34,11 @@ class ArmDots:
 
     @property
     def mean(self) -> float:
-        return sum(self.values) / len(self.values)
+        return fmean(self.values)
 
 
 def arm_dots(results: Results, column: Column) -> list[ArmDots]:
-    """Of the arms with such a run, the smallest mean first: a study's first metric is a loss or a perplexity."""
+    """A row for each arm of which a finished run has this value; the smallest mean, of a loss the best, comes first."""
     found = []
     for arm in results.arms:
         runs = [each for each in results.values if each.run.arm == arm and each.complete]
@@ -49,8 +50,8 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """On the left a row for each arm, with a dot for each run; on the right their losses by tokens. Of the first metric
-    that a finished run has; empty where none has any."""
+    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has, and the losses by
+    tokens beside it. Without such a metric the figure is empty."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
     figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")

@@ -107,7 +107,7 @@ def page_text(results: Results, verdict: str) -> str:
     if not finished:
         parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
         return "\n\n".join(parts) + "\n"
-    figure = f"![Each arm's first metric, and losses by tokens]({study.config.name}.png)"
+    figure = f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)"
     parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
     parts += [bullets(close_lines(results)), bullets(notes(results))]
     parts += folded("Numbers of each run", value_rows(results))

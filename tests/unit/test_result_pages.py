@@ -76,7 +76,9 @@ def test_before_a_run_the_pages_say_so(folder: Path) -> None:
     assert lines_of(folder / "out" / "README.md", "| [Two") == [
         "| [Two models](small.md) | 0 of 4 | not run yet |"
     ]
-    assert "Not run yet: `make bench`." in (folder / "out" / "efficiency.md").read_text()
+    assert (
+        "Not run yet: `make bench` and `make bench-models`." in (folder / "out" / "efficiency.md").read_text()
+    )
 
 
 def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
@@ -97,7 +99,7 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
     (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
     assert main() == 0
-    figure = "![Each arm's first metric, and losses by tokens](small.png)"
+    figure = "![The first metric of each arm, and losses by tokens](small.png)"
     said = f"\n\nReproduced in small.\n\nOne is better.\n\n{figure}"
     assert said in (out / "small.md").read_text()
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
