@@ -11,6 +11,7 @@ from gsa_train.files import write_atomically
 from gsa_train.report.page import chart_html, document
 from gsa_train.study.charts import study_charts
 from gsa_train.study.tables import (
+    SEEDS,
     SPREAD,
     Results,
     Rows,
@@ -21,6 +22,7 @@ from gsa_train.study.tables import (
     notes,
     relative,
     run_rows,
+    seed_rows,
     value_rows,
     values_csv,
 )
@@ -58,7 +60,7 @@ def _page(results: Results, folder: Path) -> str:
 <a href="#study">Study file</a></nav>
 <h2 id="arms">Arms</h2>{_table(_with_links_to_runs(results))}
 <p class=soft>{SPREAD} The small numbers are the seeds: each leads to its run.</p>
-{_list(close_lines(results))}{_list(notes(results))}
+{_seed_by_seed(results)}{_list(close_lines(results))}{_list(notes(results))}
 <h2 id="charts">Charts</h2><div class="plots">{charts}</div>
 <h2 id="values">Each run</h2>{_table(_linked_names(value_rows(results)))}
 <h2 id="runs">Runs</h2>{_table(_runs(results, folder))}
@@ -80,6 +82,11 @@ def _with_links_to_runs(results: Results) -> Rows:
             cells.append(f"{html.escape(mean)} <sup>{seeds}</sup>" if runs else html.escape(mean))
         linked.append(cells)
     return [[html.escape(cell) for cell in head], *linked]
+
+
+def _seed_by_seed(results: Results) -> str:
+    rows = [[html.escape(cell) for cell in row] for row in seed_rows(results)]
+    return f"{_table(rows)}<p class=soft>{SEEDS}</p>" if rows else ""
 
 
 def _linked_names(rows: Rows) -> Rows:

@@ -27,6 +27,7 @@ from gsa_train.study.tables import (
     notes,
     read_results,
     run_rows,
+    seed_by_seed,
     value_rows,
     values_csv,
 )
@@ -109,7 +110,7 @@ def page_text(results: Results, verdict: str) -> str:
         return "\n\n".join(parts) + "\n"
     figure = f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)"
     parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
-    parts += [bullets(close_lines(results)), bullets(notes(results))]
+    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(notes(results))]
     parts += folded("Numbers of each run", value_rows(results))
     parts += folded("Folder, config and commit of each run", run_rows(results))
     parts.append(

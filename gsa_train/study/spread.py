@@ -33,30 +33,34 @@ def spread_of(values: Iterable[float | None]) -> Spread:
     )
 
 
-def closer_than_spread(one: Spread, other: Spread) -> bool | None:
-    """Whether two means differ by no more than the pooled standard deviation of one run; None where a spread is
-    unknown."""
-    if one.mean is None or other.mean is None or one.deviation is None or other.deviation is None:
-        return None
-    return abs(one.mean - other.mean) <= pooled(one, other)
+def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
+    """Of two arms' values by seed: one less the other, over the seeds that both have.
+
+    Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
+    to both is no part of their difference.
+    """
+    return spread_of(
+        value - beside
+        for seed, value in one.items()
+        if value is not None and (beside := other.get(seed)) is not None
+    )
 
 
-def pooled(one: Spread, other: Spread) -> float:
-    """sqrt(((n1 - 1) s1^2 + (n2 - 1) s2^2) / (n1 + n2 - 2))"""
-    assert one.deviation is not None
-    assert other.deviation is not None
-    squares = (one.n - 1) * one.deviation**2 + (other.n - 1) * other.deviation**2
-    return math.sqrt(squares / (one.n + other.n - 2))
+def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[str]:
+    """A sentence about each pair of arms whose mean difference is within what single seeds' differences spread.
 
-
-def close_pairs(arms: Mapping[str, Spread]) -> list[str]:
-    """A sentence about each pair of arms that is closer than its spread."""
-    return [
-        f"{one} and {other} are closer than their spread ({abs(a.mean - b.mean):.2g} apart, pooled standard deviation "
-        f"{pooled(a, b):.2g}): more seeds may tell them apart"
-        for (one, a), (other, b) in combinations(arms.items(), 2)
-        if a.mean is not None and b.mean is not None and closer_than_spread(a, b)
-    ]
+    Args:
+        arms: arm -> seed -> value
+    """
+    lines = []
+    for (one, a), (other, b) in combinations(arms.items(), 2):
+        apart = difference(a, b)
+        if apart.mean is not None and apart.deviation is not None and abs(apart.mean) <= apart.deviation:
+            lines.append(
+                f"{one} and {other} are closer than their spread ({abs(apart.mean):.2g} apart over {apart.n} seeds, "
+                f"whose differences have a standard deviation of {apart.deviation:.2g}): more seeds may tell them apart"
+            )
+    return lines
 
 
 def written(spread: Spread) -> str:

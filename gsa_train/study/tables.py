@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
-from gsa_train.study.spread import Spread, close_pairs, spread_of, written
+from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_train.study.study_file import RunSource, Study, StudyRun
 from gsa_train.study.values import Column, RunValues, columns_of
 
@@ -36,8 +36,11 @@ class Results:
     def runs_of(self, arm: str) -> list[StudyRun]:
         return sorted((run for run in self.study.runs if run.arm == arm), key=lambda run: run.seed)
 
+    def by_seed(self, arm: str, column: Column) -> dict[int, float | None]:
+        return {run.seed: column.values.get(run.name) for run in self.runs_of(arm)}
+
     def spread(self, arm: str, column: Column) -> Spread:
-        return spread_of(column.values.get(run.name) for run in self.runs_of(arm))
+        return spread_of(self.by_seed(arm, column).values())
 
     def state(self, each: RunValues) -> str:
         if each.complete:
@@ -123,8 +126,23 @@ def close_lines(results: Results) -> list[str]:
     return [
         f"{column.title}: {line}"
         for column in results.columns
-        for line in close_pairs({arm: results.spread(arm, column) for arm in results.arms})
+        for line in close_pairs({arm: results.by_seed(arm, column) for arm in results.arms})
     ]
+
+
+def seed_rows(results: Results) -> Rows:
+    """An arm a row: the study's first metric less that of its first arm with the same seed; without arms that share
+    fewer than two seeds with it. Empty where there is none."""
+    if not results.columns:
+        return []
+    first, column = results.arms[0], results.columns[0]
+    beside = results.by_seed(first, column)
+    rows = []
+    for arm in results.arms[1:]:
+        apart = difference(results.by_seed(arm, column), beside)
+        if apart.deviation is not None:
+            rows.append([arm, str(apart.n), written(apart)])
+    return [["arm", "seeds", f"{column.title}, less that of {first}"], *rows] if rows else []
 
 
 def notes(results: Results) -> list[str]:
@@ -223,7 +241,7 @@ def markdown(results: Results, folder: Path | None = None) -> str:
             path = row[place]
             row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
     parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
-    parts += [bullets(close_lines(results)), bullets(notes(results))]
+    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(notes(results))]
     parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
     parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -232,6 +250,18 @@ def markdown(results: Results, folder: Path | None = None) -> str:
 SPREAD = (
     "Mean ± standard deviation over the seeds. Training time counts each step with the median of its phase."
 )
+
+
+SEEDS = (
+    "Arms of one seed read the same text and begin with the same weights, as far as their shapes agree: what a seed "
+    "does to both is not in their difference."
+)
+
+
+def seed_by_seed(results: Results) -> list[str]:
+    """The table of differences and what it says; nothing where no two arms share seeds."""
+    rows = seed_rows(results)
+    return [markdown_table(rows), SEEDS] if rows else []
 
 
 def bullets(lines: Iterable[str]) -> str:

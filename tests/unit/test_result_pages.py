@@ -138,26 +138,30 @@ def test_numbers_of_a_verdict_are_filled_from_the_runs(
     verdict.parent.mkdir(parents=True)
     verdict.write_text(
         "{small/one/val_loss:.2f} is {small/one/val_loss / small/two/val_loss:.3f} of it; "
-        "{small/two/loss@at 50 tokens:.0f}.\n"
+        "{small/two/loss@at 50 tokens:.0f}; {small/one-seed2/val_loss:.0f}.\n"
     )
     assert main() == 0
-    said = "20.50 is 0.683 of it; 25."
+    said = "20.50 is 0.667 of it; 25; 21."  # the ratio is of seed 1, which both have
     assert f"\n\n{said}\n\n" in (folder / "out" / "small.md").read_text()
     assert lines_of(folder / "out" / "README.md", "| [Two")[0].endswith(f"| {said} |")
 
     verdict.write_text(
         "{small/one/loss:.2f} {small/one/loss@at 7 tokens:.1f} {small/three/val_loss:.2f} {big/one/val_loss:.2f} "
-        "{small/one/val_loss:.2y} {small/one/val_loss}"
+        "{small/one/val_loss:.2y} {small/one/val_loss} {small/two-seed2/val_loss:.2f} "
+        "{small/one-seed2/val_loss / small/two/val_loss:.2f}"
     )
     capsys.readouterr()
     assert main() == 2
     assert [line.strip() for line in capsys.readouterr().err.splitlines()] == [
-        "out/verdicts/small.md: 6 problems",
+        "out/verdicts/small.md: 8 problems",
         "{small/one/loss:.2f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
         "{small/one/loss@at 7 tokens:.1f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
-        "{small/three/val_loss:.2f}: out/small.csv has no val_loss of an arm three",
+        "{small/three/val_loss:.2f}: out/small.csv has no val_loss of three",
         "{big/one/val_loss:.2f}: no out/big.csv; give a study with finished runs",
         "{small/one/val_loss:.2y}: Unknown format code 'y' for object of type 'float'",
+        "{small/two-seed2/val_loss:.2f}: out/small.csv has no val_loss of two-seed2",
+        "{small/one-seed2/val_loss / small/two/val_loss:.2f}: small/one-seed2/val_loss and small/two/val_loss have no "
+        "seed in common",
         "{small/one/val_loss}: not a number of a study; write {study/arm/metric:.1f}",
     ]
 

@@ -11,7 +11,8 @@ import pytest
 
 from gsa_train.commands.study import main
 from gsa_train.study.cost import arm_costs
-from gsa_train.study.spread import Spread, close_pairs, closer_than_spread, spread_of, written
+from gsa_train.study.page import write_study_report
+from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_train.study.study_file import Study
 from gsa_train.study.tables import (
     arms_csv,
@@ -21,6 +22,7 @@ from gsa_train.study.tables import (
     notes,
     read_results,
     run_rows,
+    seed_rows,
     values_csv,
 )
 from gsa_train.study.values import interpolate, time_knots
@@ -44,17 +46,23 @@ def test_words_begin_on_the_left_and_numbers_end_on_the_right() -> None:
     assert markdown_table(rows[:1]).splitlines()[1] == "| --- | ---: | ---: | ---: |"
 
 
-def test_arms_are_close_where_their_means_differ_by_no_more_than_the_pooled_deviation() -> None:
-    one, other = (
-        spread_of([1.0, 3.0]),
-        spread_of([2.0, 4.0, 6.0]),
-    )  # deviations sqrt(2) and 2: pooled sqrt(10 / 3)
-    assert closer_than_spread(one, spread_of([3.0, 5.0])) is False  # 2 apart, pooled sqrt(2)
-    assert closer_than_spread(one, other) is False  # 2 apart, pooled 1.826
-    assert closer_than_spread(one, Spread(3, 3.8, 2.0, 0)) is True  # 1.8 apart
-    assert closer_than_spread(one, spread_of([2.0])) is None
-    (line,) = close_pairs({"a": one, "b": Spread(3, 3.8, 2.0, 0), "c": spread_of([9.0])})
-    assert line.startswith("a and b are closer than their spread (1.8 apart")
+def test_arms_are_compared_seed_by_seed() -> None:
+    worse_text = {1: 30.0, 2: 40.0, 3: 50.0}  # what a seed does to all arms
+    near: dict[int, float | None] = {
+        1: 31.0,
+        2: 39.5,
+        3: 50.4,
+    }  # 1, -0.5 and 0.4 from it: mean 0.3, deviation 0.755
+    far: dict[int, float | None] = {
+        1: 28.0,
+        2: 38.5,
+        3: 47.5,
+        4: 1.0,
+    }  # -2, -1.5, -2.5: mean -2, deviation 0.5
+    assert difference(far, worse_text) == Spread(3, -2.0, 0.5, 0)
+    assert difference({1: 2.0, 2: None, 3: math.nan}, worse_text) == Spread(1, -28.0, None, 1)
+    (line,) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
+    assert line.startswith("a and b are closer than their spread (0.3 apart over 3 seeds"), line
 
 
 @pytest.mark.parametrize(
@@ -147,6 +155,21 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
         (run.folder / "summary.json").write_text(json.dumps({**summary, "data_fingerprint": text}))
     assert "of several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
     assert close_lines(results) == [], "of one arm only a single seed is there"
+
+
+def test_differences_of_arms_are_those_of_their_seeds(compared: Study, tmp_path: Path) -> None:
+    assert seed_rows(read_results(compared, {})) == [], "arm two has one finished run"
+    last = next(run for run in compared.runs if run.name == "two-seed2")
+    log_run(last, [record(step, 20.0 - step, 2.0) for step in range(2, 11, 2)], {"val_loss": 9.25})
+    results = read_results(compared, {})
+    # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
+    assert seed_rows(results) == [
+        ["arm", "seeds", f"{results.columns[0].title}, less that of one"],
+        ["two", "2", "-0.2 ± 1.1"],
+    ]
+    assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
+    (page, *_) = write_study_report(results, tmp_path / "report")
+    assert "-0.2 ± 1.1" in page.read_text()
 
 
 def test_every_number_has_run_config_and_commit(compared: Study, tmp_path: Path) -> None:
