@@ -13,8 +13,8 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases. `online`; `offline`: kept in the run folder for `wandb sync`; `disabled`; `auto`: online where
-    an API key is configured, else offline."""
+    """Weights & Biases. `online`; `offline`: kept in the run folder for `wandb sync`; `disabled`; `auto`: what
+    the variable WANDB_MODE says, else online where an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Project in Weights & Biases."""
     wandb_entity: str = ""

@@ -18,9 +18,9 @@ class TrainConfig:
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
     fused_ops: Literal["auto", "triton", "none"] = "auto"
-    """`triton`: SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64 or 128, with rotary_percent 1
-    and without qk_norm) as one kernel for each pass, and with bf16 weights gradients added in fp32 by their matrix
-    product. `none`: megatron-core's operations, one by one. `auto`: `triton` on GPUs."""
+    """`triton`: SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64, 128 or 256, with
+    rotary_percent 1 and without qk_norm) as one kernel for each pass, and with bf16 weights gradients added in fp32 by
+    their matrix product. `none`: megatron-core's operations, one by one. `auto`: `triton` on GPUs."""
     cuda_graphs: bool = False
     """Run the forward and backward pass over a micro-batch as a CUDA graph, so that the host's launches do not bind:
     every bit is the same. Logged steps, validation and phases that train the indexer alone run without, and need the

@@ -285,8 +285,8 @@ _MEASURED_FROM_PARAMETERS = 10**9  # a smaller model keeps such a device waiting
 
 
 def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
-    """Share of the device's bf16 peak that training of a GSA model has reached; None: not measured, as of none with
-    experts."""
+    """Share of the device's bf16 peak that training of a GSA model has reached; None: not known. One mixture of
+    experts has been measured, which does not stand for others."""
     measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
     return _MEASURED_MFU.get(device_name) if measured else None
 
