@@ -150,7 +150,7 @@ def step_rows(benches: Mapping[str, Bench]) -> Rows:
 def length_rows(benches: Mapping[str, Bench]) -> Rows:
     """Steps of models with few layers, and what two depths say of the whole one. The newest row of each case."""
     head = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
-    table = [[*head, "peak memory, GiB", "over standard"]]
+    table = [[*head, "peak memory, GiB", "over standard", "commit"]]
     rows = benches[STEPS].rows if STEPS in benches else ()
 
     def case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
@@ -167,14 +167,14 @@ def length_rows(benches: Mapping[str, Bench]) -> Rows:
         table.append([
             row["shape"], str(row["length"]), str(row["layers"]), row["model"],
             "–" if row.get("r") is None else f"{row['r']:.2g}", f"{row['step_ms']:.1f}", _two(time_over),
-            _two(1 / row["flops_limit"]), paper, f"{row['peak_gib']:.1f}", _two(memory_over),
+            _two(1 / row["flops_limit"]), paper, f"{row['peak_gib']:.1f}", _two(memory_over), row["commit"],
         ])  # fmt: skip
-    whole = {case(row, row["model"]): row for row in rows if "whole_ms" in row}.values()
+    whole = {case(row, row["model"])[2:]: row for row in rows if "whole_ms" in row}.values()
     for row in sorted(whole, key=lambda each: (each["shape"], each["length"])):
         time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
         table.append([
             row["shape"], str(row["length"]), "all", row["model"], "–", f"{row['whole_ms']:.1f}", _two(time_over),
-            "–", "", "–", "–",
+            "–", "", "–", "–", row["commit"],
         ])  # fmt: skip
     return table
 

@@ -46,21 +46,18 @@ def difference(one: Mapping[int, float | None], other: Mapping[int, float | None
     )
 
 
-def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[str]:
-    """A sentence about each pair of arms whose mean difference is within what single seeds' differences spread.
+def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[str, str, Spread]]:
+    """Each pair of arms whose mean difference is within what single seeds' differences spread, with that difference.
 
     Args:
         arms: arm -> seed -> value
     """
-    lines = []
-    for (one, a), (other, b) in combinations(arms.items(), 2):
-        apart = difference(a, b)
-        if apart.mean is not None and apart.deviation is not None and abs(apart.mean) <= apart.deviation:
-            lines.append(
-                f"{one} and {other} are closer than their spread ({abs(apart.mean):.2g} apart over {apart.n} seeds, "
-                f"whose differences have a standard deviation of {apart.deviation:.2g}): more seeds may tell them apart"
-            )
-    return lines
+    apart = ((one, other, difference(arms[one], arms[other])) for one, other in combinations(arms, 2))
+    return [
+        (one, other, found)
+        for one, other, found in apart
+        if found.mean is not None and found.deviation is not None and abs(found.mean) <= found.deviation
+    ]
 
 
 def written(spread: Spread) -> str:

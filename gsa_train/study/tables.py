@@ -122,12 +122,15 @@ def short(commit: str) -> str:
 
 
 def close_lines(results: Results) -> list[str]:
-    """Which arms no column tells apart."""
-    return [
-        f"{column.title}: {line}"
-        for column in results.columns
-        for line in close_pairs({arm: results.by_seed(arm, column) for arm in results.arms})
-    ]
+    """Which arms the first metric does not tell apart: of the others their deviations are in the table."""
+    if not results.columns:
+        return []
+    column = results.columns[0]
+    pairs = close_pairs({arm: results.by_seed(arm, column) for arm in results.arms})
+    said = "; ".join(
+        f"{one} and {other} ({written(apart)} over {apart.n} seeds)" for one, other, apart in pairs
+    )
+    return [f"Closer in {column.title} than their differences spread: {said}."] if pairs else []
 
 
 def seed_rows(results: Results) -> Rows:

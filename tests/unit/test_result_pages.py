@@ -309,15 +309,17 @@ def test_steps_over_lengths(folder: Path) -> None:
         {**gsa, "commit": "a", "step_ms": 300.0, "speed_up": 0.3, "peak_gib": 20.0},
         {**gsa, "step_ms": 180.0, "speed_up": 0.5, "peak_gib": 15.0},
         {**common, "model": "shared", "step_ms": None, "speed_up": None, "flops_limit": 2.0},
+        {"gpu": "H200", "commit": "a", "shape": "94m", "length": 8192, "model": "gsa", "whole_ms": 300.0,
+         "whole_speed_up": 0.3},
         {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "model": "gsa", "whole_ms": 200.0,
          "whole_speed_up": 0.4},
     ]  # fmt: skip
     (folder / "benches" / "bench_step_lengths.json").write_text(json.dumps({**BENCH, "rows": rows}))
     assert main() == 0
     standard, of_gsa, whole = lines_of(folder / "out" / "efficiency.md", "| 94m")
-    assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 |"
-    assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 |"
-    assert whole == "| 94m | 8192 | all | gsa | – | 200.0 | 2.50 | – |  | – | – |"
+    assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 | b |"
+    assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 | b |"
+    assert whole == "| 94m | 8192 | all | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
 
 
 def test_the_theory_of_prefill_by_hand() -> None:

@@ -366,11 +366,12 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_shipped_headline_is_accepted() -> None:
     studies = [
         load_study(ROOT / "studies" / f"{name}.yaml", need_data=False)
-        for name in ("four_models", "selection")
+        for name in ("four_models", "gates", "selection", "context")
     ]
     headline = load_headline(ROOT / "studies" / "headline.yaml", studies)
-    arms = [{run.arm for run in runs} for runs in headline.runs.values()]
-    assert arms == [{"standard"}, {"gated_only"}, {"gsa"}, {"block_32"}]
+    (arms,) = zip(*({run.arm for run in runs} for runs in headline.runs.values()), strict=True)
+    wanted = ("standard", "none_rate_warmup_80", "gated_only", "gsa", "block_32", "window_alone")
+    assert arms == wanted, "of each line one arm"
 
 
 def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:

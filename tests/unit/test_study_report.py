@@ -61,8 +61,9 @@ def test_arms_are_compared_seed_by_seed() -> None:
     }  # -2, -1.5, -2.5: mean -2, deviation 0.5
     assert difference(far, worse_text) == Spread(3, -2.0, 0.5, 0)
     assert difference({1: 2.0, 2: None, 3: math.nan}, worse_text) == Spread(1, -28.0, None, 1)
-    (line,) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
-    assert line.startswith("a and b are closer than their spread (0.3 apart over 3 seeds"), line
+    ((*pair, apart),) = close_pairs({"a": worse_text, "b": near, "c": far, "d": {1: 30.0}})
+    assert pair == ["a", "b"]
+    assert written(apart) == "-0.30 ± 0.75"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,8 @@ def test_differences_of_arms_are_those_of_their_seeds(compared: Study, tmp_path:
         ["two", "2", "-0.2 ± 1.1"],
     ]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
+    (line,) = close_lines(results)
+    assert line.endswith(" than their differences spread: one and two (0.2 ± 1.1 over 2 seeds).")
     (page, *_) = write_study_report(results, tmp_path / "report")
     assert "-0.2 ± 1.1" in page.read_text()
 
