@@ -100,7 +100,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
     if arguments.prompts is not None:
         try:
-            text = arguments.prompts.read_text(encoding="utf-8")
+            text = arguments.prompts.read_text(encoding="utf-8-sig")  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--prompts {arguments.prompts}: no UTF-8 text ({error}); give a text file"

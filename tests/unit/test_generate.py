@@ -194,7 +194,13 @@ def test_lines_end_with_newlines_alone(
     (folder / "breaks.txt").write_text("\r\n".join(prompts) + "\r\n", encoding="utf-8")
     words = ["--run", folder / "run", "--prompts", folder / "breaks.txt", "--max-new-tokens", 1]
     assert call(monkeypatch, *words) == 0
-    assert re.findall(r"--- (\d)", capsys.readouterr().out) == ["1", "2"]
+    said = capsys.readouterr().out
+    assert re.findall(r"--- (\d)", said) == ["1", "2"]
+    (folder / "breaks.txt").write_text(
+        "\r\n".join(prompts) + "\r\n", encoding="utf-8-sig"
+    )  # as Windows writes
+    assert call(monkeypatch, *words) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_a_text_goes_on_where_the_prompt_ends() -> None:
