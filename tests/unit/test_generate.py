@@ -125,8 +125,8 @@ def test_lines_of_the_input_and_sampling(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--run {}/none --prompt a", "none: no complete checkpoint there; steps that have one: none"),
-        ("--run {}/empty --prompt a", "empty: no complete checkpoint there"),
+        ("--run {}/none --prompt a", "none: no such folder; give that of a run, <run.dir>/<run.name>"),
+        ("--run {}/empty --prompt a", "empty: no complete checkpoint there; steps that have one: none"),
         (
             "--run {}/run --step 3 --prompt a",
             "--step 3: no complete checkpoint there; steps that have one: 0",
