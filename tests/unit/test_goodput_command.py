@@ -197,7 +197,9 @@ def test_folders_without_an_account_are_refused(
     assert called("--run", str(tmp_path / "none"), monkeypatch=monkeypatch) == REFUSED
     assert "none: no goodput.jsonl with steps in it; give the folder of a run" in capsys.readouterr().err
     (tmp_path / "goodput.jsonl").write_text((run / "goodput.jsonl").read_text())
-    with pytest.raises(NoAccount, match=r"config\.yaml"):
+    with pytest.raises(
+        NoAccount, match=r"config\.yaml cannot be read \(.*\); copy it from a checkpoint of the run"
+    ):
         measure_run(tmp_path)
 
 
