@@ -122,6 +122,28 @@ def test_lines_of_the_input_and_sampling(
     assert capsys.readouterr().out.splitlines() != [first]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"half": ', "{}"])
+def test_a_damaged_tokenizer_is_named(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+) -> None:
+    copy = shutil.copytree(folder / "hf", tmp_path / "hf")
+    (copy / name).write_text(content)
+    code = call(monkeypatch, "--hf", copy, "--prompt", "The", "--max-new-tokens", 2)
+    if (name, content) == ("tokenizer_config.json", "{}"):
+        assert code == 0  # all of it are defaults
+    else:
+        assert code == 2
+        assert (
+            f"--hf {copy}: its tokenizer's files cannot be read (" in capsys.readouterr().err.splitlines()[-1]
+        )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
