@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_the_text_is_that_of_the_model(
         prompt.append(int(logits[: tokenizer.vocab_size].argmax()))  # no tokens that the tokenizer lacks
         assert prompt[-1] != tokenizer.eos_id
     assert capsys.readouterr().out.strip() == tokenizer.decode(prompt)
+
+
+def test_ctrl_c_leaves_the_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def typed() -> Iterator[str]:
+        yield "The\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", typed())
+    words = ["--hf", folder / "hf", "--interactive", "--max-new-tokens", 2]
+    assert call(monkeypatch, *words) == 130
+    said = capsys.readouterr()
+    assert said.out.startswith("The")
+    assert said.err.endswith("tokens/s\n\n")
 
 
 def test_lines_of_the_input_and_sampling(
