@@ -52,7 +52,10 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
-        print(f"error: {fault}", file=sys.stderr)
+        unnamed = (
+            isinstance(fault, OSError) and fault.errno is not None and fault.filename is None
+        )  # as of a full disk
+        print(f"error: {f'--out {options.out}: ' if unnamed else ''}{fault}", file=sys.stderr)
         return 1
 
 

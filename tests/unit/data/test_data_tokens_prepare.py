@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -145,6 +146,19 @@ def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")} == written
     assert list(check_tokens(out, str(source), tokenizer)) == []
     BlockStream(folder, tokenizer, strict, 0, 1)
+
+
+def test_a_full_disk_is_named_by_what_is_written(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's message has no file where a write fails, and the text lies on another disk."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gsa_data.prepare.train_tokenizer", full)
+    assert prepare.main(["tokenizer", "--shards", str(tmp_path), "--out", str(tmp_path / "a.model")]) == 1
+    assert capsys.readouterr().err == f"error: --out {tmp_path}/a.model: [Errno 28] No space left on device\n"
 
 
 def test_shards_and_tokens_have_folders_of_their_own(
