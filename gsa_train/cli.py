@@ -170,22 +170,14 @@ def announced_world_size(needs_rank: bool = True) -> int:
     """Ranks of this job by torchrun's environment; 1 for a plain `python` start.
 
     Raises:
-        ValueError: not a number, no rank beside several, or a rank without what it meets the others by.
+        ValueError: not a number, or no rank beside several.
     """
     announced = os.environ.get("WORLD_SIZE", "1")
     if not announced.isdecimal():
         raise ValueError(f"WORLD_SIZE={announced} in the environment: not an integer; start with torchrun")
-    if not needs_rank:
-        return int(announced)
-    if int(announced) > 1 and "RANK" not in os.environ:
+    if int(announced) > 1 and needs_rank and "RANK" not in os.environ:
         raise ValueError(
             f"WORLD_SIZE={announced} in the environment, but no RANK: start with torchrun, or unset it"
-        )
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if "RANK" in os.environ and missing:
-        raise ValueError(
-            f"RANK={os.environ['RANK']} in the environment, but no {' and no '.join(missing)}: start with torchrun, or "
-            "unset it"
         )
     return int(announced)
 
