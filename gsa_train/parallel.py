@@ -157,8 +157,8 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise RendezvousError(
-                f"RANK = {os.environ['RANK']} in the environment, but no {' and no '.join(missing)}: start with torchrun, "
-                "or unset it"
+                f"RANK = {os.environ['RANK']} in the environment, but no {' and no '.join(missing)}: "
+                "start with torchrun, or unset it"
             )
         try:
             dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
