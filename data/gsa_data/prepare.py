@@ -57,6 +57,9 @@ def run_command(options: argparse.Namespace) -> int:
         )  # as of a full disk
         print(f"error: {f'--out {options.out}: ' if unnamed else ''}{fault}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; start the same command again", file=sys.stderr)
+        return 130
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
