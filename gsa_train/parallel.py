@@ -154,6 +154,12 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     elif "RANK" in os.environ:
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise RendezvousError(
+                f"RANK = {os.environ['RANK']} in the environment, but no {' and no '.join(missing)}: "
+                "start with torchrun, or unset it"
+            )
         try:
             dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
         except dist.DistNetworkError as error:

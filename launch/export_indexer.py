@@ -26,6 +26,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's config")
     arguments = parser.parse_intermixed_args()
+    if arguments.seq_len_tokens < 1:
+        parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
+    # Before the work, not after it.
+    if not arguments.out.absolute().parent.is_dir() or arguments.out.is_dir():
+        parser.error(f"--out {arguments.out}: give a file in a folder that exists")
     try:
         config = load_config(arguments.run_dir / "config.yaml", arguments.overrides)
     except ConfigError as error:
@@ -37,7 +42,7 @@ def main() -> int:
 
     try:
         export_indexer(config, arguments.run_dir, arguments.seq_len_tokens, arguments.layers, arguments.out)
-    except (ValueError, DataFault) as error:
+    except (ValueError, OSError, DataFault) as error:
         print(error, file=sys.stderr)
         return 2
     print(arguments.out)

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -50,8 +52,13 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
-        print(f"error: {fault}", file=sys.stderr)
+        # A full disk names no file: what is written is --out.
+        is_unnamed = isinstance(fault, OSError) and fault.errno is not None and fault.filename is None
+        print(f"error: {f'--out {options.out}: ' if is_unnamed else ''}{fault}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; start the same command again", file=sys.stderr)
+        return 130
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
@@ -60,7 +67,11 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
-    """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2."""
+    """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2.
+
+    Raises:
+        DataFault: the shards hold no text, or none from which a vocabulary of this size can be made.
+    """
     manifest, reading = build_manifest(shards), Reading(max_bad_line_fraction=0.0)
 
     def lines() -> Iterator[str]:
@@ -69,11 +80,15 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
                 if isinstance(document, Document):
                     yield from (line for line in document.text_utf8.decode().split("\n") if line)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("wb") as file:
+    if out.is_dir():
+        raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
+    if next(lines(), None) is None:
+        raise DataFault(f"--shards {shards}: no text in them to train a tokenizer on; give other shards")
+    model = io.BytesIO()
+    try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),
-            model_writer=file,
+            model_writer=model,
             vocab_size=vocab_size,
             model_type="bpe",
             byte_fallback=True,
@@ -88,3 +103,13 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
             num_threads=1,
             minloglevel=1,
         )
+    except RuntimeError as error:  # of sentencepiece; it names the limit behind the place in its source
+        reason = str(error).rpartition("] ")[2].strip() or str(error)
+        raise DataFault(
+            f"--vocab-size {vocab_size}: no tokenizer of this size from {shards} ({reason}); give another size, or "
+            "other text"
+        ) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_bytes(model.getvalue())
+    os.replace(temporary, out)  # what was there before is lost only to a whole one

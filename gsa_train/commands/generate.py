@@ -6,7 +6,7 @@
 Greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may be of any layout; nothing is
 written. On a CUDA device the kernels run, on others plain torch, which is slow for long texts; --attention names
 another one. Texts go to the standard output, rates and choices to the standard error. Exit code 2: wrong use, no such
-checkpoint, an empty prompt, or one longer than the model's context.
+checkpoint, an empty prompt, or one longer than the model's context. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from gsa_data.tokenize import check_text
 from gsa_train.convert import missing_package
 from gsa_train.megatron_import import quiet_libraries
+from gsa_train.run.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from gsa_hf.generation import Generator, Sampling
@@ -54,6 +55,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # how --interactive is left
+        print(file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -100,7 +104,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
     if arguments.prompts is not None:
         try:
-            text = arguments.prompts.read_text(encoding="utf-8")
+            text = arguments.prompts.read_text(encoding="utf-8-sig")  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--prompts {arguments.prompts}: no UTF-8 text ({error}); give a text file"

@@ -55,7 +55,7 @@ def main() -> int:
         run = measure_run(arguments.run) if arguments.run else None
         parts, sources = choose_parts(arguments, run)
         check_faults(arguments, parts)
-    except (NoAccount, ValueError) as error:
+    except (NoAccount, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return REFUSED
     if run is not None:

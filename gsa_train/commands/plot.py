@@ -70,6 +70,6 @@ def find_problem(run_dir: Path) -> str | None:
         return f"{run_dir}: not the folder of a run (it has no metrics.jsonl); give <run.dir>/<run.name>"
     try:
         records = read_records(metrics)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # damaged, or another user's
         return str(error)
     return None if records else f"{metrics}: nothing has been logged yet"

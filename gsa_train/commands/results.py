@@ -5,7 +5,7 @@
 A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
 of what the benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md over
 all. A page with more finished runs than are here stays as it is, and main.png where not all of its runs are here. Exit
-code 2: wrong use, or a mistake in a study file, headline.yaml or a verdict.
+code 2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a bench, or no room.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"not all was written: {error}; make room, or give another --out", file=sys.stderr)
+        return 2
     for each in written:
         print(f"wrote {each}")
     return 0
@@ -71,4 +74,11 @@ def parse() -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", type=Path, default=Path(default), metavar="DIR", help=f"{meaning} ({default})"
         )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name in ("studies", "benches"):  # without it the pages would say that nothing has run
+        folder = getattr(arguments, name)
+        if not folder.is_dir():
+            parser.error(
+                f"--{name} {folder}: no such folder; start in the checkout, or give the one of the {name}"
+            )
+    return arguments

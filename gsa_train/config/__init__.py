@@ -96,11 +96,18 @@ def config_from_yaml(content: str, path: str | Path) -> Config:
     Raises:
         ConfigError: the content is damaged, or has fields of another version.
     """
-    problems = Problems(Config)
+    problems = SavedProblems(Config)
     config = build(Config, parse_yaml(content, path), problems)
     if problems.lines:
         raise ConfigError(path, problems.lines)
     return config
+
+
+class SavedProblems(Problems):
+    """Of a config that nobody wrote by hand: what this version does not know, another one has saved."""
+
+    def add(self, field: str, value: object, wrong: str, remedy: str, *, meant: Sequence[str] = ()) -> None:
+        super().add(field, value, wrong, "use the version of gsa_train that saved it", meant=meant)
 
 
 def config_to_yaml(config: Config) -> str:

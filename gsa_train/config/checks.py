@@ -14,7 +14,12 @@ from collections import Counter
 from typing import Any
 
 from gsa_train.config.data import DataConfig
-from gsa_train.config.file_checks import longest_read_seconds, validation_fields
+from gsa_train.config.file_checks import (
+    LEFT_TO_A_SHELL,
+    left_to_a_shell,
+    longest_read_seconds,
+    validation_fields,
+)
 from gsa_train.config.gate_checks import check_gates
 from gsa_train.config.graph_checks import check_graphs
 from gsa_train.config.kernel_checks import check_kernels
@@ -74,6 +79,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     return [
         *_check_ranges(config),
         *_check_run_name(config),
+        *_check_written_folders(config),
         *_check_validation_sets(config.data),
         *_check_format(config.data),
         *_check_order(config.data),
@@ -266,6 +272,17 @@ def _check_run_name(config: Config) -> list[str]:
             "not a plain folder name",
             "give a name without slashes; the folder goes to run.dir",
         )
+    ]
+
+
+def _check_written_folders(config: Config) -> list[str]:
+    folders = {"run.dir": config.run.dir, "run.kernel_cache_dir": config.run.kernel_cache_dir}
+    return [
+        problem_line(
+            field, folder, LEFT_TO_A_SHELL, f"write {os.path.expanduser(os.path.expandvars(folder))}"
+        )
+        for field, folder in folders.items()
+        if left_to_a_shell(folder)
     ]
 
 

@@ -157,7 +157,18 @@ def _file_problems(field: str, path: str) -> list[str]:
 
 def _missing(what: str, path: str) -> str:
     """`no such folder`; for a relative path, where it was looked for."""
+    if left_to_a_shell(path):
+        return f"no such {what}, for {LEFT_TO_A_SHELL}"
     return f"no such {what}" if Path(path).is_absolute() else f"not in the current folder {Path.cwd()}"
+
+
+LEFT_TO_A_SHELL = "only a shell fills in ~ and $"
+
+
+def left_to_a_shell(path: str) -> bool:
+    """Such as `~/runs` or `$SCRATCH/runs` of a YAML file, which would be folders of the current one. A shell fills in
+    neither behind `run.dir=~` nor in quotes."""
+    return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
 
 
 def _holds_text(folder: Path) -> bool:

@@ -99,6 +99,11 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
     Raises:
         ValueError: there is none.
     """
+    option, folder = ("--checkpoint", checkpoint) if run_dir is None else ("--run", run_dir)
+    assert folder is not None
+    if not folder.is_dir():
+        what = "a step_* folder" if run_dir is None else "that of a run, <run.dir>/<run.name>"
+        raise ValueError(f"{option} {folder}: no such folder; give {what}")
     if run_dir is None:
         assert checkpoint is not None
         found = find_checkpoint(checkpoint)

@@ -155,7 +155,12 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
     attention = chosen_attention(attention, device, found.index_pool)
     model = read_gsa_model(folder, found, found, attention)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of damaged files, and tokenizers raises this very class
+        raise ValueError(
+            f"--hf {folder}: its tokenizer's files cannot be read ({error}); copy the folder from its source again"
+        ) from error
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text)["input_ids"])

@@ -103,7 +103,7 @@ def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
     if file is None:
         return None if arguments.text is None else (check_text(arguments.text, "--text"), "the text given")
     try:
-        return file.read_text(encoding="utf-8"), file.name
+        return file.read_text(encoding="utf-8-sig"), file.name  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise ValueError(f"--file {file}: no UTF-8 text ({error}); give a text file") from error
 

@@ -181,7 +181,7 @@ def named_places(words: Sequence[str]) -> dict[str, str]:
     """name -> place, of `[NAME=]PLACE`; without a name the place's last part.
 
     Raises:
-        ValueError: two of one name.
+        ValueError: two of one name, or no place, as of a shell variable that is not set: that would be this folder.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -189,6 +189,8 @@ def named_places(words: Sequence[str]) -> dict[str, str]:
         if not equals or "/" in name or ":" in name:
             place = word
             name = Path(place.removeprefix(WIKITEXT).rstrip("/")).name
+        if not place.strip():
+            raise ValueError(f"--data {word!r}: names no place; give the folder of a text, or leave it out")
         if name in found:
             raise ValueError(f"--data {word}: {name} is there already; give NAME={place}")
         found[name] = place

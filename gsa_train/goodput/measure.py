@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from gsa_train.config import ConfigError, load_config
+from gsa_train.config import ConfigError, config_from_yaml
 from gsa_train.goodput.account import COMPLETE, START_UP, STOPPED, Account
 from gsa_train.goodput.ledger import read_account
 from gsa_train.goodput.simulate import Life, Outcome, Parts, simulate
@@ -40,10 +40,13 @@ def measure_run(folder: Path) -> MeasuredRun:
             f"{folder}: no goodput.jsonl with steps in it; give the folder of a run of this version, "
             "<run.dir>/<run.name>, once it has trained some steps"
         )
+    path = folder / "config.yaml"
     try:
-        config = load_config(folder / "config.yaml", need_data=False)
+        config = config_from_yaml(path.read_text(encoding="utf-8"), path)
     except ConfigError as error:
-        raise NoAccount(f"{folder}/config.yaml: {error}") from error
+        raise NoAccount(str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise NoAccount(f"{path} cannot be read ({error}); copy it from a checkpoint of the run") from error
     return MeasuredRun(account, _parts(account, folder / "metrics.jsonl"), config.checkpoint.every_steps)
 
 

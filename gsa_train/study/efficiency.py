@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, ConfigError, PhaseConfig
 from gsa_train.files import write_atomically
 from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_selected_keys
 from gsa_train.study.results import NOT_RUN, Standing
@@ -34,15 +34,24 @@ class Bench:
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
-    """Of the JSON files that the benches write with `--out`; those that are there."""
+    """Of the JSON files that the benches write with `--out`; those that are there.
+
+    Raises:
+        ConfigError: one is damaged.
+    """
     found = {}
     for name in BENCHES:
         path = folder / f"{name}.json"
         if path.is_file():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            where = content["environment"]
-            about = f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['commit']}"
-            found[name] = Bench(content["rows"], f"`{name}`: {about}")
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                where = content["environment"]
+                about = f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['commit']}"
+                found[name] = Bench(content["rows"], f"`{name}`: {about}")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    path, [f"damaged ({error!r}); write it again by {name}.py --out"]
+                ) from error
     return found
 
 

@@ -27,16 +27,31 @@ def find_gpus(environ: Mapping[str, str]) -> list[str]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
+    return list(map(str, range(count_gpus() or 0)))
+
+
+def count_gpus() -> int | None:
+    """GPUs of this machine, whatever CUDA_VISIBLE_DEVICES shows; None where its driver does not say."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return []
+        return None
     gpus = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(number) for number in range(len(gpus))] if done.returncode == 0 else []
+    return len(gpus) if done.returncode == 0 else None
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
-    """Raises StudyError where a run needs more GPUs than there are; None: CPUs, where ranks share the cores."""
+    """Raises StudyError where a GPU is not there, as its jobs would run on CPUs, or where a run needs more GPUs
+    than there are; None: CPUs, where ranks share the cores."""
+    there = count_gpus() if gpus else None
+    for name in gpus or ():
+        by_id = name.startswith(("GPU-", "MIG-"))  # as nvidia-smi -L has them
+        if not by_id and not (name.isdecimal() and (there is None or int(name) < there)):
+            known = "" if there is None else f", which has {there}"
+            raise StudyError(
+                f"--gpus {','.join(gpus or ())}: {name} is no GPU of this machine{known}; name them by numbers from 0, "
+                "as in --gpus 0,1; --gpus none for CPUs"
+            )
     for job in jobs:
         if gpus is not None and job.devices > len(gpus):
             raise StudyError(

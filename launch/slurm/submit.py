@@ -4,7 +4,8 @@ Freezes the resolved config, the commit and a copy of the source in `runs/<name>
 changes a job that waits or starts again, and submits `job.sh` from there. The job saves and goes back into the queue
 before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
-Exit code 2: wrong use or config, or changes that are not committed. Else that of sbatch.
+Exit code 2: wrong use or config, changes that are not committed, a folder that cannot be written, or no git or sbatch.
+Else that of sbatch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def main() -> int:
     if arguments.dry_run:
         print(script, end="")
         return 0
-    freeze(folder, config, script, commit, changed)
+    if shutil.which("sbatch") is None:
+        print("no sbatch on this machine: submit from a login node of the cluster", file=sys.stderr)
+        return 2
+    try:
+        freeze(folder, config, script, commit, changed)
+    except OSError as error:
+        print(f"{folder} cannot be written: {error}; mend that, or set run.dir and run.name", file=sys.stderr)
+        return 2
     return submit(folder / "job.sh", arguments.chain)
 
 
@@ -119,8 +127,10 @@ def read_commit(repository: Path) -> tuple[str, list[str]]:
     """The commit, and what differs from it, untracked files included.
 
     Raises:
-        RuntimeError: no git checkout.
+        RuntimeError: no git, or no git checkout.
     """
+    if shutil.which("git") is None:
+        raise RuntimeError("no git on this machine, which says what commit is trained; install it")
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(repository), *words]

@@ -1,5 +1,7 @@
 """Every check between fields: what breaks it, and what its line says."""
 
+from os.path import expanduser
+
 BROKEN_RULES: list[tuple[list[str], list[str]]] = [
     # model against layout
     (
@@ -351,6 +353,12 @@ BROKEN_RULES: list[tuple[list[str], list[str]]] = [
     (["data.read_retries=999999999999999"], ["data.read_timeout_seconds = 60", "fails after 1.2e+17 s"]),
     (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
     (["run.dir=' '"], ["run.dir", "empty"]),
+    (
+        ["run.dir=~/runs"],
+        ["run.dir = ~/runs", f"only a shell fills in ~ and $; write {expanduser('~/runs')}"],
+    ),
+    (["run.dir=/scratch/$NOBODY/runs"], ["run.dir = /scratch/$NOBODY/runs: only a shell fills in ~ and $"]),
+    (["run.kernel_cache_dir=$NOBODY"], ["run.kernel_cache_dir = $NOBODY: only a shell fills in ~ and $"]),
     *[
         ([f"run.name={name}"], ["run.name", "plain folder name"])
         for name in ("a/b", "..", "'a\\b'", "' a'", "''")

@@ -21,6 +21,7 @@ from gsa_train.config import (
     PhaseConfig,
     RunConfig,
     TrainConfig,
+    config_from_yaml,
     config_to_yaml,
     load_config,
 )
@@ -340,6 +341,17 @@ def test_floats_survive_bit_for_bit(write):
         read = load_config(write(config_to_yaml(config)))
         assert [struct.pack("d", p.lr) for p in read.phases] == [struct.pack("d", value) for value in values]
         assert read == config
+
+
+def test_what_a_saved_config_has_of_another_version():
+    """Nobody can remove a field from a checkpoint."""
+    saved = config_to_yaml(Config()).replace("model:\n", "model:\n  future: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        config_from_yaml(saved, "saved.pt")
+    assert str(caught.value) == (
+        "saved.pt: 1 problem\n  model.future = 3: unknown key; use the version of gsa_train that saved it"
+    )
+    assert config_from_yaml(config_to_yaml(Config()), "common.pt") == Config()
 
 
 def test_each_field_is_described_in_the_file_of_its_section():

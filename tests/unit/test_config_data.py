@@ -31,6 +31,11 @@ def test_data_files(tmp_path):
     assert "holds no *.jsonl, *.jsonl.zst, *.jsonl.gz, *.parquet" in found[0]
     assert "no such folder" in found[1]
     assert "no such file" in found[2]
+    found = check_data(DataConfig("~/text", validation_dir="$TEXT", tokenizer="hf://a"))
+    assert found == [
+        "data.train_dir = ~/text: no such folder, for only a shell fills in ~ and $; create it, or set another",
+        "data.validation_dir = $TEXT: no such folder, for only a shell fills in ~ and $; create it, or set another",
+    ]
 
 
 def test_links_to_folders_are_followed(tmp_path):

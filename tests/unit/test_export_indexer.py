@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from gsa_train.checkpoint.export_indexer import capture_indexers
 from gsa_train.checkpoint.load import load_weights
+from gsa_train.config import config_to_yaml
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
@@ -62,3 +65,28 @@ def test_a_layer_without_indexer_is_refused() -> None:
     model = tiny_model(config)
     with pytest.raises(ValueError, match="layer 1 has no indexer; choose among 0"):
         capture_indexers(model, random_blocks(config)[:1].numpy(), [1], EOS, config, single_rank())
+
+
+def test_wrong_use_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the checkpoint is read, as far as the words alone tell it."""
+    script = Path(__file__).parents[2] / "launch" / "export_indexer.py"
+    monkeypatch.chdir(script.parents[1])  # the folders of the bundled text are relative
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000009")
+    (tmp_path / "config.yaml").write_text(config_to_yaml(tiny_config([SPARSE])))
+    out = str(tmp_path / "out.pt")
+    for length, file, said in (
+        ("0", out, "--seq-len-tokens 0: give 1 or more"),
+        ("8", str(tmp_path), f"--out {tmp_path}: give a file in a folder that exists"),
+        ("8", str(tmp_path / "no" / "out.pt"), "give a file in a folder that exists"),
+        ("8", out, "latest names step_00000009, which is missing or incomplete"),
+    ):
+        monkeypatch.setattr(
+            sys, "argv", ["export_indexer.py", str(tmp_path), "--seq-len-tokens", length, "--out", file]
+        )
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(script), run_name="__main__")
+        assert said in capsys.readouterr().err

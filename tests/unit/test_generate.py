@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,21 @@ def test_the_text_is_that_of_the_model(
     assert capsys.readouterr().out.strip() == tokenizer.decode(prompt)
 
 
+def test_ctrl_c_leaves_the_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def typed() -> Iterator[str]:
+        yield "The\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", typed())
+    words = ["--hf", folder / "hf", "--interactive", "--max-new-tokens", 2]
+    assert call(monkeypatch, *words) == 130
+    said = capsys.readouterr()
+    assert said.out.startswith("The")
+    assert said.err.endswith("tokens/s\n\n")
+
+
 def test_lines_of_the_input_and_sampling(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,11 +138,33 @@ def test_lines_of_the_input_and_sampling(
     assert capsys.readouterr().out.splitlines() != [first]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"half": ', "{}"])
+def test_a_damaged_tokenizer_is_named(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+) -> None:
+    copy = shutil.copytree(folder / "hf", tmp_path / "hf")
+    (copy / name).write_text(content)
+    code = call(monkeypatch, "--hf", copy, "--prompt", "The", "--max-new-tokens", 2)
+    if (name, content) == ("tokenizer_config.json", "{}"):
+        assert code == 0  # all of it are defaults
+    else:
+        assert code == 2
+        assert (
+            f"--hf {copy}: its tokenizer's files cannot be read (" in capsys.readouterr().err.splitlines()[-1]
+        )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--run {}/none --prompt a", "none: no complete checkpoint there; steps that have one: none"),
-        ("--run {}/empty --prompt a", "empty: no complete checkpoint there"),
+        ("--run {}/none --prompt a", "none: no such folder; give that of a run, <run.dir>/<run.name>"),
+        ("--run {}/empty --prompt a", "empty: no complete checkpoint there; steps that have one: none"),
         (
             "--run {}/run --step 3 --prompt a",
             "--step 3: no complete checkpoint there; steps that have one: 0",
@@ -194,7 +232,13 @@ def test_lines_end_with_newlines_alone(
     (folder / "breaks.txt").write_text("\r\n".join(prompts) + "\r\n", encoding="utf-8")
     words = ["--run", folder / "run", "--prompts", folder / "breaks.txt", "--max-new-tokens", 1]
     assert call(monkeypatch, *words) == 0
-    assert re.findall(r"--- (\d)", capsys.readouterr().out) == ["1", "2"]
+    said = capsys.readouterr().out
+    assert re.findall(r"--- (\d)", said) == ["1", "2"]
+    (folder / "breaks.txt").write_text(
+        "\r\n".join(prompts) + "\r\n", encoding="utf-8-sig"
+    )  # as Windows writes
+    assert call(monkeypatch, *words) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_a_text_goes_on_where_the_prompt_ends() -> None:

@@ -197,8 +197,14 @@ def test_folders_without_an_account_are_refused(
     assert called("--run", str(tmp_path / "none"), monkeypatch=monkeypatch) == REFUSED
     assert "none: no goodput.jsonl with steps in it; give the folder of a run" in capsys.readouterr().err
     (tmp_path / "goodput.jsonl").write_text((run / "goodput.jsonl").read_text())
-    with pytest.raises(NoAccount, match=r"config\.yaml"):
+    with pytest.raises(
+        NoAccount, match=r"config\.yaml cannot be read \(.*\); copy it from a checkpoint of the run"
+    ):
         measure_run(tmp_path)
+    (tmp_path / "goodput.jsonl").unlink()
+    (tmp_path / "goodput.jsonl").mkdir()  # as a file of another user: it is there, and cannot be read
+    assert called("--run", str(tmp_path), monkeypatch=monkeypatch) == REFUSED
+    assert f"'{tmp_path}/goodput.jsonl'" in capsys.readouterr().err
 
 
 def test_the_report_shows_where_the_time_went(run: Path, tmp_path: Path) -> None:

@@ -237,6 +237,18 @@ def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "good" / "plots").exists()
 
 
+def test_the_command_says_which_file_of_a_run_is_closed_to_it(tmp_path, monkeypatch, capsys):
+    def closed(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    write_run(tmp_path / "run")
+    monkeypatch.setattr("gsa_train.commands.plot.read_records", closed)
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"Permission denied: '{tmp_path}/run/metrics.jsonl'" in capsys.readouterr().err
+
+
 def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch, capsys):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")

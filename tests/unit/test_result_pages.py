@@ -129,6 +129,28 @@ def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.Cap
     assert "kept out/small.md: it has 1 of 4 runs, and fewer are here" in capsys.readouterr().out
 
 
+def test_wrong_folders_and_damaged_benches_write_no_pages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is not there would make pages of nothing in the place of those that are."""
+    for option in ("--studies", "--benches"):
+        monkeypatch.setattr(
+            "sys.argv", ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
+        )
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert f"{option} typo: no such folder" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    words = ["results.py", "--studies", "studies", "--benches", "benches", "--out"]
+    monkeypatch.setattr("sys.argv", [*words, "studies/small.yaml"])
+    assert main() == 2
+    assert "not all was written: " in capsys.readouterr().err
+    (folder / "benches" / "bench_gsa.json").write_text("{")
+    monkeypatch.setattr("sys.argv", [*words, "out"])
+    assert main() == 2
+    assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
+
+
 def test_numbers_of_a_verdict_are_filled_from_the_runs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

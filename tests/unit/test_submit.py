@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def submit(*words: str, cwd: Path = ROOT, script: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def submit(
+    *words: str, cwd: Path = ROOT, script: Path = ROOT, path: str = os.environ["PATH"]
+) -> subprocess.CompletedProcess[str]:
+    """
+    Args:
+        path: where git and sbatch are looked for
+    """
     command = [sys.executable, str(script / "launch/slurm/submit.py"), *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
@@ -36,6 +45,27 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
     assert f"run_dir='{tmp_path}/my runs/demo'" in result.stdout
     subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_what_the_machine_lacks_is_said_and_nothing_is_frozen(tmp_path: Path) -> None:
+    words = ["--config=configs/demo.yaml", "--nodes=1", "--gpus-per-node=0", "--allow-uncommitted"]
+    git = shutil.which("git")
+    assert git is not None
+    (tmp_path / "bin").mkdir()
+    for found, said in ((None, "no git on this machine"), ("git", "no sbatch on this machine")):
+        if found:
+            (tmp_path / "bin" / found).symlink_to(git)
+        result = submit(*words, f"run.dir={tmp_path / 'runs'}", path=str(tmp_path / "bin"))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith(said)
+    assert not (tmp_path / "runs").exists()
+
+    (tmp_path / "bin" / "sbatch").symlink_to(git)
+    (tmp_path / "runs").write_text("a file")
+    result = submit(*words, f"run.dir={tmp_path / 'runs'}", path=str(tmp_path / "bin"))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"{tmp_path}/runs/demo/slurm/")
+    assert "cannot be written: [Errno 20] Not a directory" in result.stderr
 
 
 def test_the_config_is_checked_for_all_ranks() -> None:

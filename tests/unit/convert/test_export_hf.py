@@ -171,7 +171,11 @@ def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match=r"--step 7: no complete checkpoint there; steps that have one: 1"):
         find_source(run, 7, None)
     with pytest.raises(ValueError, match=r"--checkpoint .*: no complete checkpoint there"):
+        find_source(None, None, checkpoint.parents[2])
+    with pytest.raises(ValueError, match=r"--checkpoint .*nowhere: no such folder; give a step_\* folder"):
         find_source(None, None, run / "nowhere")
+    with pytest.raises(ValueError, match=r"--run .*nowhere: no such folder; give that of a run"):
+        find_source(run / "nowhere", None, None)
 
 
 def test_the_command(

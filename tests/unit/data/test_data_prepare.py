@@ -121,6 +121,30 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("texts", "size", "said"),
+    [
+        (["", " \n"], "300", "no text in them"),
+        (["a short text"], "4096", "--vocab-size 4096: no tokenizer of this size"),
+        (["a short text"], "10", "Vocabulary size is smaller than required_chars"),
+        (["a short text"], "0", "--vocab-size 0: no tokenizer of this size"),
+    ],
+)
+def test_text_that_makes_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: list[str], size: str, said: str
+) -> None:
+    """Said in a line, and a tokenizer of that name stays: checkpoints and tokens may be made with it."""
+    write_shard(tmp_path / "text" / "a.jsonl.zst", [line(text) for text in texts])
+    out = tmp_path / "tokenizer.model"
+    out.write_bytes(b"the one before")
+    arguments = ["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(out), "--vocab-size", size]
+    assert main(arguments) == 1
+    assert said in capsys.readouterr().err
+    assert out.read_bytes() == b"the one before"
+    assert main(["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(tmp_path)]) == 1
+    assert f"--out {tmp_path}: a folder" in capsys.readouterr().err
+
+
 def test_gsa_data_stands_alone() -> None:
     package = Path(gsa_data.__file__).parent
     for path in package.glob("*.py"):

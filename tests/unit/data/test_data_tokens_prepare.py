@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -145,6 +146,26 @@ def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl.zst.*")} == written
     assert list(check_tokens(out, str(source), tokenizer)) == []
     BlockStream(folder, tokenizer, strict, 0, 1)
+
+
+def test_a_full_disk_and_ctrl_c_are_said_in_a_line(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's message has no file where a write fails, and the text lies on another disk."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["tokenizer", "--shards", str(tmp_path), "--out", str(tmp_path / "a.model")]
+    monkeypatch.setattr("gsa_data.prepare.train_tokenizer", full)
+    assert prepare.main(command) == 1
+    assert capsys.readouterr().err == f"error: --out {tmp_path}/a.model: [Errno 28] No space left on device\n"
+    monkeypatch.setattr("gsa_data.prepare.train_tokenizer", interrupted)
+    assert prepare.main(command) == 130
+    assert capsys.readouterr().err == "interrupted; start the same command again\n"
 
 
 def test_shards_and_tokens_have_folders_of_their_own(

@@ -15,6 +15,7 @@ from gsa_hf.gates_gsa import gate_heads
 from gsa_train.batches import MicroBatch
 from gsa_train.commands import analyze as command
 from gsa_train.convert.export_hf import export_hf
+from gsa_train.evaluation.analyze import given_text
 from gsa_train.evaluation.attention_pictures import draw_keys, draw_maps, pooled
 from gsa_train.evaluation.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_train.evaluation.subject import Execution, Source, load_subject
@@ -235,6 +236,9 @@ def test_wrong_use(
         assert analyzed(monkeypatch, "--run", run[2], "--name", "wrong", *words) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in error
+    (tmp_path / "marked.txt").write_text("as Windows writes", encoding="utf-8-sig")
+    file = command.parse(["--run", "x", "--name", "y", "--file", str(tmp_path / "marked.txt")])
+    assert given_text(file) == ("as Windows writes", "marked.txt")
     out = ("--name", "wrong", "--out", tmp_path / "out")
     assert analyzed(monkeypatch, "--hf", exported, *out) == 2
     assert "give --text or --file" in capsys.readouterr().err

@@ -367,6 +367,8 @@ def test_wrong_use(
         (("--checkpoint", checkpoint, "--data", SAMPLE / "nowhere"), "does not exist"),
         (("--hf", SAMPLE), "no config.json there"),
         (("--run", run[2], "--data", "a=/x", "--data", "a=/y"), "a is there already"),
+        (("--run", run[2], "--data", ""), "--data '': names no place; give the folder of a text"),
+        (("--run", run[2], "--data", "a="), "--data 'a=': names no place"),
         (("--run", run[2], "--stride", "64"), "above the context length 32"),
         (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
         (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: no UTF-8 text"),
