@@ -25,6 +25,7 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan, plan_step
 from gsa_train.profiling.trace_spans import trace_span
+from gsa_train.run.blind_indexer import BlindIndexerWarning
 from gsa_train.run.dense_queries import dense_queries_warning
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
@@ -47,6 +48,7 @@ class _ActivePhase:
     monitor: Monitor
     clock: IntervalClock
     training: Training
+    blind_indexer: BlindIndexerWarning
     known_kinds: set[tuple[bool, bool]] = field(default_factory=set)
     """Of steps of this phase that this process has done: the first one of each compiles."""
     first_wait_seconds: float | None = None
@@ -68,7 +70,8 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
     saver.reserve(run.model, optimizer)
     run.model.work_time.reset()  # of steps before, which were not logged
     run.services.watchdog.begin_phase()
-    return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
+    blind_indexer = BlindIndexerWarning(phase_range.phase, phase_range.start)
+    return _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training, blind_indexer)
 
 
 def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
@@ -221,6 +224,8 @@ def _log(run: Run, phase: _ActivePhase, lr: float, result: StepResult) -> None:
         record |= {"update_norm": numbers.update_norm, **of_monitor, **run.services.goodput.metrics()}
         run.services.log.log(record)
         phase.monitor.watch_layers(logged.step, record)
+        if parallel.is_main:
+            phase.blind_indexer.look(record)
 
     with run.services.watchdog.during("logging"):
         run.services.log.log_late(make_and_log)
