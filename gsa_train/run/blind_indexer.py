@@ -39,7 +39,7 @@ class BlindIndexerWarning:
         flat = "" if saturated is None else f"; {saturated:.0%} of its activations have no slope"
         logger.warning(
             "step %d: the indexer selects hardly better than at random: recall %.3f, of random keys %.3f%s. Usual "
-            "reasons: it was warmed up on random weights, which have no attention to imitate; its rate is too high "
-            "(phases.*.indexer_lr_mult); a ReLU indexer without gsa.indexer_norm died",
+            "reasons: its rate is too high (phases.*.indexer_lr_mult), most of all for gsa.indexer_activation = relu, "
+            "whose scores have no bounds; or it was warmed up on random weights, which have no attention to imitate",
             record["step"], recall, random, flat,
         )  # fmt: skip

@@ -389,7 +389,7 @@ def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
 
 def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_parameters() -> None:
     study = load_study(ROOT / "studies" / "four_models.yaml", need_data=False)
-    assert len(study.runs) == 7 * 3 + 4
+    assert len(study.runs) == 7 * 3 + 6
     phases = {run.arm: run.config.phases[-1] for run in study.runs}
     of_indexer = [phases[arm].lr * phases[arm].indexer_lr_mult for arm in ("gsa", "sparse_only_indexer_3em3")]
     assert of_indexer == pytest.approx([3e-3, 3e-3])
