@@ -118,8 +118,11 @@ def find_config(path: str | Path) -> Path:
     return next((file for file in named if file.is_file()), Path(path))
 
 
-def read_yaml(path: str | Path) -> dict[Any, Any]:
+def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
     """The tree of a YAML file, or of a config of the project by its name.
+
+    Args:
+        kind: `config`, or what the file is instead: then no names of configs are offered.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping.
@@ -129,7 +132,8 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
     except OSError as error:
         names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
         wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"
-        raise ConfigError(path, [f"{wrong}; give the path of a YAML file, or a name: {names}"]) from error
+        remedy = f"a YAML file, or a name: {names}" if kind == "config" else f"a {kind} file"
+        raise ConfigError(path, [f"{wrong}; give the path of {remedy}"]) from error
     return parse_yaml(content, path)
 
 
