@@ -111,6 +111,7 @@ def run_command() -> int:
     from gsa_train.resume import ResumeError
     from gsa_train.run.health.check import UnhealthyDevice
     from gsa_train.run.lock import RunFolderError
+    from gsa_train.run.same_on_all import OtherConfig
     from gsa_train.train import train
 
     try:
@@ -122,6 +123,7 @@ def run_command() -> int:
         ResumeError,
         StateError,
         RunFolderError,
+        OtherConfig,
         TokenizerError,
         ProfileError,
         TaskError,

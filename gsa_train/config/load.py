@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -70,6 +70,18 @@ def as_written(value: object) -> str:
         return value
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def flat_fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """`section.field` and value of a config as a dict; a phase by its number."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from flat_fields(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, list) and any(isinstance(each, dict) for each in tree):
+        for number, value in enumerate(tree):
+            yield from flat_fields(value, f"{where}.{number}")
+    else:
+        yield where, tree
 
 
 # ---- text -> tree of mappings, lists, text and None
