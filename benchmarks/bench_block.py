@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[512])
     parser.add_argument("--k-max", type=int, default=4096)
     args = parser.parse_args()
+    harness.require_cuda()
     report = harness.Report("bench_block", args)
     for block in args.blocks:
         for length in args.lengths:

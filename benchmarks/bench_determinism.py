@@ -146,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--replays", type=int, default=0, metavar="N")
     arguments = parser.parse_intermixed_args(argv)
+    harness.require_cuda()
     config, parallel = start_model(arguments)
     report = harness.Report("bench_determinism", arguments) if parallel.is_main else None
     trainee = OurTrainee(config, config.phases[-1], parallel)

@@ -178,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         tokenizer = Tokenizer(options.tokenizer)
         with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+            print(f"writing {options.gigabytes:g} GB of text into {scratch} first", flush=True)
             corpus = _write(options.data, options.kind, tokenizer, shard_bytes, total_bytes, Path(scratch))
             config = StreamConfig(4096, NUM_LANES, seed=0, num_workers=options.workers)
             stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)

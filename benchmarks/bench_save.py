@@ -218,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="behind each save")
     parser.add_argument("--saves", type=int, default=3, help="before the last one")
     arguments = parser.parse_intermixed_args(argv)
+    harness.require_cuda()
     config, parallel = start_model(arguments)
     report = harness.Report("bench_save", arguments) if parallel.is_main else None
     trainee = OurTrainee(config, config.phases[-1], parallel, leave_to_no_collection)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
 TYPES = {
@@ -112,10 +113,19 @@ def conversations() -> list[list[tuple[str, str]]]:
     return made
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Write the bundled conversation set.")
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
+    try:
+        write(out)
+    except OSError as error:
+        print(f"error: --out {out}: cannot be written ({error}); give another folder", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(out: Path) -> None:
     draw = random.Random(1)
     made = conversations()
     draw.shuffle(made)
@@ -133,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

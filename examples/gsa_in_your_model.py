@@ -69,4 +69,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    steps = sys.argv[1] if len(sys.argv) > 1 else "100"
+    if not steps.isdecimal():
+        sys.exit(f"{steps}: give a number of steps")
+    main(int(steps))

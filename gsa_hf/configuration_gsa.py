@@ -2,15 +2,29 @@
 
 from typing import Any, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TYPE_MAPPING)
 """What this version of transformers calls a layer whose cache also holds the keys of an indexer; since 5.18 or so
 `indexed_attention`. A configuration may have either name."""
 DENSE_LAYER = "full_attention"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+)
+"""Fields that are at least 1."""
 
 
 @strict
@@ -172,6 +186,8 @@ class GSAConfig(PreTrainedConfig):
     indexer_loss_coef: float | int = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype is {self.dtype!r}; pass one of torch, such as 'bfloat16' or 'float32'")
         if self.layer_types is None:
             self.layer_types = [INDEXED_LAYER] * self.num_hidden_layers
         self.layer_types = [INDEXED_LAYER if name in _INDEXED_NAMES else name for name in self.layer_types]
@@ -186,6 +202,14 @@ class GSAConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """What must hold between the fields; part of the validation that `@strict` runs."""
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; pass at least 1")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"rope_parameters.rope_type is {rope_type!r}; pass 'default' or one of {', '.join(ROPE_INIT_FUNCTIONS)}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; pass a multiple of num_key_value_heads "

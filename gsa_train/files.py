@@ -14,6 +14,22 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems say that have no POSIX locks."""
 
 
+def read_named(option: str, path: Path) -> str:
+    """The text of a file that the user names by an option, without a byte order mark.
+
+    Raises:
+        ValueError: there is none, or it is no text; says the option and the remedy.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: no UTF-8 text ({error}); give a text file") from error
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: cannot be read ({error.strerror}); give a file that is there"
+        ) from error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """After a crash at any moment the file has its old content or the new one, never a part of it."""
     temporary = path.with_name(path.name + ".tmp")

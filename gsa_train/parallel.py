@@ -84,14 +84,7 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
         config: sizes, already checked against the world size.
         seed: seeds torch and megatron-core's random-number tracker, per tensor and pipeline rank.
     """
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # imports Triton
-
-        refuse_wrong_sums()
-    if not dist.is_initialized():  # a process may change its layout
-        _join_world(use_cuda, device, collective_timeout(config))
+    device = join_world(config)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -126,6 +119,19 @@ def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
     )
     assert math.prod(parallel.layout) == parallel.world_size
     return parallel
+
+
+def join_world(config: ParallelConfig) -> torch.device:
+    """Join the process group of this job, unless this process is in it; returns the rank's device."""
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # imports Triton
+
+        refuse_wrong_sums()
+    if not dist.is_initialized():  # a process may change its layout
+        _join_world(use_cuda, device, collective_timeout(config))
+    return device
 
 
 def collective_timeout(config: ParallelConfig) -> timedelta:

@@ -38,7 +38,7 @@ from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps, with_
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, collective_timeout, init_parallel
+from gsa_train.parallel import Parallel, collective_timeout, init_parallel, join_world
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import Start, choose_again, choose_start, open_batches, run_dir, start_from
@@ -50,6 +50,7 @@ from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.health.check import check_health, check_presence
 from gsa_train.run.lock import RunLock
 from gsa_train.run.run_clock import RunClock
+from gsa_train.run.same_on_all import check_folder_is_shared, check_same_config
 from gsa_train.run.saves import report_saves
 from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run.stop_signals import Stopped, StopRequest
@@ -70,12 +71,15 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
         CorruptionFound: a device or a weight is not what it should be; the process group is left.
         UnhealthyDevice: a device failed the check before anything else.
+        OtherConfig: a rank has another config.
     """
     clock = RunClock()
     if config.run.health_check_seconds > 0:
         clock.begin("health")
         check_presence()
     clock.begin("process_groups")
+    join_world(config.parallel)
+    check_same_config(config)
     parallel = init_parallel(config.parallel, config.run.seed)
     warn_of_cpus(config, parallel)
     if config.run.health_check_seconds > 0:
@@ -233,10 +237,12 @@ def take_run_folder(
     """Lock the run folder and open it; a start that W&B refuses leaves none behind. Collective."""
     lock.take(make=True)
     try:
-        return open_run_folder(config, start, parallel, clock)
+        opened = open_run_folder(config, start, parallel, clock)
     except WandbRefused:
         lock.take_back()
         raise
+    check_folder_is_shared(run_dir(config), opened.run_id, parallel)
+    return opened
 
 
 def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:

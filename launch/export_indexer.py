@@ -11,9 +11,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
 
 
+@as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Save the indexer projections of a checkpoint on validation text."

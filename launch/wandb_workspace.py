@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics.wandb_sink import has_wandb_key
 from gsa_train.report.panels import LAYERS, PANELS, SECTIONS, Panel, tag_of
@@ -35,6 +36,7 @@ except ModuleNotFoundError as missing:
 AXIS = "tokens"
 
 
+@as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(prog="wandb_workspace.py", description="Create a W&B workspace.")
     parser.add_argument("--entity", required=True, help="user or team that the project belongs to")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from gsa_data.validation import validation_blocks
 from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of, to_micro_batch
 from gsa_train.checkpoint.files import find_checkpoint
-from gsa_train.checkpoint.load import load_weights
+from gsa_train.checkpoint.load import load_weights, saved_weights, weights_to_load
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.model.indexer import IndexerProjections
 from gsa_train.model.mcore.build import Model, build_model
@@ -44,7 +45,8 @@ def export_indexer(
 
     Raises:
         ValueError: a selection that the benches do not make of projections, no checkpoint there, a layer without an
-            indexer, or too little validation text.
+            indexer, another model than the config's, or too little validation text.
+        OSError: `out` cannot be written.
     """
     if config.gsa.selection_query != "first":
         raise ValueError(
@@ -71,12 +73,26 @@ def export_indexer(
         reading_of(config),
     )
     model = build_model(config, parallel)
+    saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
+    if others := sorted(name for name, _ in saved.items() ^ wanted.items()):
+        name = others[0]
+        raise ValueError(
+            f"{checkpoint} holds another model: {name} is {saved.get(name, 'missing')} there, "
+            f"{wanted.get(name, 'missing')} here; leave out what changes the weights, such as model.num_layers"
+        )
     load_weights(checkpoint, model, parallel)
     found = capture_indexers(model, blocks, layers, tokenizer.eos_id, config, parallel)
     result = {"gsa": dataclasses.asdict(config.gsa), "seq_len_tokens": seq_len_tokens, "layers": found}
+    content = io.BytesIO()  # torch's own files say of a full disk neither that nor their name
+    torch.save(result, content)
     temporary = out.with_name(out.name + ".tmp")
-    torch.save(result, temporary)
-    os.replace(temporary, out)  # a file that is there is whole
+    try:
+        temporary.write_bytes(content.getbuffer())
+        os.replace(temporary, out)  # a file that is there is whole
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     shutdown_parallel()
     return result
 

@@ -14,9 +14,11 @@ import argparse
 import datetime
 import os
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.run import exit_codes
 
 
+@as_command()
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="check_node.py", description="Look at the health of GPUs.")
     parser.add_argument(

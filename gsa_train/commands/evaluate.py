@@ -18,10 +18,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.convert import missing_package
 from gsa_train.megatron_import import quiet_libraries
 
 
+@as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
     if (missing := missing_package()) is not None:

@@ -15,12 +15,14 @@ import re
 import sys
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.convert import missing_package
 from gsa_train.megatron_import import quiet_libraries
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+@as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Export a checkpoint to Hugging Face's transformers.")
     source = parser.add_mutually_exclusive_group(required=True)

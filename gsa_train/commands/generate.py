@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsa_data.tokenize import check_text
+from gsa_train.commands.as_command import as_command
 from gsa_train.convert import missing_package
+from gsa_train.files import read_named
 from gsa_train.megatron_import import quiet_libraries
-from gsa_train.run.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from gsa_hf.generation import Generator, Sampling
     from gsa_train.convert.in_memory import TextModel
 
 
+@as_command()
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
@@ -52,12 +54,11 @@ def main() -> int:
         if arguments.interactive:
             return interact(generator, text_model, arguments.max_new_tokens, sampling)
         write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
+    except BrokenPipeError:  # the reader of the texts has left
+        raise
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # how --interactive is left
-        print(file=sys.stderr)
-        return INTERRUPTED
     return 0
 
 
@@ -97,18 +98,13 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     Raises:
-        ValueError: a prompt is empty or no UTF-8, or there is none.
+        ValueError: a prompt is empty or no UTF-8, there is none, or no such file.
     """
     if arguments.interactive:
         return []
     named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
     if arguments.prompts is not None:
-        try:
-            text = arguments.prompts.read_text(encoding="utf-8-sig")  # a byte order mark is no text
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--prompts {arguments.prompts}: no UTF-8 text ({error}); give a text file"
-            ) from error
+        text = read_named("--prompts", arguments.prompts)
         lines = text.removesuffix("\n").split("\n") if text else []  # a prompt may hold other breaks
         named = [(f"{arguments.prompts}, line {number}", line) for number, line in enumerate(lines, start=1)]
         if not lines:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.goodput.measure import MeasuredRun, NoAccount, again_in_fast_motion, measure_run
 from gsa_train.goodput.planned import Planned, about_plan
 from gsa_train.goodput.simulate import Parts, try_interval, try_intervals
@@ -49,6 +50,7 @@ OPTIONS = {
 """Field of Parts -> option, meaning."""
 
 
+@as_command()
 def main() -> int:
     arguments = parse(sys.argv[1:])
     try:

@@ -13,10 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.convert import missing_package
 from gsa_train.megatron_import import quiet_libraries
 
 
+@as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Import a model of Hugging Face's transformers.")
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder of the model")

@@ -12,11 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.metrics.record_format import read_records
 from gsa_train.report.page import write_report
 from gsa_train.report.plots import write_comparison, write_plots
 
 
+@as_command()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the figures of runs into their plots/ folders.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")

@@ -21,6 +21,7 @@ import logging
 import os
 
 from gsa_train.cli import parse_arguments, refuse
+from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
@@ -78,7 +79,8 @@ def run_command() -> int:
         return refuse(error)
     if arguments.dry_run:
         if is_main:
-            print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
+            with as_command():
+                print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
         return 0
     request.deadline = find_deadline(
         config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, job_start_time()
@@ -109,6 +111,7 @@ def run_command() -> int:
     from gsa_train.resume import ResumeError
     from gsa_train.run.health.check import UnhealthyDevice
     from gsa_train.run.lock import RunFolderError
+    from gsa_train.run.same_on_all import OtherConfig
     from gsa_train.train import train
 
     try:
@@ -120,6 +123,7 @@ def run_command() -> int:
         ResumeError,
         StateError,
         RunFolderError,
+        OtherConfig,
         TokenizerError,
         ProfileError,
         TaskError,

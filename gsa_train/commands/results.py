@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import read_yaml
 from gsa_train.study.efficiency import read_benches, write_efficiency
@@ -25,6 +26,7 @@ SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
 """What the benches call them; a shipped config of each."""
 
 
+@as_command()
 def main() -> int:
     arguments = parse()
     standings, written = [], []

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, RunConfig
 from gsa_train.config.checks import is_installed
 from gsa_train.dry_run import DEVICE
@@ -39,6 +40,7 @@ from gsa_train.study.tables import read_results
 from gsa_train.study.times import expected_time, read_times
 
 
+@as_command()
 def main() -> int:
     began = time.time()
     arguments = parse(sys.argv[1:])
@@ -252,6 +254,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error(
             "--pack-weights needs --pack: without the results of their runs, these are trained again"
         )
+    if arguments.tables is not None and arguments.tables.exists() and not arguments.tables.is_dir():
+        parser.error(f"--tables {arguments.tables}: a file; give a folder")
+    for option, path in (("--pack", arguments.pack), ("--pack-weights", arguments.pack_weights)):
+        if path is not None and path.is_dir():
+            parser.error(f"{option} {path}: a folder; give a file")
     if arguments.mfu is not None and not arguments.dry_run:
         parser.error("--mfu needs --dry-run; a real study measures its time")
     return arguments

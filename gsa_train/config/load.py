@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -72,6 +72,18 @@ def as_written(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def flat_fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """`section.field` and value of a config as a dict; a phase by its number."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from flat_fields(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, list) and any(isinstance(each, dict) for each in tree):
+        for number, value in enumerate(tree):
+            yield from flat_fields(value, f"{where}.{number}")
+    else:
+        yield where, tree
+
+
 # ---- text -> tree of mappings, lists, text and None
 
 _TAG = "tag:yaml.org,2002:"
@@ -118,8 +130,11 @@ def find_config(path: str | Path) -> Path:
     return next((file for file in named if file.is_file()), Path(path))
 
 
-def read_yaml(path: str | Path) -> dict[Any, Any]:
+def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
     """The tree of a YAML file, or of a config of the project by its name.
+
+    Args:
+        kind: `config`, or what the file is instead: then no names of configs are offered.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping.
@@ -129,7 +144,8 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
     except OSError as error:
         names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
         wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"
-        raise ConfigError(path, [f"{wrong}; give the path of a YAML file, or a name: {names}"]) from error
+        remedy = f"a YAML file, or a name: {names}" if kind == "config" else f"a {kind} file"
+        raise ConfigError(path, [f"{wrong}; give the path of {remedy}"]) from error
     return parse_yaml(content, path)
 
 

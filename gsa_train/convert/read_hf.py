@@ -35,7 +35,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+    # Of a StrictDataclassError's lines the cause names field and value. KeyError: a field of YaRN is missing.
+    except (StrictDataclassError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
 
 

@@ -47,6 +47,10 @@ def read_source(
         except (OSError, ValueError) as error:
             now = None if isinstance(error, OSError) and error.errno == errno.ESTALE else _inode(found)
             if now == inode:
+                if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == found:
+                    raise ValueError(
+                        f"{found} is damaged: {Path(error.filename).name} is missing. Give another checkpoint."
+                    ) from error
                 raise
         if now is None and (step is not None or found == checkpoint):
             raise ValueError(

@@ -24,6 +24,7 @@ from gsa_train.evaluation.results import circumstances, result_folder
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import READING
 from gsa_train.evaluation.trained_model import TrainedModel
+from gsa_train.files import read_named
 
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
 """Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""
@@ -95,17 +96,14 @@ def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
     """The text of --text or --file and what to call it, before anything is loaded; None without either.
 
     Raises:
-        ValueError, OSError: it cannot be read, or --max-tokens is out of bounds.
+        ValueError: it cannot be read, or --max-tokens is out of bounds.
     """
     if not LEAST_TOKENS <= arguments.max_tokens <= MOST_TOKENS:
         raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
     file: Path | None = arguments.file
     if file is None:
         return None if arguments.text is None else (check_text(arguments.text, "--text"), "the text given")
-    try:
-        return file.read_text(encoding="utf-8-sig"), file.name  # a byte order mark is no text
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--file {file}: no UTF-8 text ({error}); give a text file") from error
+    return read_named("--file", file), file.name
 
 
 def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) -> Text:

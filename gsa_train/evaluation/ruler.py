@@ -17,6 +17,7 @@ from typing import Any
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.evaluation.ruler_words import NOISE, distinct, letters
+from gsa_train.files import read_named
 
 SENTENCE_ENDS = (".", "!", "?")
 
@@ -282,8 +283,9 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ValueError: it is no such file.
     """
+    text = read_named("--qa", path)
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(text)
         found = [
             Question(part["context"], each["question"], [answer["text"] for answer in each["answers"]])
             for entry in content["data"]
@@ -291,7 +293,7 @@ def read_questions(path: Path) -> list[Question]:
             for each in part["qas"]
             if each["answers"]
         ]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: not in SQuAD's format ({error!r}); give a file such as dev-v2.0.json"
         ) from None

@@ -142,6 +142,8 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {name}: models run on cpu and cuda alone; give cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(

@@ -32,7 +32,7 @@ class MeasuredRun:
 def measure_run(folder: Path) -> MeasuredRun:
     """
     Raises:
-        NoAccount: there is no run, or it is of a version that did not note its time.
+        NoAccount: there is no run, it is of a version that did not note its time, or a file of it is missing.
     """
     account = read_account(folder)
     if account is None or account.step_seconds is None:
@@ -61,6 +61,11 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
         "extra_share": max(0.0, sum(lost[name] for name in BESIDE_STEPS)) / steps_seconds,
     }
     records = read_records(metrics) if metrics.exists() else []
+    if account.saves and not records:
+        raise NoAccount(
+            f"{metrics}: missing or empty, though the run has saved checkpoints; copy it beside goodput.jsonl, for it "
+            "says how long saves take"
+        )
     durable = [each["checkpoint_save_seconds"] for each in records if each.get("event") == "checkpoint"]
     if account.saves:
         parts["stall_seconds"] = (lost["save"] + lost["copies"]) / account.saves

@@ -14,6 +14,7 @@ from typing import Any
 
 from gsa_train.checkpoint.files import is_complete as is_saved
 from gsa_train.config import ConfigError, config_from_yaml
+from gsa_train.config.load import flat_fields
 from gsa_train.study.checks import FIELD
 from gsa_train.study.jobs import Job
 from gsa_train.study.study_file import StudyRun
@@ -67,24 +68,13 @@ def changed_fields(run: StudyRun) -> Iterator[str]:
     except (ConfigError, UnicodeDecodeError) as error:
         yield f"config.yaml cannot be read ({' '.join(str(error).split())})"
         return
-    before, now = (dict(_fields(dataclasses.asdict(config))) for config in (began, run.config))
+    before, now = (dict(flat_fields(dataclasses.asdict(config))) for config in (began, run.config))
     if run.source is not None:
         for fields in (before, now):
             fields[FIELD] = str(fields[FIELD]).removeprefix(f"{fields['run.dir']}/")
     for field in {**before, **now}:
         if field not in PLACE_FIELDS and before.get(field) != now.get(field):
             yield f"{field}: {before.get(field)} -> {now.get(field)}"
-
-
-def _fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _fields(value, f"{where}.{key}" if where else str(key))
-    elif isinstance(tree, list) and any(isinstance(each, dict) for each in tree):
-        for number, value in enumerate(tree):
-            yield from _fields(value, f"{where}.{number}")
-    else:
-        yield where, tree
 
 
 def _changed_evaluation(job: Job) -> Iterator[str]:

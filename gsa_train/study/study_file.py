@@ -106,7 +106,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     Raises:
         ConfigError: lists everything that is wrong with the file, or with an arm's config, a line each.
     """
-    tree = read_yaml(path)
+    tree = read_yaml(path, "study")
     problems = Problems(StudyConfig)
     study = build(StudyConfig, _with_lists_as_text(tree), problems)
     if not problems.lines:

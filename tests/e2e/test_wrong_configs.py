@@ -167,6 +167,40 @@ def test_two_ranks_speak_with_one_voice(arguments, code, line, tmp_path):
     assert log.read_text().count(line) == 1
 
 
+NODES = """
+import os, runpy, sys
+import gsa_train.run.same_on_all
+gsa_train.run.same_on_all.SEEN_AFTER_SECONDS = 1.0  # no file server is waited for
+if os.environ["RANK"] == "1":
+    {fault}
+sys.path.insert(0, {launch!r})
+runpy.run_path({launch!r} + "/pretrain.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (
+            "sys.argv.append('model.rope_base=5000')",  # trained to the end, each rank its own model
+            "has another config: model.rope_base = 5000.0, on rank 0 10000.0. Give all nodes the same",
+        ),
+        ("os.chdir('/')", "does not see the run folder of rank 0, /runs/r: "),  # failed at the first save
+    ],
+    ids=["config", "run folder"],
+)
+def test_what_one_node_has_otherwise_ends_all_ranks_at_the_start(fault, line, tmp_path):
+    script, log, sample = tmp_path / "nodes.py", tmp_path / "log", REPOSITORY / "data" / "sample"
+    script.write_text(NODES.format(fault=fault, launch=str(REPOSITORY / "launch")))
+    data = {"train_dir": "train", "validation_dir": "validation", "tokenizer": "tokenizer.model"}
+    arguments = [f"data.{field}={sample / name}" for field, name in data.items()]
+    command = [str(script), "--config", str(REPOSITORY / CONFIG), "run.name=r", *arguments]
+    torchrun, environment = ("--standalone", "--nproc_per_node=2"), {**os.environ, **ENVIRONMENT}
+    agent = ForkedAgent(torchrun, command, tmp_path, environment, {}, log)
+    assert agent.wait(300) == 1
+    assert log.read_text().count(line) == 1
+
+
 def test_under_torchrun_the_message_comes_once_and_last():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "launch/pretrain.py"]
     result = subprocess.run(

@@ -1,6 +1,7 @@
 """Benches at sizes for the interpreter and for CPUs: what they measure, check and write. Times are made up."""
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -419,3 +420,10 @@ def test_the_table_counts_and_selects_as_its_grid() -> None:
         else:
             assert torch.equal(chosen[0, :16], chosen[31, :16])
             assert chosen[0].sum() == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["bench_block", "bench_determinism", "bench_save"])
+def test_a_bench_without_its_device_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="No CUDA device here"):
+        call(monkeypatch, importlib.import_module(name))

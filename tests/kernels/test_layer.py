@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -359,11 +360,19 @@ def test_the_code_in_the_docs_runs() -> None:
     assert names["kl_of_rows"].shape == (2, 128)
 
 
+EXAMPLE = ROOT / "examples" / "gsa_in_your_model.py"
+
+
+def test_the_example_wants_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "ten"])
+    with pytest.raises(SystemExit, match="ten: give a number of steps"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 @pytest.mark.slow
 def test_the_example_learns() -> None:
-    example = ROOT / "examples" / "gsa_in_your_model.py"
     result = subprocess.run(
-        [sys.executable, str(example), "20"],
+        [sys.executable, str(EXAMPLE), "20"],
         env={"PYTHONPATH": str(ROOT / "kernels"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

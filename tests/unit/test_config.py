@@ -25,6 +25,7 @@ from gsa_train.config import (
     config_to_yaml,
     load_config,
 )
+from gsa_train.study.study_file import load_study
 
 PHASE = "phases:\n  - {name: sparse, steps: 5}\n"
 
@@ -307,6 +308,8 @@ def test_unreadable_files(tmp_path):
     (problem,) = problems_of(missing, ["phases.0.steps=3"], world_size=1)
     assert "No such file" in problem
     assert "Is a directory" in problems_of(tmp_path)[0]
+    with pytest.raises(ConfigError, match=r"missing\.yaml\); give the path of a study file$"):
+        load_study(missing)
     (tmp_path / "binary.yaml").write_bytes(b"run: \xff\xfe")
     assert problems_of(tmp_path / "binary.yaml")
     with pytest.raises(ConfigError, match=r"missing\.yaml"):

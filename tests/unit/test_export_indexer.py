@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import runpy
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from gsa_train.checkpoint import export_indexer as export
 from gsa_train.checkpoint.export_indexer import capture_indexers
 from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import config_to_yaml
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import write_checkpoint
+from helpers.evaluated import LENGTH, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import (
     EOS,
     SPARSE,
@@ -65,6 +68,30 @@ def test_a_layer_without_indexer_is_refused() -> None:
     model = tiny_model(config)
     with pytest.raises(ValueError, match="layer 1 has no indexer; choose among 0"):
         capture_indexers(model, random_blocks(config)[:1].numpy(), [1], EOS, config, single_rank())
+
+
+def test_what_is_in_the_way_of_an_export_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = evaluated_config()
+    run, out = save_run(evaluated_model(config), config, tmp_path), tmp_path / "out.pt"
+    monkeypatch.setattr(export, "init_parallel", lambda *_: single_rank())
+    monkeypatch.setattr(export, "shutdown_parallel", lambda: None)
+    larger = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=3))
+    with pytest.raises(
+        ValueError, match=r"holds another model: decoder\.layers\.2.* is missing there, .* here"
+    ):
+        export.export_indexer(larger, run, LENGTH, [0], out)
+
+    def full(path: Path, _: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{out}'"):
+            export.export_indexer(config, run, LENGTH, [0], out)
+    assert not list(tmp_path.glob("out.pt*"))
+    export.export_indexer(config, run, LENGTH, [0], out)
+    assert torch.load(out)["seq_len_tokens"] == LENGTH
 
 
 def test_wrong_use_of_the_command(

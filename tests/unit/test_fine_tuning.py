@@ -320,13 +320,17 @@ def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
 
 
 def test_the_bundled_conversations_are_those_of_their_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
-    runpy.run_path(str(ROOT / "data" / "sample_conversations.py"), run_name="__main__")
+    script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
+    assert script["main"]() == 0
     for split in ("train", "validation"):
         name = f"{split}/conversations.jsonl"
         assert (tmp_path / name).read_bytes() == (ROOT / "data" / "sample_chat" / name).read_bytes()
+    monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path / name)])
+    assert script["main"]() == 1
+    assert f"--out {tmp_path / name}: cannot be written" in capsys.readouterr().err
 
 
 def test_the_config_for_1_7b_takes_the_model_of_its_pretraining() -> None:

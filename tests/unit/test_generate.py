@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_the_session(
     assert call(monkeypatch, *words) == 130
     said = capsys.readouterr()
     assert said.out.startswith("The")
-    assert said.err.endswith("tokens/s\n\n")
+    assert said.err.endswith("tokens/s\nstopped by Ctrl-C\n")
 
 
 def test_lines_of_the_input_and_sampling(
@@ -174,7 +174,10 @@ def test_a_damaged_tokenizer_is_named(
         ("--hf {}/none --prompt a", "none: no such folder"),
         ("--run {}/run --prompt a --prompt=", "--prompt: an empty prompt; give a text"),
         ("--run {}/run --prompts {}/blank.txt", "blank.txt, line 2: an empty prompt"),
-        ("--run {}/run --prompts {}/none.txt", "No such file"),
+        (
+            "--run {}/run --prompts {}/none.txt",
+            "none.txt: cannot be read (No such file or directory); give a file",
+        ),
         ("--run {}/run --prompts {}/latin.txt", "latin.txt: no UTF-8 text"),
         ("--run {}/run --prompt caf\udce9", "--prompt: character 4 is no UTF-8"),
         (f"--run {{}}/run --prompt a --temperature 1 --seed {2**64}", "seed is 18446744073709551616"),

@@ -201,6 +201,11 @@ def test_folders_without_an_account_are_refused(
         NoAccount, match=r"config\.yaml cannot be read \(.*\); copy it from a checkpoint of the run"
     ):
         measure_run(tmp_path)
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    for make in (lambda: None, (tmp_path / "metrics.jsonl").touch):
+        make()
+        with pytest.raises(NoAccount, match=r"metrics\.jsonl: missing or empty, though the run has saved"):
+            measure_run(tmp_path)
     (tmp_path / "goodput.jsonl").unlink()
     (tmp_path / "goodput.jsonl").mkdir()  # as a file of another user: it is there, and cannot be read
     assert called("--run", str(tmp_path), monkeypatch=monkeypatch) == REFUSED

@@ -250,6 +250,17 @@ def test_a_study_goes_on_elsewhere_without_checkpoints(
     assert read_times(study.folder).ended[f"{done.name} train"] == 1.0
 
 
+@pytest.mark.parametrize("option", ["--tables", "--pack"])
+def test_places_that_cannot_be_written_are_refused_before_the_work(
+    option: str, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "place"
+    place.touch() if option == "--tables" else place.mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        call(option, str(place))
+    assert f"{option} {place}: a f" in capsys.readouterr().err
+
+
 def test_the_pack_is_written_where_the_report_fails(
     call: Call, study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

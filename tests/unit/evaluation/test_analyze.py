@@ -226,7 +226,10 @@ def test_wrong_use(
         (("--head", 4), "--head 4: the model has 4; give one from 0 to 3"),
         (("--file", tmp_path / "empty.txt"), "empty.txt: 0 tokens"),
         (("--file", tmp_path / "bytes.txt"), "no UTF-8 text"),
-        (("--file", tmp_path / "nowhere.txt"), "No such file"),
+        (
+            ("--file", tmp_path / "nowhere.txt"),
+            f"--file {tmp_path}/nowhere.txt: cannot be read (No such file",
+        ),
         (("--max-tokens", 5000), "--max-tokens 5000: give 2 to 4,096"),
         (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
         (("gsa.k_base=many",), "not a number"),

@@ -147,9 +147,10 @@ def test_a_run_that_deletes_faster_than_one_reads(run: RunUnderWay, monkeypatch:
 
 
 def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
-    next((run.folder / "checkpoints" / "step_00000001").glob("*.distcp")).unlink()
-    with pytest.raises(ValueError, match=r"is damaged: .* is missing"):
-        load_subject(Source(run=run.folder))
+    for pattern in ("*.distcp", "common.pt"):
+        next((run.folder / "checkpoints" / "step_00000001").glob(pattern)).unlink()
+        with pytest.raises(ValueError, match=rf"is damaged: {pattern.replace('*', '.*')} is missing"):
+            load_subject(Source(run=run.folder))
 
 
 def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(

@@ -180,7 +180,7 @@ def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setattr("gsa_train.evaluation.results.table", lambda results: "")
         patched.setattr("pathlib.Path.rename", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="130"):
             evaluated(monkeypatch, "--run", run[2], "--name", "killed")
     left = {path for path in set(run[2].rglob("*")) - set(before) if path.name != "evaluations"}
     assert left == set()
@@ -371,6 +371,7 @@ def test_wrong_use(
         (("--run", run[2], "--data", "a="), "--data 'a=': names no place"),
         (("--run", run[2], "--stride", "64"), "above the context length 32"),
         (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
+        (("--run", run[2], "--device", "meta"), "--device meta: models run on cpu and cuda alone"),
         (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: no UTF-8 text"),
         (("--run", run[2], "--out", latin), f"{latin} is no folder that can be written to"),
     ):

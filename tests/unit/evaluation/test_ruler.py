@@ -205,6 +205,8 @@ def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material, tmp_
     path.write_text("{}")
     with pytest.raises(ValueError, match="not in SQuAD's format"):
         read_questions(path)
+    with pytest.raises(ValueError, match=r"--qa .*: cannot be read .*; give a file"):
+        read_questions(tmp_path / "nowhere.json")
 
 
 def test_the_command(

@@ -129,6 +129,13 @@ def test_layer_types_by_either_name() -> None:
         ({"index_temperature": "warm"}, "index_temperature is 'warm'; pass a positive number or 'learned'"),
         ({"index_adaptive": "up"}, "index_adaptive"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),
+        ({"hidden_size": -1}, "hidden_size is -1; pass at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; pass at least 1"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'; pass one of torch, such as 'bfloat16'"),
+        (
+            {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
+            "rope_parameters.rope_type is 'foo'; pass 'default' or one of",
+        ),
         ({"indexer_loss_coef": -1.0}, "indexer_loss_coef is -1.0; pass 0 or a positive number"),
         ({"layer_types": [DENSE_LAYER, "sliding_attention"]}, "layer_types.1. is 'sliding_attention'; pass"),
         (

@@ -1,0 +1,42 @@
+"""How a command ends that prints and is done: at Ctrl-C, and where what reads it has left, as `| head` does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from collections.abc import Iterator
+
+from gsa_train.run.exit_codes import INTERRUPTED
+
+READER_LEFT = 141
+"""What a shell makes of SIGPIPE, which ends other programs there."""
+
+
+@contextlib.contextmanager
+def as_command() -> Iterator[None]:
+    """Around such a command; `@as_command()` at its `main`. A line instead of a traceback at Ctrl-C, nothing where the
+    reader has left.
+
+    Not around training, which goes on without a reader, and heeds signals itself.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # at Python's own end it would be too late to catch
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        if not _reader_left():  # another pipe or socket broke
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        sys.exit(READER_LEFT)
+
+
+def _reader_left() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))

@@ -1,0 +1,81 @@
+"""How commands end at Ctrl-C, and where what reads them has left."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import verify
+
+from gsa_train import commands
+from gsa_train.commands import goodput
+from gsa_train.commands.as_command import READER_LEFT, as_command
+from gsa_train.run.exit_codes import INTERRUPTED
+
+ROOT = Path(__file__).parents[2]
+NOT_MAINS = ("as_command", "pretrain")  # training goes on without a reader, and heeds signals itself
+
+
+@pytest.mark.parametrize(
+    "write_through", [True, False]
+)  # with PYTHONUNBUFFERED=1; without, it breaks at the end
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (goodput.main, ["--gpus", "10", "--mtbf-hours", "50000", "--trials", "2"]),
+        (verify.main, [str(ROOT / "data/sample/validation")]),
+    ],
+    ids=["goodput", "verify"],
+)
+def test_where_its_reader_has_left_a_command_ends_in_silence(
+    write_through: bool,
+    command: Callable[[], int],
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "argv", ["", *words])
+    with os.fdopen(writer, "w") as stdout:
+        stdout.reconfigure(write_through=write_through)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as end:
+            command()
+    assert end.value.code == READER_LEFT
+    assert not capfd.readouterr().err
+
+
+def test_a_dry_run_ends_in_silence_too() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--config", "demo", "--dry-run"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (READER_LEFT, b"")
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError), as_command():
+        raise BrokenPipeError
+
+
+def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, as_command():
+        raise KeyboardInterrupt
+    assert end.value.code == INTERRUPTED
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_every_command_ends_so() -> None:
+    names = [each.name for each in pkgutil.iter_modules(commands.__path__) if each.name not in NOT_MAINS]
+    assert "evaluate" in names
+    for name in names:
+        main = importlib.import_module(f"gsa_train.commands.{name}").main
+        assert hasattr(main, "__wrapped__"), f"{name}.main lacks @as_command()"
