@@ -264,7 +264,8 @@ def run_script(
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Another file than the launcher, on forked ranks, to its end with this exit code; returns what it printed."""
-    environment = {**inherited(), **ENVIRONMENT, **(environment or {})}
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}  # forked ranks can run on nothing else
+    environment = {**inherited(), **ENVIRONMENT, **on_cpus, **(environment or {})}
     forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
     code = forked.wait(LONGEST_WAIT_SECONDS)
     assert code == expected, f"exit code {code}, expected {expected}:\n{log.read_text()[-5000:]}"
