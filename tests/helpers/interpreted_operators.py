@@ -72,7 +72,7 @@ def _at_once(name: str, operator: Any, whole: Call) -> Call:
         types |= {"int1"} if operator in BITWISE else {"fp32", "fp64"}
     if operator in SHIFTS or operator in BITWISE:
         mixed = frozenset()
-    make, handle_of, builder = core.tensor, interpreter.TensorHandle, interpreter.interpreter_builder
+    builder = interpreter.interpreter_builder
 
     def call(self: Any, other: Any, **kwargs: Any) -> Any:
         kind, dtype, shaped = type(other), self.dtype, self.type
@@ -104,12 +104,12 @@ def _at_once(name: str, operator: Any, whole: Call) -> Call:
         else:
             return whole(self, other, **kwargs)
         if is_offset:
-            return make(builder.create_addptr(self.handle, handle), shaped)
+            return core.tensor(builder.create_addptr(self.handle, handle), shaped)
         left, right = self.handle.data, handle.data
         found = operator(right, left) if reflected else operator(left, right)
         if compares:
-            return make(handle_of(found, core.int1), block(core.int1, shaped.sizes))
-        return make(handle_of(found, dtype), shaped)
+            return _tensor_of(found, core.int1, block(core.int1, shaped.sizes))
+        return _tensor_of(found, dtype, shaped)
 
     return call
 
@@ -128,8 +128,7 @@ def _new_axes_at_once(whole: Call) -> Call:
                 shape.append(left.pop(0))
             else:
                 return whole(self, slices, **kwargs)
-        handle = interpreter.TensorHandle(self.handle.data[slices], self.dtype)
-        return core.tensor(handle, block(self.dtype, tuple(shape)))
+        return _tensor_of(self.handle.data[slices], self.dtype, block(self.dtype, tuple(shape)))
 
     return call
 
@@ -161,9 +160,37 @@ def cast_at_once(whole: Call) -> Call:
         ):
             return whole(self, source, wanted, fp_downcast_rounding)
         data = source.handle.data.astype(interpreter._get_np_dtype(dtype))
-        return core.tensor(interpreter.TensorHandle(data, dtype), block(dtype, sizes))
+        return _tensor_of(data, dtype, block(dtype, sizes))
 
     return cast
+
+
+def to_tensor_at_once(whole: Call) -> Call:
+    """Triton's `to_tensor`, which the interpreter calls at each assignment: tensors are what they are, and a number has
+    the handle that it had before."""
+    numbers = lru_cache(maxsize=4096, typed=True)(
+        lambda number: whole(interpreter.interpreter_semantic, number)
+    )
+
+    def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        kind = type(value)
+        if kind is core.tensor:
+            return value
+        if kind in NUMBERS:
+            known = numbers(value)
+            return core.tensor(known.handle, known.type)
+        return whole(self, value, check_type)
+
+    return to_tensor
+
+
+def _tensor_of(data: Any, dtype: Any, kind: Any) -> Any:
+    """A tensor as its constructors make it; numpy gave `data` the size of its type."""
+    handle = interpreter.TensorHandle.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    tensor = core.tensor.__new__(core.tensor)
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, dtype
+    return tensor
 
 
 @lru_cache(maxsize=4096, typed=True)

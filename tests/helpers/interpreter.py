@@ -38,6 +38,7 @@ from helpers.interpreted_operators import (
     fits,
     joined,
     operators_at_once,
+    to_tensor_at_once,
 )
 
 ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
@@ -155,13 +156,14 @@ def _remember_shapes() -> None:
         return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = describe(type.sizes)
+        self.handle, self.type, self.dtype = handle, type, type.element_ty if type.sizes else type
 
     core.dtype.sizes = ()
     core.dtype.__eq__ = equal
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.tensor.__init__ = make_tensor
+    core.tensor.numel = property(lambda self: describe(self.type.sizes)[0])
+    core.tensor.shape = property(lambda self: describe(self.type.sizes)[1])
     core.block_type.__init__ = make_block
 
 
@@ -270,6 +272,7 @@ def _leave_shapes_to_numpy() -> None:
     broadcast = semantic.broadcast_impl_value
     semantic.broadcast_impl_value = of_one_shape
     semantic.cast = cast_at_once(semantic.cast)
+    semantic.to_tensor = to_tensor_at_once(semantic.to_tensor)
     semantic.binary_op_type_checking_impl = operands
 
 
