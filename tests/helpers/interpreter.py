@@ -4,7 +4,8 @@ Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and m
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
 it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
 yet, builds the table of numpy's types at each operation, describes the shape of each tensor anew, makes operands of
-one shape before numpy does so by itself, and takes a dozen calls from an operator to numpy's.
+one shape before numpy does so by itself, and takes a dozen calls from an operator or a cast to numpy's
+(interpreted_operators.py).
 
 bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
 products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
@@ -22,46 +23,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
+from helpers.interpreted_operators import (
+    NUMBERS,
+    block,
+    cast_at_once,
+    constant_of,
+    fits,
+    joined,
+    operators_at_once,
+    to_tensor_at_once,
+)
+
 ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
 PLAIN = frozenset(
     {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 )
 """Types of what is no constant of the compiler's, and holds none."""
-NUMBERS = frozenset({int, float, bool})
-NAMES = {"fp32": "float32", "fp64": "float64"}
-"""Of types, where triton.language has them under another one."""
-COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal})
-BITWISE = frozenset({np.bitwise_and, np.bitwise_or, np.bitwise_xor})
-SHIFTS = frozenset({np.left_shift, np.right_shift})
-AT_ONCE = {
-    "__add__": np.add,
-    "__radd__": np.add,
-    "__sub__": np.subtract,
-    "__rsub__": np.subtract,
-    "__mul__": np.multiply,
-    "__rmul__": np.multiply,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
-    "__xor__": np.bitwise_xor,
-    "__lshift__": np.left_shift,
-    "__rshift__": np.right_shift,
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
-    "__ne__": np.not_equal,
-}
-"""Operators of tensors, and what they are of their elements."""
-OFFSETS = ("int32", "int64")
-"""Types of what is added to pointers."""
 
 
 def mend_interpreter() -> None:
@@ -77,70 +61,6 @@ def mend_interpreter() -> None:
     _multiply_in_fp64()
     _calculate_bf16()
     _compare_as_a_gpu()
-
-
-def _at_once(name: str, operator: Any, whole: Any) -> Any:
-    """An operator of tensors of one type, or of one and a number: its numpy operation, as Triton's dozen calls find it,
-    and the type of what comes out. All else goes through `whole`."""
-    compares, reflected = operator in COMPARISONS, name in ("__radd__", "__rsub__", "__rmul__")
-    types = {"int32", "int64", "uint32"}
-    if operator not in SHIFTS:
-        types |= {"int1"} if operator in BITWISE else {"fp32", "fp64"}
-
-    def call(self: Any, other: Any, **kwargs: Any) -> Any:
-        if type(other) is core.constexpr:
-            other = other.value
-        kind, own, shaped = type(other), self.dtype.name, self.type
-        is_offset = operator is np.add and self.dtype.is_ptr()
-        others = OFFSETS if is_offset else (own,) if own in types else ()
-        if kind is core.tensor and other.dtype.name in others:
-            handle, sizes = other.handle, other.type.sizes
-            if shaped.sizes != sizes:
-                shaped = core.block_type(self.dtype, list(_joined(shaped.sizes, sizes)))
-        elif (
-            kind in NUMBERS
-            and others
-            and _fits(other, core.int32 if is_offset else self.dtype)
-            and not (compares and _may_be_fp64(other))
-        ):
-            handle = _constant(other, "int32" if is_offset else own)
-        else:
-            return whole(self, other, **kwargs)
-        if is_offset:
-            return core.tensor(interpreter.interpreter_builder.create_addptr(self.handle, handle), shaped)
-        left, right = self.handle.data, handle.data
-        found = operator(right, left) if reflected else operator(left, right)
-        if compares:
-            shaped = core.block_type(core.int1, list(shaped.sizes)) if shaped.sizes else core.int1
-        return core.tensor(interpreter.TensorHandle(found, self.handle.dtype), shaped)
-
-    return call
-
-
-@lru_cache(maxsize=4096)
-def _constant(value: Any, name: str) -> Any:
-    dtype = getattr(core, NAMES.get(name, name))
-    data = np.array([value or 0], dtype=interpreter._get_np_dtype(dtype))  # no zero is negative
-    return interpreter.TensorHandle(data, dtype)
-
-
-def _may_be_fp64(number: Any) -> bool:
-    """To Triton, where a tensor is compared with it: it is not within fp32's normal numbers."""
-    return type(number) is float and (0 < abs(number) < 2.0**-126 or 3e38 < abs(number) < math.inf)
-
-
-@cache
-def _joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return np.broadcast_shapes(left, right)
-
-
-def _fits(number: Any, dtype: Any) -> bool:
-    """Becomes a number of this type, without an error or another type for both."""
-    if dtype.is_floating():
-        return dtype.name in ("fp32", "fp64")
-    if type(number) is float or dtype.is_ptr() or dtype.is_int1():
-        return False
-    return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
 
 
 def _remember_numpy_types() -> None:
@@ -161,7 +81,7 @@ def _remember_builtins() -> None:
         found = {name: member for name, member in inspect.getmembers(package) if core.is_builtin(member)}
         members = {name: interpreted(member) for name, member in found.items()}
         if package is core.tensor:
-            members |= {name: _at_once(name, operator, members[name]) for name, operator in AT_ONCE.items()}
+            members |= operators_at_once(members)
         return members
 
     checking = core.builtin(lambda: None).__code__  # of what asks for `_semantic` before each call
@@ -236,13 +156,14 @@ def _remember_shapes() -> None:
         return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = describe(type.sizes)
+        self.handle, self.type, self.dtype = handle, type, type.element_ty if type.sizes else type
 
     core.dtype.sizes = ()
     core.dtype.__eq__ = equal
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.tensor.__init__ = make_tensor
+    core.tensor.numel = property(lambda self: describe(self.type.sizes)[0])
+    core.tensor.shape = property(lambda self: describe(self.type.sizes)[1])
     core.block_type.__init__ = make_block
 
 
@@ -257,7 +178,24 @@ def _remember_sizes() -> None:
         if data.itemsize > allowed[dtype.name]:
             raise ValueError(f"{data.dtype} does not fit {dtype}")
 
+    elements: dict[str, tuple[Any, int]] = {}
+    find_element = interpreter.TensorHandle.get_element_ty
+
+    def element_of(handle: Any) -> tuple[Any, int]:
+        """What a pointer points to, and its bytes."""
+        name = handle.dtype.name
+        if name not in elements:
+            found = find_element(handle)
+            elements[name] = found, max(1, found.primitive_bitwidth // 8)
+        return elements[name]
+
+    def add_to_pointers(self: Any, pointers: Any, offset: Any) -> Any:
+        moved = pointers.data + element_of(pointers)[1] * offset.data.astype(np.uint64)
+        return interpreter.TensorHandle(moved, pointers.dtype)
+
     interpreter.TensorHandle.__init__ = make_handle
+    interpreter.TensorHandle.get_element_ty = lambda self: element_of(self)[0]
+    interpreter.InterpreterBuilder.create_addptr = add_to_pointers
 
 
 def _leave_shapes_to_numpy() -> None:
@@ -271,14 +209,13 @@ def _leave_shapes_to_numpy() -> None:
     def of_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
         if tensor.type.sizes == shape:
             return tensor
-        return core.tensor(tensor.handle, core.block_type(tensor.dtype, list(shape)))
+        return core.tensor(tensor.handle, block(tensor.dtype, shape))
 
     def in_64_bits(tensor: Any) -> Any:
         if tensor.dtype.name == "int64":
             return tensor
         handle = interpreter.TensorHandle(tensor.handle.data.astype(np.int64), core.int64)
-        sizes = tensor.type.sizes
-        return core.tensor(handle, core.block_type(core.int64, list(sizes)) if sizes else core.int64)
+        return core.tensor(handle, block(core.int64, tensor.type.sizes))
 
     def operands(
         self: Any,
@@ -295,30 +232,28 @@ def _leave_shapes_to_numpy() -> None:
             same = one.name == other.name and not one.is_ptr() and not (division and one.name in halves)
             offset = left_pointer and one.is_ptr() and other.is_int()
             if same or offset:
-                shape = _joined(left.type.sizes, right.type.sizes)
+                shape = joined(left.type.sizes, right.type.sizes)
                 return of_shape(left, shape), of_shape(right, shape)
             if arithmetic and one.name in widths and other.name in widths:
-                shape = _joined(left.type.sizes, right.type.sizes)
+                shape = joined(left.type.sizes, right.type.sizes)
                 return of_shape(in_64_bits(left), shape), of_shape(in_64_bits(right), shape)
-        elif arithmetic and kinds[0] and type(right) in NUMBERS and _fits(right, left.dtype):
-            return left, core.tensor(_constant(right, left.dtype.name), left.type)
-        elif arithmetic and kinds[1] and type(left) in NUMBERS and _fits(left, right.dtype):
-            return core.tensor(_constant(left, right.dtype.name), right.type), right
+        elif arithmetic and kinds[0] and type(right) in NUMBERS and fits(right, left.dtype):
+            return left, core.tensor(constant_of(right, left.dtype.name), left.type)
+        elif arithmetic and kinds[1] and type(left) in NUMBERS and fits(left, right.dtype):
+            return core.tensor(constant_of(left, right.dtype.name), right.type), right
         found: tuple[Any, Any] = check(self, left, right, left_pointer, right_pointer, arithmetic, division)
         return found
 
     def filled(tensor: Any, shape: tuple[int, ...]) -> Any:
         handle = tensor.handle
         data = np.full(shape, handle.data, interpreter._get_np_dtype(handle.dtype))
-        block = core.block_type(tensor.dtype, list(shape))
-        return core.tensor(interpreter.TensorHandle(data, handle.dtype), block)
+        return core.tensor(interpreter.TensorHandle(data, handle.dtype), block(tensor.dtype, shape))
 
     def stretched(tensor: Any, shape: tuple[int, ...]) -> Any:
         if tensor.type.sizes == shape:
             return tensor
         data = np.broadcast_to(tensor.handle.data, shape)
-        block = core.block_type(tensor.dtype, list(shape))
-        return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype), block)
+        return core.tensor(interpreter.TensorHandle(data, tensor.handle.dtype), block(tensor.dtype, shape))
 
     def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         one, other = left.type.sizes, right.type.sizes
@@ -329,13 +264,15 @@ def _leave_shapes_to_numpy() -> None:
         if not other:
             return left, filled(right, one)
         if len(one) == len(other):
-            shape = _joined(one, other)
+            shape = joined(one, other)
             return stretched(left, shape), stretched(right, shape)
         found: tuple[Any, Any] = broadcast(self, left, right)
         return found
 
     broadcast = semantic.broadcast_impl_value
     semantic.broadcast_impl_value = of_one_shape
+    semantic.cast = cast_at_once(semantic.cast)
+    semantic.to_tensor = to_tensor_at_once(semantic.to_tensor)
     semantic.binary_op_type_checking_impl = operands
 
 
@@ -358,7 +295,7 @@ def _calculate_bf16() -> None:
 
     def cast(self: Any, source: Any, to_type: Any) -> Any:
         values, wanted = _in_fp32(source).data, to_type.scalar
-        if wanted == core.bfloat16:
+        if wanted.name == "bf16":
             return _rounded(values.astype(np.float32))
         return interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(wanted)), wanted)
 
@@ -367,7 +304,7 @@ def _calculate_bf16() -> None:
         return cast(self, source, to_type)
 
     def binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
-        if left.dtype.scalar != core.bfloat16:
+        if left.dtype.name != "bf16":
             return calculate(self, left, right, operation)
         found = operation(_in_fp32(left).data, _in_fp32(right).data)
         if found.dtype == np.float32:
@@ -399,7 +336,7 @@ def _compare_as_a_gpu() -> None:
 
 def _in_fp32(handle: Any) -> Any:
     """bf16 as fp32; others as they are."""
-    if handle.dtype.scalar != core.bfloat16:
+    if handle.dtype.name != "bf16":
         return handle
     bits = handle.data.astype(np.uint32) << 16
     return interpreter.TensorHandle(bits.view(np.float32), core.float32)

@@ -125,3 +125,29 @@ def test_shifts_at_once_keep_the_sign_of_what_has_one() -> None:
     out = torch.empty(4, 4, dtype=torch.int32)
     _shifts_kernel[(1,)](x, y, out, SIZE=4, BITS=2)
     assert torch.equal(out, torch.stack([x >> 2, x << 2, x >> y, ((x.long() & 0xFFFFFFFF) >> 2).int()]))
+
+
+@triton.jit
+def _casts_kernel(x, y, wide, out, SIZE: tl.constexpr):
+    """Operands of 32 and 64 bits, casts, and new axes of tensors of two."""
+    index = tl.arange(0, SIZE)
+    value, long = tl.load(x + index), tl.load(y + index)
+    tl.store(wide + index, value * long)
+    tl.store(wide + SIZE + index, long - value)
+    tl.store(wide + 2 * SIZE + index, (value < long).to(tl.int64))
+    tl.store(wide + 3 * SIZE + index, (value.to(tl.float32) / 2).to(tl.int64) + value.to(tl.int8))
+    square = value[:, None].to(tl.float64) * value[None, :]
+    cube = square[:, None, :] + index[None, :, None].to(tl.float32)
+    tl.store(
+        out + (index[:, None] * SIZE + index[None, :])[:, None, :] + index[None, :, None] * SIZE * SIZE, cube
+    )
+
+
+def test_casts_and_new_axes_at_once_are_torchs() -> None:
+    x, y = torch.tensor([5, -7, 2**31 - 1, -(2**31)]).int(), torch.tensor([2**40, -1, 3, -(2**31)])
+    wide, out = torch.empty(4, 4, dtype=torch.int64), torch.empty(4, 4, 4, dtype=torch.float64)
+    _casts_kernel[(1,)](x, y, wide, out, SIZE=4)
+    halves = (x.float() / 2).long() + x.to(torch.int8)
+    assert torch.equal(wide, torch.stack([x * y, y - x, (x < y).long(), halves]))
+    square = x[:, None].double() * x
+    assert torch.equal(out, square + torch.arange(4.0)[:, None, None])
