@@ -12,6 +12,7 @@ import json
 import pickle
 import re
 from collections.abc import Collection
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,17 @@ class RefusedContent(ValueError):
     """A file of a checkpoint that holds what no save writes."""
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """In the place of `getattr`, with which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise _refused(TORCH_METADATA, "builtins.getattr")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in CLASSES.get(module, ()):
             raise _refused(TORCH_METADATA, f"{module}.{name}")

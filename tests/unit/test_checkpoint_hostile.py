@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +18,12 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint.damage import find_damage
+from gsa_train.checkpoint.guarded import RefusedContent, read_metadata
 from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_state
 from gsa_train.cli import Arguments
@@ -149,6 +152,44 @@ def test_nothing_runs_when_it_is_loaded_unverified(
     assert refused
     assert all("mkdir" in message for message in refused), refused
     assert not marker.exists()
+
+
+class GetAttribute:
+    """Pickled as `getattr(of, name)`."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+class PicklerOfPython3112(pickle.Pickler):
+    """Writes a member of an enum as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_of_each_python_is_read(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = list(WriteItemType)
+    content = io.BytesIO()
+    PicklerOfPython3112(content).dump(metadata)
+    assert b"getattr" in content.getvalue()
+    (folder / ".metadata").write_bytes(content.getvalue())
+    assert read_metadata(folder).planner_data == list(WriteItemType)
+
+
+@pytest.mark.parametrize(
+    "asked", [(torch.Size, "__class__"), (WriteItemType, "mro"), (torch.bfloat16, "itemsize")]
+)
+def test_no_other_attribute_is_read(asked: tuple[Any, str], folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = GetAttribute(*asked)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RefusedContent, match=r"\.metadata asks for builtins\.getattr"):
+        read_metadata(folder)
 
 
 def point_elsewhere(**fields: Any) -> Callable[[Path], None]:
