@@ -100,9 +100,8 @@ def test_a_name_that_is_looked_up_for_ever_has_the_same_limit(monkeypatch):
 
     def look_up(*_, **__):
         ended.wait()
-        raise socket.gaierror(
-            -2, "Name not known"
-        )  # what is nobody's any more; another error would be a later test's
+        # Known to who asked; an error that is not would end a later test.
+        raise socket.gaierror(-2, "Name not known")
 
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
