@@ -35,7 +35,6 @@ from gsa_data.lanes import LaneReader
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import TextReader
 from gsa_data.shards import DataFault, Manifest, build_manifest, read_lines
-from gsa_train.commands.as_command import as_command
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,6 @@ def report_packing(
     return "\n".join(lines)
 
 
-@as_command()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -58,6 +58,8 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of the lines has left
+        raise
     except OSError as error:
         print(f"not all was written: {error}; make room, or give another --out", file=sys.stderr)
         return 2

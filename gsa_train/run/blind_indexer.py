@@ -1,4 +1,4 @@
-"""Says when the indexer of a sparse phase selects what random keys would be: the model then trains on noise."""
+"""Warns when the indexer of a sparse phase selects hardly better than at random: the model then trains on noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gsa_train.config import PhaseConfig
 logger = logging.getLogger(__name__)
 
 PATIENCE_STEPS = 100
-"""After the warm-up of the rate. Indexers that learned have a share of 0.1 and more by then (docs/results)."""
+"""After the warm-up of the rate. No indexer of our studies that learned was below the share then (docs/results)."""
 LEAST_SHARE = 0.05
 """Of the attention that random keys miss, found by the indexer."""
 LOGGED_STEPS = 3
