@@ -163,8 +163,9 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
 
 
 def _when_written(folder: Path) -> tuple[str, int]:
-    """W&B's name of a start's folder has its second; for starts within one second, when their records ended."""
-    return folder.name.split("run-")[-1], max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
+    """The second of a start, from W&B's name of its folder; for starts within one second, when their records ended."""
+    second = folder.name.removeprefix("offline-").removeprefix("run-").split("-")[0]
+    return second, max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
 
 
 def why_no_answer(url: str, seconds: float) -> str | None:

@@ -172,6 +172,20 @@ def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_pa
     assert server.steps("abc") == [1]
 
 
+def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
+    """W&B tells their folders apart by a number behind the id; one without a server has a name of its own."""
+    names = ["run-20261126_162634-abc-9", "run-20261126_162635-abc-1", "offline-run-20261126_162635-abc"]
+    for place, name in enumerate([*names, "run-20261126_162636-abc"]):
+        folder = tmp_path / "wandb" / name
+        folder.mkdir(parents=True)
+        (folder / "run-abc.wandb").touch()
+        os.utime(folder / "run-abc.wandb", ns=(place, place))
+    wandb_outage.warn_of_unsent(tmp_path, "abc", but=folder)
+    (line,) = said(caplog)
+    places = [line.index(f"/{name}") for name in names]
+    assert places == sorted(places)
+
+
 def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
     """One whole, one killed with the server away, one offline as it was away at the start, and two whole ones."""
     log_start(tmp_path, (1, 2), server)
