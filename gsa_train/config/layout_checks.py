@@ -8,6 +8,8 @@ from gsa_train.config.load import problem_line
 from gsa_train.config.pipeline_layout import chunk_layers
 from gsa_train.config.sections import Config
 
+MOST_TOKENS_PER_STEP = 10**9  # sixteen times DeepSeek-V3's 63M (arXiv 2412.19437, 15,360 sequences of 4096)
+
 
 def check_layout(config: Config, world_size: int) -> list[str]:
     """Mistakes in `parallel`, and in sizes that it must divide, a line each."""
@@ -235,6 +237,11 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
     train, lines = config.train, []
     replicas = data_parallel_size(config, world_size)
     unit = train.micro_batch_size * replicas
+    tokens = train.global_batch_size * train.seq_len_tokens
+    if train.seq_len_tokens > 0 and tokens > MOST_TOKENS_PER_STEP:
+        wrong = f"sequences of {train.seq_len_tokens} tokens: {tokens:.3g} tokens per step"
+        remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // train.seq_len_tokens}"
+        return [problem_line("train.global_batch_size", train.global_batch_size, wrong, remedy)]
     if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
         lines.append(
             problem_line(

@@ -331,6 +331,10 @@ BROKEN_RULES: list[tuple[list[str], list[str]]] = [
     (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
     (["checkpoint.save_retries=-1"], ["checkpoint.save_retries = -1", "negative"]),
     (["checkpoint.retry_after_steps=0"], ["checkpoint.retry_after_steps = 0", "below 1"]),
+    (
+        ["train.global_batch_size=4000000"],
+        ["train.global_batch_size = 4000000", "tokens per step", "count sequences, not tokens: at most"],
+    ),
     (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
     (["run.seed=-1"], ["run.seed = -1", "negative"]),
     (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
