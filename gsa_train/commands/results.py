@@ -3,9 +3,10 @@
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
 
 A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
-of what the benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md over
-all. A page with more finished runs than are here stays as it is, and main.png where not all of its runs are here. Exit
-code 2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a bench, or no room.
+of what the benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that
+headline.yaml of `--studies` lists; and README.md over all. A page with more finished runs than are here stays as it is,
+and main.png where not all of its runs are here. Exit code 2: wrong use, a mistake in a study file, headline.yaml or a
+verdict, a damaged file of a bench, or no room.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from pathlib import Path
 from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import read_yaml
-from gsa_train.study.efficiency import read_benches, write_efficiency
+from gsa_train.study.efficiency import (
+    efficiency_tables,
+    read_benches,
+    write_efficiency,
+    write_efficiency_values,
+)
 from gsa_train.study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_train.study.results import write_overview, write_page, write_values
+from gsa_train.study.seeds import write_seeds
 from gsa_train.study.study_file import load_study
 
 SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
@@ -36,7 +43,11 @@ def main() -> int:
         headline_file = arguments.studies / FILE
         headline = load_headline(headline_file, studies) if headline_file.is_file() else None
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+        benches = read_benches(arguments.benches)
+        tables = efficiency_tables(benches, shapes)
         values = [write_values(study, arguments.out) for study in studies]
+        written += write_seeds([study.config.name for study in studies], arguments.out)
+        written += write_efficiency_values(tables, benches, arguments.out)
         for results, files_of_values in values:
             standing, pages = write_page(results, arguments.out)
             standings.append(standing)
@@ -45,7 +56,7 @@ def main() -> int:
                 print(
                     f"kept {arguments.out / standing.page}: it has {standing.runs} runs, and fewer are here"
                 )
-        standing, page = write_efficiency(read_benches(arguments.benches), shapes, arguments.out)
+        standing, page = write_efficiency(tables, benches, arguments.out)
         written.append(page)
         if headline is not None:
             figure, lacking = write_headline(headline, arguments.out)

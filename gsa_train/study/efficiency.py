@@ -1,9 +1,10 @@
-"""The page of time and memory: what the benches of one machine measured, with theory and the paper beside it."""
+"""The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
+efficiency.csv, from which texts take its numbers (`study/verdicts.py`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from gsa_train.config import Config, ConfigError, PhaseConfig
 from gsa_train.files import write_atomically
 from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_selected_keys
 from gsa_train.study.results import NOT_RUN, Standing
-from gsa_train.study.tables import Rows, bullets, markdown_table
+from gsa_train.study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
 from gsa_train.study.verdicts import read_verdict
 
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
@@ -29,8 +30,43 @@ SHARED_BLOCK, SHARED_WINDOW = 32, 64
 @dataclass(frozen=True)
 class Bench:
     rows: Sequence[Mapping[str, Any]]
+    path: Path
+    commit: str
     about: str
     """What ran where."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model at one length: a row of a table."""
+
+    name: str
+    """The arm's in the CSV."""
+    cells: Sequence[str]
+    values: Mapping[str, float | None]
+    """Key in the CSV (`KEYS`) -> number; None: not measured."""
+    bench: str
+    commit: str = ""
+    """Where not all rows of the bench are of one."""
+
+
+KEYS = {
+    "ms": "time, ms",
+    "time": "time over the standard model's",
+    "forward": "time over dense attention's, forward",
+    "forward_backward": "time over dense attention's, forward + backward",
+    "with_indexer_loss": "time over dense attention's, forward + backward + indexer loss",
+    "theory": "time over the standard model's or dense attention's, by theory",
+    "gib": "peak memory, GiB",
+    "memory": "peak memory over the standard model's or dense attention's",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: Sequence[str]
+    cases: Sequence[Case]
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
@@ -47,7 +83,7 @@ def read_benches(folder: Path) -> dict[str, Bench]:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 where = content["environment"]
                 about = f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['commit']}"
-                found[name] = Bench(content["rows"], f"`{name}`: {about}")
+                found[name] = Bench(content["rows"], path, where["commit"], f"`{name}`: {about}")
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     path, [f"damaged ({error!r}); write it again by {name}.py --out"]
@@ -55,13 +91,62 @@ def read_benches(folder: Path) -> dict[str, Bench]:
     return found
 
 
-def write_efficiency(
-    benches: Mapping[str, Bench], shapes: Mapping[str, Config], out: Path
-) -> tuple[Standing, Path]:
+def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> list[Table]:
     """
     Args:
         shapes: config by the benches' name of its shape, `1.7B`.
     """
+    times = ["forward", "theory", "forward + backward", "with indexer loss", "peak memory"]
+    of_steps = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
+    memory = ["peak memory, GiB", "over standard"]
+    generation = ["", "tokens", "sequences", "model", "ms", "over standard", "theory", "the paper, at 128K"]
+    found = [
+        Table(
+            "One layer's attention",
+            ["shape", "tokens", "selection", "r", *times],
+            [*_random_inputs(benches, shapes), *_selections(benches, shapes)],
+        ),
+        Table(
+            "A training step of the whole model",
+            ["config", "step, ms", "over standard", "the paper", "peak memory, GiB"],
+            list(_steps(benches)),
+        ),
+        Table(
+            "Training steps from 4K to 128K tokens",
+            [*of_steps, *memory, "commit"],
+            [*_few_layers(benches), *_whole_models(benches)],
+        ),
+        Table(
+            "Generation by the whole model",
+            [*generation, *memory],
+            list(_generation(benches, shapes)),
+        ),
+    ]
+    return [table for table in found if table.cases]
+
+
+def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench], out: Path) -> list[Path]:
+    """The CSV of all numbers, with the columns of a study's one. Returns the files that were written: none without a
+    bench's file."""
+    rows: list[Sequence[object]] = []
+    for case in (case for table in tables for case in table.cases):
+        bench = benches[case.bench]
+        where = (bench.path.as_posix(), "", case.commit or bench.commit)
+        rows += [
+            (case.name, 1, KEYS[key], key, f"by {case.bench}", repr(value), *where)
+            for key, value in case.values.items()
+            if value is not None
+        ]
+    if not rows:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path := out / f"{NAME}.csv", csv_text([VALUES_HEAD, *rows]))
+    return [path]
+
+
+def write_efficiency(
+    tables: Sequence[Table], benches: Mapping[str, Bench], out: Path
+) -> tuple[Standing, Path]:
     path, verdict = out / f"{NAME}.md", read_verdict(out, NAME)
     parts = [f"# {TITLE}"]
     parts.append(
@@ -72,15 +157,11 @@ def write_efficiency(
         f"for decoding and {PAPER['memory']} for memory."
     )
     parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
-    for title, rows in (
-        ("One layer's attention", attention_rows(benches, shapes)),
-        ("A training step of the whole model", step_rows(benches)),
-        ("Training steps from 4K to 128K tokens", length_rows(benches)),
-        ("Generation by the whole model", generation_rows(benches, shapes)),
-    ):
-        if len(rows) > 1:
-            parts += [f"## {title}", markdown_table(rows)]
+    for table in tables:
+        rows = [list(table.head), *(list(case.cells) for case in table.cases)]
+        parts += [f"## {table.title}", markdown_table(rows)]
     parts += ["## Source", bullets(bench.about for bench in benches.values())] if benches else []
+    parts += [f"In full in [{NAME}.csv]({NAME}.csv)."] if tables else []
     parts.append("Made by `python launch/results.py` from the benches' files: do not edit.")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
@@ -90,47 +171,52 @@ def write_efficiency(
     ), path
 
 
-def attention_rows(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Rows:
-    """A length and a selection a row."""
-    times = ["forward", "theory", "forward + backward", "with indexer loss", "peak memory"]
-    table = [["shape", "tokens", "selection", "r", *times]]
-    if "bench_gsa" in benches:
-        for row in benches["bench_gsa"].rows:
-            if row.get("mode") == "graph" and row["batch"] == 1:
-                theory = forward_ratio(shapes.get(row["shape"]), row["length"], 1)
-                forward, both = row["dense_forward_ms"], row["dense_both_ms"]
-                ratios = [
-                    row["forward_ms"] / forward,
-                    theory,
-                    row["both_without_kl_ms"] / both,
-                    row["both_ms"] / both,
-                ]
-                table.append(
-                    [row["shape"], str(row["length"]), "random inputs", "–", *map(_two, ratios), "–"]
-                )
-    for name in ("bench_long", "bench_long_trained"):
-        rows = [row for row in benches[name].rows if "attention" in row] if name in benches else []
+def _rows(benches: Mapping[str, Bench], bench: str) -> Sequence[Mapping[str, Any]]:
+    return benches[bench].rows if bench in benches else ()
+
+
+def _name(*words: object) -> str:
+    return "_".join(map(str, words)).replace(" ", "_")
+
+
+def _random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
+    bench, kind = "bench_gsa", "random inputs"
+    for row in _rows(benches, bench):
+        if row.get("mode") == "graph" and row["batch"] == 1:
+            shape, length = row["shape"], row["length"]
+            values = {
+                "forward": row["forward_ms"] / row["dense_forward_ms"],
+                "theory": forward_ratio(shapes.get(shape), length, 1),
+                "forward_backward": row["both_without_kl_ms"] / row["dense_both_ms"],
+                "with_indexer_loss": row["both_ms"] / row["dense_both_ms"],
+            }
+            cells = [shape, str(length), kind, "–", *map(_two, values.values()), "–"]
+            yield Case(_name("layer", shape, length, kind), cells, values, bench)
+
+
+def _selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
+    """A length and a selection a row: made ones, each with its r, and those of a trained indexer."""
+    for bench in ("bench_long", "bench_long_trained"):
+        rows = [row for row in _rows(benches, bench) if "attention" in row]
         dense = {(row["shape"], row["length"]): row for row in rows if row["attention"] == DENSE}
         for row in rows:
             if row["r"] is None:
                 continue
-            beside = dense[row["shape"], row["length"]]
+            shape, length = row["shape"], row["length"]
+            beside = dense[shape, length]
             block = 32 if "block" in row["attention"] else 1
-            ratios = [
-                row["forward_ms"] / beside["forward_ms"],
-                forward_ratio(shapes.get(row["shape"]), row["length"], block),
-                row["both_ms"] / beside["both_ms"],
-                None if row["both_kl_ms"] is None else row["both_kl_ms"] / beside["both_ms"],
-                row["peak_gib"] / beside["peak_gib"],
-            ]
-            words = [
-                row["shape"],
-                str(row["length"]),
-                row["attention"].removeprefix("GSA "),
-                f"{row['r']:.2g}",
-            ]
-            table.append([*words, *map(_two, ratios)])
-    return table
+            values = {
+                "forward": row["forward_ms"] / beside["forward_ms"],
+                "theory": forward_ratio(shapes.get(shape), length, block),
+                "forward_backward": row["both_ms"] / beside["both_ms"],
+                "with_indexer_loss": None
+                if row["both_kl_ms"] is None
+                else row["both_kl_ms"] / beside["both_ms"],
+                "memory": row["peak_gib"] / beside["peak_gib"],
+            }
+            kind, r = row["attention"].removeprefix("GSA "), f"{row['r']:.2g}"
+            name = _name("layer", shape, length, kind) + ("" if "selected" in kind else f"_r{r}")
+            yield Case(name, [shape, str(length), kind, r, *map(_two, values.values())], values, bench)
 
 
 def forward_ratio(config: Config | None, length: int, block: int) -> float | None:
@@ -145,47 +231,60 @@ def forward_ratio(config: Config | None, length: int, block: int) -> float | Non
     return (4 * model.num_heads * model.head_dim * selected + scores) / dense
 
 
-def step_rows(benches: Mapping[str, Bench]) -> Rows:
-    table = [["config", "step, ms", "over standard", "the paper", "peak memory, GiB"]]
-    for row in benches["bench_step"].rows if "bench_step" in benches else ():
-        if "config" in row:
-            paper = PAPER["step"] if row["config"].startswith("gsa_") else ""
-            table.append(
-                [row["config"], f"{row['step_ms']:.1f}", _two(row["ratio"]), paper, f"{row['peak_gib']:.1f}"]
-            )
-    return table
+def _steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
+    bench = "bench_step"
+    rows = [row for row in _rows(benches, bench) if "config" in row]
+    standard = next((row for row in rows if row["config"].startswith("standard_")), None)
+    for row in rows:
+        paper = PAPER["step"] if row["config"].startswith("gsa_") else ""
+        memory = row["peak_gib"] / standard["peak_gib"] if standard else None
+        values = {"ms": row["step_ms"], "time": row["ratio"], "gib": row["peak_gib"], "memory": memory}
+        cells = [row["config"], f"{row['step_ms']:.1f}", _two(row["ratio"]), paper, f"{row['peak_gib']:.1f}"]
+        yield Case(_name("step", row["config"]), cells, values, bench)
 
 
-def length_rows(benches: Mapping[str, Bench]) -> Rows:
-    """Steps of models with few layers, and what two depths say of the whole one. The newest row of each case."""
-    head = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
-    table = [[*head, "peak memory, GiB", "over standard", "commit"]]
-    rows = benches[STEPS].rows if STEPS in benches else ()
+def _case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
+    """Of one device and commit."""
+    return (row["gpu"], row["commit"], row["shape"], row["length"], row.get("layers"), model)
 
-    def case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
-        """Of one device and commit."""
-        return (row["gpu"], row["commit"], row["shape"], row["length"], row.get("layers"), model)
 
-    steps = {case(row, row["model"]): row for row in rows if row.get("step_ms") is not None}
+def _few_layers(benches: Mapping[str, Bench]) -> Iterator[Case]:
+    """Steps of models with few layers. The newest row of each case."""
+    rows = _rows(benches, STEPS)
+    steps = {_case(row, row["model"]): row for row in rows if row.get("step_ms") is not None}
     newest = {key[2:]: (key, row) for key, row in steps.items()}
     for key, row in sorted(newest.values(), key=lambda each: (each[0][2], *each[0][3:5])):
         standard = steps.get((*key[:5], "standard"))
-        time_over = 1 / row["speed_up"] if row.get("speed_up") else None
-        memory_over = row["peak_gib"] / standard["peak_gib"] if standard else None
-        paper = PAPER["step"] if row["model"].startswith("gsa") and row["length"] == 4096 else ""
-        table.append([
-            row["shape"], str(row["length"]), str(row["layers"]), row["model"],
-            "–" if row.get("r") is None else f"{row['r']:.2g}", f"{row['step_ms']:.1f}", _two(time_over),
-            _two(1 / row["flops_limit"]), paper, f"{row['peak_gib']:.1f}", _two(memory_over), row["commit"],
-        ])  # fmt: skip
-    whole = {case(row, row["model"])[2:]: row for row in rows if "whole_ms" in row}.values()
+        values = {
+            "ms": row["step_ms"],
+            "time": 1 / row["speed_up"] if row.get("speed_up") else None,
+            "theory": 1 / row["flops_limit"],
+            "gib": row["peak_gib"],
+            "memory": row["peak_gib"] / standard["peak_gib"] if standard else None,
+        }
+        shape, length, layers, model = row["shape"], row["length"], row["layers"], row["model"]
+        paper = PAPER["step"] if model.startswith("gsa") and length == 4096 else ""
+        cells = [
+            shape, str(length), str(layers), model, "–" if row.get("r") is None else f"{row['r']:.2g}",
+            f"{values['ms']:.1f}", _two(values["time"]), _two(values["theory"]), paper, f"{values['gib']:.1f}",
+            _two(values["memory"]), row["commit"],
+        ]  # fmt: skip
+        yield Case(_name("step", shape, length, layers, "layers", model), cells, values, STEPS, row["commit"])
+
+
+def _whole_models(benches: Mapping[str, Bench]) -> Iterator[Case]:
+    """What two depths say of the whole model. The newest row of each case."""
+    rows = _rows(benches, STEPS)
+    whole = {_case(row, row["model"])[2:]: row for row in rows if "whole_ms" in row}.values()
     for row in sorted(whole, key=lambda each: (each["shape"], each["length"])):
         time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
-        table.append([
-            row["shape"], str(row["length"]), "all", row["model"], "–", f"{row['whole_ms']:.1f}", _two(time_over),
-            "–", "", "–", "–", row["commit"],
-        ])  # fmt: skip
-    return table
+        shape, length, model = row["shape"], row["length"], row["model"]
+        cells = [
+            shape, str(length), "all", model, "–", f"{row['whole_ms']:.1f}", _two(time_over), "–", "", "–", "–",
+            row["commit"],
+        ]  # fmt: skip
+        values = {"ms": row["whole_ms"], "time": time_over}
+        yield Case(_name("step", shape, length, model), cells, values, STEPS, row["commit"])
 
 
 def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
@@ -203,27 +302,29 @@ def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float 
     return ours / ((found.dense_equivalent - found.output - found.gates) / 3)
 
 
-def generation_rows(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Rows:
+def _generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
     """Prefill, and a token of decoding. Theory of the latter: what the weights and caches take to be read."""
-    head = ["", "tokens", "sequences", "model", "ms", "over standard", "theory", "the paper, at 128K"]
-    table = [[*head, "peak memory, GiB", "over standard"]]
-    rows = benches["bench_generate"].rows if "bench_generate" in benches else ()
+    bench = "bench_generate"
+    rows = _rows(benches, bench)
     for row in rows:
         if "prefill" in row:
             standard = next(
                 each for each in rows if each.get("prefill") == row["prefill"] and each["model"] == "standard"
             )
-            length, is_gsa = row["prefill"], row["model"] != "standard"
-            theory = (
-                prefill_ratio(shapes.get("1.7B"), length, row["model"] == "GSA shared") if is_gsa else 1.0
-            )
-            at_paper_s = row["model"] == "GSA" and length == LONG
-            words = ["prefill", str(length), "1", row["model"], f"{row['ms']:.1f}"]
-            words += [_two(row["ms"] / standard["ms"]), _two(theory), PAPER["prefill"] if at_paper_s else ""]
-            peak = row.get("peak_gib")  # rows of earlier versions have none
-            over = None if peak is None else peak / standard["peak_gib"]
+            length, model, peak = row["prefill"], row["model"], row.get("peak_gib")
+            is_gsa, at_paper_s = model != "standard", model == "GSA" and length == LONG
+            values = {
+                "ms": row["ms"],
+                "time": row["ms"] / standard["ms"],
+                "theory": prefill_ratio(shapes.get("1.7B"), length, model == "GSA shared") if is_gsa else 1.0,
+                "gib": peak,  # rows of earlier versions have none
+                "memory": None if peak is None else peak / standard["peak_gib"],
+            }
             said = f" (the paper: {PAPER['memory']})" if at_paper_s and peak is not None else ""
-            table.append([*words, "–" if peak is None else f"{peak:.1f}", _two(over) + said])
+            cells = ["prefill", str(length), "1", model, f"{row['ms']:.1f}"]
+            cells += [_two(values["time"]), _two(values["theory"]), PAPER["prefill"] if at_paper_s else ""]
+            cells += ["–" if peak is None else f"{peak:.1f}", _two(values["memory"]) + said]
+            yield Case(_name("prefill", length, model), cells, values, bench)
         elif "step_ms" in row:
             same = ("batch", "length")
             standard = next(
@@ -231,11 +332,16 @@ def generation_rows(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) 
                 for each in rows
                 if all(each.get(key) == row[key] for key in same) and each["model"] == "standard"
             )
-            paper = PAPER["decode"] if row["model"] == "GSA" and row["length"] == LONG else ""
-            words = ["decode", str(row["length"]), str(row["batch"]), row["model"], f"{row['step_ms']:.2f}"]
-            ratios = [row["step_ms"] / standard["step_ms"], row["bound_ms"] / standard["bound_ms"]]
-            table.append([*words, *map(_two, ratios), paper, "–", "–"])
-    return table
+            length, batch, model = row["length"], row["batch"], row["model"]
+            values = {
+                "ms": row["step_ms"],
+                "time": row["step_ms"] / standard["step_ms"],
+                "theory": row["bound_ms"] / standard["bound_ms"],
+            }
+            paper = PAPER["decode"] if model == "GSA" and length == LONG else ""
+            cells = ["decode", str(length), str(batch), model, f"{row['step_ms']:.2f}"]
+            cells += [_two(values["time"]), _two(values["theory"]), paper, "–", "–"]
+            yield Case(_name("decode", length, batch, model), cells, values, bench)
 
 
 def _two(ratio: float | None) -> str:

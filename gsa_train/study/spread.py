@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -31,6 +31,18 @@ def spread_of(values: Iterable[float | None]) -> Spread:
         deviation=statistics.stdev(finite) if len(finite) > 1 else None,
         not_finite=len(known) - len(finite),
     )
+
+
+def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and what the median distance from it would be the standard deviation of, were the values normal: neither
+    follows a few values that lie far off.
+
+    Half of a normal distribution lies within 0.6745 standard deviations, the quantile of 3/4, so that the median
+    distance counts 1 / 0.6745 = 1.4826 times (Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation).
+    """
+    middle = statistics.median(values)
+    distance = statistics.median(abs(value - middle) for value in values)
+    return middle, distance / statistics.NormalDist().inv_cdf(0.75)
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:

@@ -293,14 +293,16 @@ def arms_csv(results: Results) -> str:
             found = results.spread(arm, column)
             numbers = ("" if value is None else repr(value) for value in (found.mean, found.deviation))
             rows.append((arm, column.title, column.key, column.at, found.n, *numbers, found.not_finite))
-    return _csv(rows)
+    return csv_text(rows)
+
+
+VALUES_HEAD = ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
+"""Of a CSV from which texts take numbers."""
 
 
 def values_csv(results: Results) -> str:
     """Of each finished run and column the value, in full, with folder, config and commit."""
-    rows: list[Sequence[object]] = [
-        ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
-    ]
+    rows: list[Sequence[object]] = [VALUES_HEAD]
     for column in results.columns:
         for each in results.values:
             value = column.values.get(each.run.name)
@@ -310,10 +312,10 @@ def values_csv(results: Results) -> str:
             commits = " ".join(commits_of(each))
             where = (folder.as_posix(), (folder / "config.yaml").as_posix(), commits)
             rows.append((run.arm, run.seed, column.title, column.key, column.at, repr(value), *where))
-    return _csv(rows)
+    return csv_text(rows)
 
 
-def _csv(rows: Iterable[Sequence[object]]) -> str:
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from pathlib import Path
@@ -85,3 +86,68 @@ def test_options_of_benches_that_a_page_names_exist(page: Path) -> None:
             if f'"{option}"' not in source
         ]
     assert missing == []
+
+
+# ---- pages of results
+
+
+def values_of(table: Path) -> dict[tuple[str, str], float]:
+    with table.open(encoding="utf-8", newline="") as file:
+        return {(row["arm"], row["key"]): float(row["value"]) for row in csv.DictReader(file)}
+
+
+EFFICIENCY = values_of(ROOT / "docs/results/efficiency.csv")
+
+
+def at_128k(selection: str, key: str) -> list[float]:
+    """Times as fast as dense attention, of the 1.7B and the 7B shape."""
+    return [1 / EFFICIENCY[f"layer_{shape}_131072_{selection}", key] for shape in ("1.7B", "7B")]
+
+
+def step(length: int, model: str, shape: str = "1.7b") -> float:
+    """Times as fast as the standard model's."""
+    return 1 / EFFICIENCY[f"step_{shape}_{length}_{model}", "time"]
+
+
+SHARED_STEPS = ((16384, "shared_graphs"), (32768, "shared_graphs"), (65536, "shared"), (131072, "shared"))
+# Beginning of a row of README's table, how many rows below it, and the numbers there in their order.
+MEASURED: list[tuple[str, int, list[float]]] = [
+    ("128K tokens, a selection for each query", 0, at_128k("token_r4", "forward")),
+    ("128K tokens, a selection for each query", 1, at_128k("token_r4", "forward_backward")),
+    ("128K tokens, 32 queries share", 0, at_128k("block_selected", "forward")),
+    ("128K tokens, 32 queries share", 1, at_128k("block_selected", "forward_backward")),
+    ("4096 tokens, forward + backward", 0, [
+        EFFICIENCY[f"layer_{shape}_4096_random_inputs", "with_indexer_loss"] for shape in ("1.7B", "7B")
+    ]),
+    ("4096 tokens, a training step", 0, [
+        EFFICIENCY[f"step_{config}_1.7b", "time"] for config in ("gsa", "gsa_fast")
+    ]),
+    ("a training step of the whole model", 0, [
+        *(step(*case) for case in SHARED_STEPS), step(32768, "shared", "7b")
+    ]),
+    ("a training step of the whole model", 1, [
+        *(step(length, "gsa") for length in (32768, 65536, 131072)), step(32768, "gsa", "7b")
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "below", "numbers"), MEASURED)
+def test_the_table_of_readme_has_the_numbers_of_the_benches(
+    start: str, below: int, numbers: list[float]
+) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (first,) = (place for place, line in enumerate(lines) if line.startswith(f"| {start}"))
+    written = re.findall(r"\d+\.\d+", lines[first + below].split(" | ")[1])
+    assert written == [
+        f"{number:.{len(text.partition('.')[2])}f}" for number, text in zip(numbers, written, strict=True)
+    ]
+
+
+def test_no_number_of_a_page_stands_twice() -> None:
+    """A text that refers to it would have one of them."""
+    twice = []
+    for table in sorted((ROOT / "docs/results").glob("*.csv")):
+        with table.open(encoding="utf-8", newline="") as file:
+            names = Counter((row["arm"], row["seed"], row["key"], row["at"]) for row in csv.DictReader(file))
+        twice += [(table.name, *name) for name, count in names.items() if count > 1]
+    assert twice == []

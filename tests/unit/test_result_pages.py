@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import shutil
@@ -18,6 +19,8 @@ from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
 from gsa_train.report.plots import Curves, write_curves
 from gsa_train.study.efficiency import forward_ratio, prefill_ratio
 from gsa_train.study.figure import arm_dots, write_study_figure
+from gsa_train.study.seeds import write_seeds
+from gsa_train.study.spread import median_and_deviation
 from gsa_train.study.study_file import load_study
 from gsa_train.study.tables import read_results
 
@@ -188,6 +191,46 @@ def test_numbers_of_a_verdict_are_filled_from_the_runs(
     ]
 
 
+# ---- what another seed does
+
+
+def test_what_seeds_differ_by_is_of_all_arms_of_all_studies(two_studies: Path) -> None:
+    """From the pages' CSVs: second seed less first, as losses; arms of one seed and runs that diverged have none."""
+    (two_studies / "studies" / "headline.yaml").unlink()
+    out = two_studies / "out"
+    out.mkdir()
+    perplexities = {
+        "small": [("one", 1, 2.0), ("one", 2, 2.2), ("two", 1, 9.0)],
+        "other": [("one", 3, 4.0), ("one", 5, 4.8), ("one", 7, 9.0), ("two", 1, 2.0), ("two", 2, math.inf),
+                  ("two", 3, 3.0)],
+    }  # fmt: skip
+    for study, rows in perplexities.items():
+        lines = [f"{arm},{seed},,val_perplexity,at the end,{value},,," for arm, seed, value in rows]
+        head = "arm,seed,metric,key,at,value,folder,config,commits"
+        (out / f"{study}.csv").write_text("\n".join([head, *lines]) + "\n")
+    (out / "verdicts").mkdir()
+    (out / "verdicts" / "recommendation.md").write_text(
+        "{seeds/small.one/difference:.4f} {seeds/other.one/difference:.4f} {seeds/other.two/difference:.4f}: "
+        "{seeds/all/arms:.0f} arms, {seeds/all/median:.4f}, {seeds/all/no_difference:.0%}\n"
+    )
+    assert main() == 0
+    median, deviation = median_and_deviation([math.log(1.1), math.log(1.2), math.log(1.5)])
+    assert (out / "README.md").read_text().splitlines()[2] == (
+        f"0.0953 0.1823 0.4055: 3 arms, {median:.4f}, {math.exp(2 * deviation) - 1:.0%}"
+    )
+
+
+def test_one_arm_says_nothing_of_seeds(tmp_path: Path) -> None:
+    rows = ["arm,seed,key,value", "one,1,val_perplexity,2.0", "one,2,val_perplexity,3.0"]
+    (tmp_path / "small.csv").write_text("\n".join(rows))
+    assert write_seeds(["small", "not_run"], tmp_path) == []
+    assert not (tmp_path / "seeds.csv").exists()
+
+
+def test_median_and_deviation_by_hand() -> None:
+    assert median_and_deviation([1.0, 3.0, 2.0, 7.0, 100.0]) == (3.0, pytest.approx(1.4826 * 2, rel=1e-4))
+
+
 # ---- the headline figure
 
 
@@ -311,6 +354,20 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
     ]
     assert "2 of 6 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
 
+    # A text takes the numbers in full: of any page, and of what was just measured.
+    verdicts = folder / "out" / "verdicts"
+    verdicts.mkdir()
+    (verdicts / "recommendation.md").write_text(
+        "{efficiency/layer_1.7B_131072_token_r4/forward_backward:.3f}, "
+        "{efficiency/prefill_131072_standard/time / efficiency/prefill_131072_GSA/time:.1f} times as fast, "
+        "{efficiency/decode_131072_1_GSA/theory:.1f}, {efficiency/prefill_131072_GSA/memory:.2f}\n"
+    )
+    assert main() == 0
+    said = "# Results\n\n0.250, 5.0 times as fast, 0.5, 1.10\n"
+    assert (folder / "out" / "README.md").read_text().startswith(said)
+    where = "by bench_long,0.25,benches/bench_long.json,,0123456\n"
+    assert f",forward_backward,{where}" in (folder / "out" / "efficiency.csv").read_text()
+
 
 def test_the_theory_of_one_layer_by_hand() -> None:
     model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
@@ -342,6 +399,12 @@ def test_steps_over_lengths(folder: Path) -> None:
     assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 | b |"
     assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 | b |"
     assert whole == "| 94m | 8192 | all | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
+    with (folder / "out" / "efficiency.csv").open(newline="") as file:
+        values = {(row["arm"], row["key"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert values["step_94m_8192_12_layers_gsa", "time"] == 2.0
+    assert values["step_94m_8192_12_layers_gsa", "memory"] == 1.5
+    assert values["step_94m_8192_gsa", "time"] == 2.5
+    assert ("step_94m_8192_gsa", "memory") not in values  # not measured
 
 
 def test_the_theory_of_prefill_by_hand() -> None:
