@@ -33,9 +33,10 @@ from selection_cases import (
     two_levels,
 )
 
+import gsa_kernels as ops
 from gsa_kernels import packed_mask
-from gsa_kernels.selection import op, score_chunks
-from gsa_kernels.types import BudgetRule, Geometry
+from gsa_kernels.selection import op, score_chunks, triton_select_long
+from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 
 @pytest.fixture(params=DEVICES)
@@ -213,6 +214,51 @@ def test_ties_and_degenerate_rows(device: str, make: Any, method: None) -> None:
     check(case, selection)
     if make is all_equal:
         assert not selection.variance.any()  # to the bit, not to rounding
+
+
+@pytest.mark.parametrize("levels", [3, 40, 10**6], ids=["ties everywhere", "some ties", "no ties"])
+@pytest.mark.parametrize("start", [0, 1021])
+def test_clusters_of_groups(device: str, levels: int, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with more groups than one program searches, here so many that a row of 4096 keys has them."""
+    monkeypatch.setattr(triton_select_long, "_MOST_GROUPS", 128)
+    monkeypatch.setattr(triton_select_long, "_SMALLEST_LIST", 16)
+    length, rows = 4096, range(4061, 4096)
+    case = make_case(device, length, documents=True)
+    starts = torch.full((1, length), start, dtype=torch.int32, device=device)
+    geometry = replace(case.geometry, document_starts=starts)
+    rule = BudgetRule(9, 2, 30, "inverse")
+    selector = op.Selector(case.indexer, rule, case.ema, geometry, 2**20, None)
+    outputs = op.new_outputs(selector.inputs)
+    generator = torch.Generator().manual_seed(levels)
+    scores = torch.randint(levels, (1, len(rows), length), generator=generator).float().to(device)
+    # Rows of other variances, so of other budgets.
+    spread = 1.0 + torch.arange(len(rows), device=device)[:, None] % 3
+    scores = scores * (spread * (6 * case.ema).sqrt() / levels)
+    triton_select_long.select_long_rows(selector.criteria, scores, rows.start, rows, length, outputs)
+    visible = replace(case, geometry=geometry).causal(rows)
+    budget = outputs.budget[:, rows.start : rows.stop]
+    assert len(budget.unique()) > 1
+    wanted = ops.select_top_k(torch.where(visible, scores, 0), visible, budget.long())
+    assert torch.equal(outputs.packed_mask[:, rows.start : rows.stop], packed_mask.pack_mask(wanted))
+
+
+def test_a_million_keys(device: str) -> None:
+    """Rows with more groups than one program searches, at the length that makes them so."""
+    length, rows = 2**20, 3
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((1, rows, 1, 16), (1, length, 16), (1, rows, 1))
+    indexer = Indexer(*(torch.randn(shape, generator=generator).to(device) for shape in shapes))
+    geometry = Geometry(query_start=length - rows)
+    selector = op.Selector(indexer, FULL_RULE, torch.ones((), device=device), geometry, 2**24, None)
+    outputs = op.new_outputs(selector.inputs)
+    scores = torch.randn((1, rows, length), generator=generator)
+    scores[:, 1] = (4 * scores[:, 1]).round() / 4  # hundreds of thousands of ties
+    scores = scores.to(device)
+    triton_select_long.select_long_rows(selector.criteria, scores, 0, range(rows), length, outputs)
+    keys = torch.arange(length, device=device)
+    visible = keys <= geometry.query_start + torch.arange(rows, device=device)[:, None]
+    wanted = ops.select_top_k(torch.where(visible, scores, 0), visible[None], outputs.budget.long())
+    assert torch.equal(outputs.packed_mask, packed_mask.pack_mask(wanted))
 
 
 def test_variance_does_not_cancel(device: str) -> None:

@@ -2,8 +2,10 @@
 
 The k groups with the best maxima (ties to the lower group) hold the k best keys: each key outside them is
 preceded by the best key of each of those k groups. So one program finds these groups among L / 8 maxima,
-and a second one selects among their 8 k keys. Both searches are exact and have no case in which they fail;
-the row itself is read once in full. A group's 8 keys are one byte of the row's words.
+and a second one selects among their 8 k keys. Where L / 8 maxima are too many for registers, too, the groups are
+found in the same way: the k clusters of 8 groups with the best maxima hold the k best groups. All searches are exact
+and have no case in which they fail; the row itself is read once in full. A group's 8 keys are one byte of the row's
+words.
 """
 
 import torch
@@ -24,6 +26,8 @@ from gsa_kernels.selection.triton_search import (
 
 GROUP = 8
 _TILE = 4096  # keys a program reads at a time
+# Groups that a program searches at once: 32 in each thread. Of twice as many Triton spills a third.
+_MOST_GROUPS = 32768
 _SMALLEST_LIST = 64  # groups
 
 
@@ -45,9 +49,11 @@ def select_long_rows(
     batch, grid = inputs.batch, (len(rows), inputs.batch)
     padded_groups = _padded_groups(inputs.position(rows.stop - 1) + 1)
     list_length = _list_length(rule.most_keys)
-    group_keys = torch.empty((batch, len(rows), padded_groups), dtype=torch.int32, device=scores.device)
-    group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     num_groups = max(block // GROUP, 128)
+    num_clusters = 0 if num_groups <= max(_MOST_GROUPS, list_length * GROUP) else num_groups // GROUP
+    scratch = (batch, len(rows), padded_groups + num_clusters)
+    group_keys = torch.empty(scratch, dtype=torch.int32, device=scores.device)
+    group_list = torch.empty((batch, len(rows), list_length), dtype=torch.int32, device=scores.device)
     chunk_rows = 0 if wanted is None else wanted.shape[1]
     where = (inputs.query_start, rows.start, chunk_start, chunk_rows, inputs.num_rows)
     _best_groups_kernel[grid](
@@ -72,7 +78,9 @@ def select_long_rows(
         GROUP=GROUP,
         TILE=_TILE,
         NUM_GROUPS=num_groups,
-        **search_options(num_groups, min_warps=8),
+        NUM_CLUSTERS=num_clusters,
+        LIST=list_length,
+        **search_options(max(num_clusters, list_length * GROUP) if num_clusters else num_groups, min_warps=8),
     )
     # The budget is known on the device only: all sizes are launched, and each row belongs to one of them.
     sizes = [size for size in (list_length // 4, list_length // 2) if size >= _SMALLEST_LIST] + [list_length]
@@ -149,8 +157,13 @@ def _best_groups_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    NUM_CLUSTERS: tl.constexpr,
+    LIST: tl.constexpr,
 ):
-    """Moments and budget k of a row, and the ascending list of its k best groups."""
+    """Moments and budget k of a row, and the ascending list of its k best groups.
+
+    NUM_CLUSTERS: of 8 groups each, from the row's first group on, that are searched for these; 0: the groups are.
+    """
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
@@ -165,7 +178,8 @@ def _best_groups_kernel(
     num_visible = tl.maximum(position - start + 1, 0)
     row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
     scratch_row = batch * tl.num_programs(0) + tl.program_id(0)
-    group_keys_ptr += scratch_row * padded_groups
+    group_keys_ptr += scratch_row * (padded_groups + NUM_CLUSTERS)
+    cluster_keys_ptr = group_keys_ptr + padded_groups
     group_list_ptr += scratch_row * list_length
 
     tile_groups = tl.arange(0, TILE // GROUP)
@@ -194,7 +208,12 @@ def _best_groups_kernel(
         sums += distance
         squares += distance * distance
         best = tl.max(tl.where(visible, x, float("-inf")), axis=1)
-        tl.store(group_keys_ptr + groups, order_key(best), mask=groups < end_group)
+        best_keys = order_key(best)
+        tl.store(group_keys_ptr + groups, best_keys, mask=groups < end_group)
+        if NUM_CLUSTERS > 0:
+            of_clusters = tl.max(tl.reshape(best_keys, [TILE // GROUP // GROUP, GROUP]), axis=1)
+            clusters = (tile - first_group) // GROUP + tl.arange(0, TILE // GROUP // GROUP)
+            tl.store(cluster_keys_ptr + clusters, of_clusters, mask=clusters < NUM_CLUSTERS)
     mean = tl.sum(sums) / divisor
     # NaN stays NaN: a plain maximum on a GPU returns the number.
     variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -203,13 +222,42 @@ def _best_groups_kernel(
     tl.store(variance_ptr + token, variance)
 
     tl.debug_barrier()  # the maxima were written by other threads of this program
-    groups = first_group + tl.arange(0, NUM_GROUPS)
-    keys = tl.load(group_keys_ptr + groups, mask=groups < end_group, other=INT_MIN)
     num_valid = tl.maximum(end_group - first_group, 0)
-    threshold, last = find_cut(keys, groups, num_valid, k)
-    chosen = above_cut(keys, groups, threshold, last)
+    if NUM_CLUSTERS > 0:
+        clusters = tl.arange(0, NUM_CLUSTERS)
+        valid_clusters = (num_valid + GROUP - 1) // GROUP
+        keys = tl.load(cluster_keys_ptr + clusters, mask=clusters < valid_clusters, other=INT_MIN)
+        threshold, last = find_cut(keys, clusters, valid_clusters, k)
+        chosen = above_cut(keys, clusters, threshold, last)
+        tl.debug_barrier()  # the list of the best clusters takes the place of their maxima
+        tl.store(cluster_keys_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, clusters, mask=chosen)
+        tl.debug_barrier()
+        num_listed = tl.minimum(k, valid_clusters)
+        # In the order of the groups: ties go to the lower slot.
+        slots = tl.arange(0, LIST * GROUP)
+        groups = _listed_groups(cluster_keys_ptr, slots, num_listed, first_group, end_group, GROUP)
+        keys = tl.load(group_keys_ptr + groups, mask=groups < end_group, other=INT_MIN)
+        num_valid = tl.sum((groups < end_group).to(tl.int32))
+    else:
+        slots = tl.arange(0, NUM_GROUPS)
+        groups = first_group + slots
+        keys = tl.load(group_keys_ptr + groups, mask=groups < end_group, other=INT_MIN)
+    threshold, last = find_cut(keys, slots, num_valid, k)
+    chosen = above_cut(keys, slots, threshold, last)
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    if NUM_CLUSTERS > 0:  # again: in registers they would take as many as the keys
+        groups = _listed_groups(cluster_keys_ptr, slots, num_listed, first_group, end_group, GROUP)
     tl.store(group_list_ptr + place, groups, mask=chosen)
+
+
+@triton.jit
+def _listed_groups(list_ptr, slots, num_listed, first_group, end_group, GROUP: tl.constexpr):
+    """Groups of the listed clusters, a slot each; `end_group` in slots of none."""
+    place = slots // GROUP
+    cluster = tl.load(list_ptr + place, mask=place < num_listed, other=0)
+    return tl.where(
+        place < num_listed, tl.minimum(first_group + cluster * GROUP + slots % GROUP, end_group), end_group
+    )
 
 
 @triton.jit(
