@@ -232,7 +232,11 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
         "",
         "`random`: each query its own random entries, as in the grid. `shared by 32`: one random selection for 32",
         "queries, and what has come since. `dense`: cuDNN, all keys. r: keys of the lists of 32 queries over those of",
-        "one query.",
+        "one query. Behind a time: the dense one's over it.",
+        "",
+        "Random selections are the worst case of these kernels: 32 neighbouring queries read a tile of keys together,",
+        "and share none but by chance. Those of trained layers have a smaller r",
+        "([performance.md](performance.md#measured)).",
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows):
         mine = [row for row in rows if row["variant"] == variant]
@@ -245,9 +249,17 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
             "| tokens | selection | kernel | r | forward | TFLOP/s | forward + backward | note |",
             "|---|---|---|---|---|---|---|---|",
         ]
+        dense = {row["seqlen"]: row for row in mine if row["selection"] == "dense"}
         for row in mine:
-            names = ("seqlen", "selection", "backend", "r", "ms", "tflops", "both_ms", "note")
-            lines.append("| " + " | ".join(_cell(row[name]) for name in names) + " |")
+            cells = [
+                _cell(row[name])
+                for name in ("seqlen", "selection", "backend", "r", "ms", "tflops", "both_ms", "note")
+            ]
+            for place, key in ((4, "ms"), (6, "both_ms")):
+                beside = dense[row["seqlen"]][key]
+                if row["selection"] != "dense" and row[key] and beside:
+                    cells[place] += f" ({beside / row[key]:.2f}x)"
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
