@@ -62,8 +62,17 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 """What each changes in its shape's config, that of the standard model or of GSA."""
 
+REUSE = 4
+"""Layers with one selection, in the models of that name."""
+MODELS |= {
+    f"{name}_reuse": (*MODELS[name], f"gsa.selection_reuse={REUSE}") for name in ("gsa_rope", "shared_rope")
+}
+
 _GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
-MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in (STANDARD, "gsa", "shared", "shared_rope")}
+MODELS |= {
+    f"{name}_graphs": (*MODELS[name], *_GRAPHS)
+    for name in (STANDARD, "gsa", "shared", "shared_rope", "shared_rope_reuse")
+}
 
 BY_DEFAULT = (STANDARD, "gsa", "shared", "shared_rope")
 
@@ -117,13 +126,21 @@ def plan(
     Args:
         tokens: of a step, of at least one sequence
         micro_batches: of a step, as far as it has sequences for them
+
+    With a model whose layers share selections all models have depths of whole groups of these.
     """
+    reuse = REUSE if any("_reuse" in model for model in models) else 1
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
         StepCase(name, length, layers, model, sequences, max(1, sequences // micro_batches))
         for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
         for name in shapes
-        for layers in (SHAPES[name].shallow if length >= SHALLOW_FROM else SHAPES[name].depths)
+        for layers in _depths(SHAPES[name], length, reuse)
         for model in order
     ]
     return [list(group) for _, group in groupby(cases, lambda case: (case.length, case.shape, case.layers))]
+
+
+def _depths(shape: StepShape, length: int, reuse: int) -> tuple[int, ...]:
+    depths = shape.shallow if length >= SHALLOW_FROM else shape.depths
+    return depths if all(layers % reuse == 0 for layers in depths) else (reuse, 2 * reuse)

@@ -42,11 +42,11 @@ COLUMNS = (
 
 AIMS = (
     # shape, length, models, standard's time over theirs, of the whole model
-    *(("1.7b", length, ("shared", "shared_rope"), aim) for length, aim in
+    *(("1.7b", length, ("shared", "shared_rope", "shared_rope_reuse"), aim) for length, aim in
       ((8192, 1.0), (16384, 1.3), (32768, 2.0), (131072, 3.0))),
-    ("1.7b", 32768, ("gsa",), 1.0),
-    ("1.7b", 131072, ("gsa",), 1.5),
-    ("100m", 8192, ("shared", "shared_rope"), 1.0),
+    ("1.7b", 32768, ("gsa", "gsa_rope_reuse"), 1.0),
+    ("1.7b", 131072, ("gsa", "gsa_rope_reuse"), 1.5),
+    ("100m", 8192, ("shared", "shared_rope", "shared_rope_reuse"), 1.0),
     ("1.7b", 4096, ("gsa",), 1 / 1.1),
 )  # fmt: skip
 

@@ -307,6 +307,12 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert call("gsa", "gsa_rope", "shared", "standard") == rows
     assert measured == []
 
+    rows = call("standard", "gsa_rope_reuse")
+    reuse = "gsa_rope_reuse"
+    assert measured == [(standard, 4, ""), (reuse, 4, standard), (standard, 8, ""), (reuse, 8, standard)]
+    (whole,) = [row for row in rows if "whole_ms" in row and row["model"] == reuse]
+    assert whole["layer_ms"] == 1000, "of whole groups"
+
 
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
     """Exported layers give the model their scores and average; the gradients of its own indexer's are those of a loss
