@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
-from gsa_train.checkpoint.parallel_read import ParallelReader
+from gsa_train.checkpoint.parallel_read import ParallelReader, log_of
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
 
 CLASSES = {
@@ -191,16 +191,24 @@ class GuardedCommon(TorchCommonLoadStrategy):
 
 
 class _Reader(ParallelReader):
-    """Reads the metadata once."""
+    """Reads the metadata once; of a load that is noted, all readers together do."""
 
     _metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # so torch asks for no rank's own
         if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path))
+            self._metadata = self._first_read()
             if self._metadata.storage_meta is not None:
                 self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def _first_read(self) -> Metadata:
+        log = log_of(Path(self.path))
+        if log is None:
+            return read_metadata(Path(self.path))
+        if log.metadata is None:
+            log.metadata = read_metadata(Path(self.path))
+        return log.metadata
 
 
 class _LoadPlanner(mcore_torch.MCoreLoadPlanner):

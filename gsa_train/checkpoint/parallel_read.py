@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import ReadItem
 from torch.futures import Future
@@ -61,6 +62,8 @@ class ReadLog:
     parts: list[Part] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     """What could not be read, or not be taken over; where there are any, so could tensors not be filled."""
+    metadata: Metadata | None = None
+    """Torch's, once a reader has read and checked it: a load has half a dozen readers."""
 
 
 _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
@@ -76,6 +79,12 @@ def noting(log: ReadLog | None) -> Iterator[None]:
         yield
     finally:
         _LOG.reset(token)
+
+
+def log_of(checkpoint: Path) -> ReadLog | None:
+    """Of the load under way, if it is noted and reads this checkpoint."""
+    log = _LOG.get()
+    return log if log is not None and log.checkpoint == checkpoint else None
 
 
 class ParallelReader(FileSystemReader):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gsa_train.checkpoint import checksums
+from gsa_train.checkpoint import checksums, guarded
 from gsa_train.checkpoint.damage import find_damage, tensor_files
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.config import Config
@@ -83,6 +83,18 @@ def test_an_intact_one_is_filled_in_and_never_called_damaged(
     found, expected = state_of(*reader), state_of(*writer)
     assert len(found) == len(expected) > 20
     assert all(map(torch.equal, found, expected))
+
+
+def test_each_load_reads_what_is_where_once(
+    written: tuple[Path, Any, Any], reader: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not of an earlier load, after which the files may be others."""
+    read: list[Path] = []
+    read_metadata = guarded.read_metadata
+    monkeypatch.setattr(guarded, "read_metadata", lambda folder: read.append(folder) or read_metadata(folder))
+    for loads in (1, 2):
+        load(written[0], reader)
+        assert read == [written[0]] * loads
 
 
 PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
