@@ -220,14 +220,20 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
 # ---- tree -> dataclass
 
 
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Field -> its type. Python compiles each annotation anew when it is asked."""
+    return typing.get_type_hints(cls)
+
+
 def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -> Built:
     """The dataclass `cls` from a tree; a field with a mistake keeps its default."""
     if tree is None:
         tree = {}
+    hints = _hints(cls)  # type: ignore[arg-type]
     if not isinstance(tree, dict):
-        problems.add(where, tree, "not a section", f"set its fields: {', '.join(typing.get_type_hints(cls))}")
+        problems.add(where, tree, "not a section", f"set its fields: {', '.join(hints)}")
         return cls()
-    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in tree.items():
@@ -365,7 +371,7 @@ def _type_in_words(hint: Any) -> str:
 
 def _add_unknown(cls: type, key: str, value: object, where: str, problems: Problems) -> None:
     prefix = f"{where}." if where else ""
-    known = list(typing.get_type_hints(cls))
+    known = list(_hints(cls))
     close = difflib.get_close_matches(key, known, n=1)
     elsewhere = [name for name in field_names(problems.root) if name.split(".")[-1] == key]
     meant = [f"{prefix}{close[0]}"] if close else elsewhere
@@ -378,6 +384,6 @@ def _add_unknown(cls: type, key: str, value: object, where: str, problems: Probl
 def field_names(cls: type, prefix: str = "") -> list[str]:
     """`section.field` of every field of a dataclass of dataclasses; lists are left out."""
     names = []
-    for key, hint in typing.get_type_hints(cls).items():
+    for key, hint in _hints(cls).items():
         names += field_names(hint, f"{prefix}{key}.") if _is_section(hint) else [f"{prefix}{key}"]
     return names
