@@ -113,7 +113,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     "norms of Q and K": (GSA, ["model.qk_norm=on", PP_2], 0, 2, SPARSE),
     "groups of keys": (GSA, GROUPS, 0, 1, SPARSE),
     "groups of keys, warm-up": (GSA, [ONE_MICRO_BATCH, *GROUPS], 0, 1, WARM_UP),
-    "groups of keys over lists": (GSA, [*GROUPS, *LONG], 0, 1, SPARSE),
+    "groups of keys over lists": (GSA, [*GROUPS, *LONG, "train.global_batch_size=1"], 0, 1, SPARSE),
     "8 indexer heads": (GSA, ["gsa.indexer_heads=8", PP_2], 0, 2, SPARSE),
     "standard": (STANDARD, [ONE_MICRO_BATCH], 0, 1, SPARSE),
     "operations one by one": (GSA, [ONE_MICRO_BATCH, "train.fused_ops=none"], 0, 1, SPARSE),
