@@ -98,13 +98,13 @@ def _runs(results: Results, folder: Path) -> Rows:
     """With links to each run's folder, config and own report."""
     head, *rows = run_rows(results)
     linked = []
-    for each, row in zip(results.values, rows, strict=True):
+    for each, row in zip(results.runs, rows, strict=True):
         cells = [html.escape(cell) for cell in row]
         cells[0] = f'<span id="run-{each.run.name}">{cells[0]}</span>'
         for place, name in ((head.index("folder"), "."), (head.index("config"), "config.yaml")):
-            if (target := each.run.folder / name).exists():
+            if (target := each.folder / name).exists():
                 cells[place] = f'<a href="{quote(relative(target, folder))}">{cells[place]}</a>'
-        report = each.run.folder / "report.html"
+        report = each.folder / "report.html"
         here = quote(relative(report, folder))
         cells.append(f'<a href="{here}">report</a>' if report.exists() else "")
         linked.append(cells)

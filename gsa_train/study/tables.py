@@ -6,15 +6,17 @@ import csv
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.model.flops import count_parameters
+from gsa_train.study.columns import Column, columns_of, equal_of
+from gsa_train.study.facts import RunFacts, facts_of
 from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_train.study.study_file import RunSource, Study, StudyRun
-from gsa_train.study.values import Column, RunValues, columns_of
+from gsa_train.study.values import RunValues
 
 Rows = list[list[str]]
 """The first one is the head."""
@@ -23,11 +25,17 @@ Rows = list[list[str]]
 @dataclass(frozen=True)
 class Results:
     study: Study
-    values: tuple[RunValues, ...]
-    """Of each run, in the order of the study."""
+    runs: tuple[RunFacts, ...]
+    """In the order of the study."""
     columns: tuple[Column, ...]
     failures: Mapping[str, str]
     """Job -> why it failed."""
+    values: tuple[RunValues, ...] = ()
+    """All that the runs have logged, in the same order; empty where the results are those of a record."""
+
+    @property
+    def finished(self) -> list[RunFacts]:
+        return [each for each in self.runs if each.finished]
 
     @property
     def arms(self) -> list[str]:
@@ -42,19 +50,17 @@ class Results:
     def spread(self, arm: str, column: Column) -> Spread:
         return spread_of(self.by_seed(arm, column).values())
 
-    def state(self, each: RunValues) -> str:
-        if each.complete:
-            return "finished"
-        if (reason := self.failures.get(f"{each.run.name} train")) is not None:
-            return f"failed: {reason}"
-        if not each.records:
-            return "not begun"
-        return f"after step {each.records[-1]['step']} of {each.run.steps}"
-
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
+    """Of the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
-    return Results(study, values, tuple(columns_of(study, values)), failures)
+    runs = tuple(facts_of(each, failures) for each in values)
+    finished = [each for each in values if each.complete and each.tokens]
+    columns = (
+        replace(column, values={each.run.name: column.read(each) for each in finished})
+        for column in columns_of(study, equal_of(runs))
+    )
+    return Results(study, runs, tuple(columns), failures, values)
 
 
 def arm_rows(results: Results) -> Rows:
@@ -66,7 +72,7 @@ def arm_rows(results: Results) -> Rows:
 def _facts(results: Results, arm: str) -> list[str]:
     runs = results.runs_of(arm)
     count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
-    finished = sum(each.complete for each in results.values if each.run.arm == arm)
+    finished = sum(each.run.arm == arm for each in results.finished)
     return [compact(count.total), str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"]
 
 
@@ -78,10 +84,9 @@ def value_rows(results: Results) -> Rows:
     """A run a row: each number of which the means are made."""
     head = ["run", *(column.title for column in results.columns)]
     rows = []
-    for each in results.values:
-        if each.complete:
-            numbers = (column.values.get(each.run.name) for column in results.columns)
-            rows.append([each.run.name, *("–" if value is None else f"{value:.6g}" for value in numbers)])
+    for each in results.finished:
+        numbers = (column.values.get(each.run.name) for column in results.columns)
+        rows.append([each.run.name, *("–" if value is None else f"{value:.6g}" for value in numbers)])
     return [head, *rows]
 
 
@@ -95,26 +100,20 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
-    for each in results.values:
-        folder = relative(each.run.folder, folder_of) if folder_of else str(each.run.folder)
-        last = each.starts[-1] if each.starts else {}
-        tokens = compact(each.own_tokens[-1][1]) if each.own_tokens else "–"
-        seconds = duration(each.own_seconds[-1][1]) if each.own_seconds else "–"
+    for each in results.runs:
+        folder = relative(each.folder, folder_of) if folder_of else str(each.folder)
+        tokens = compact(each.tokens) if each.tokens is not None else "–"
+        seconds = duration(each.seconds) if each.seconds is not None else "–"
         if each.run.source is not None:
             tokens = f"{compact(each.tokens_before)} + {tokens}"
             known = each.seconds_before is not None
             seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
-        config = f"{folder}/config.yaml" if each.starts else "–"
+        config = f"{folder}/config.yaml" if each.commits else "–"
         rows.append([
-            each.run.name, results.state(each), tokens, seconds, str(last.get("device", "–")), folder, config,
-            ", ".join(map(short, commits_of(each))) or "–",
+            each.run.name, each.state, tokens, seconds, ", ".join(each.devices) or "–", folder, config,
+            ", ".join(map(short, each.commits)) or "–",
         ])  # fmt: skip
     return [head, *rows]
-
-
-def commits_of(each: RunValues) -> list[str]:
-    """Of its starts, each once; `+`: with changes that were not committed."""
-    return list(dict.fromkeys(start.get("commit") or "unknown" for start in each.starts))
 
 
 def short(commit: str) -> str:
@@ -155,11 +154,11 @@ def notes(results: Results) -> list[str]:
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
     if single:
         lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
-    missing = [each for each in results.values if not each.complete]
+    missing = [each for each in results.runs if not each.finished]
     if missing:
         states: dict[tuple[str, str], list[str]] = {}
         for each in missing:
-            states.setdefault((each.run.arm, results.state(each)), []).append(str(each.run.seed))
+            states.setdefault((each.run.arm, each.state), []).append(str(each.run.seed))
         said = (
             f"{arm}-seed{seeds[0]} ({state})"
             if len(seeds) == 1
@@ -167,19 +166,24 @@ def notes(results: Results) -> list[str]:
             for (arm, state), seeds in states.items()
         )
         lines.append(
-            f"{len(missing)} of {len(results.values)} runs are not finished and in no mean: {'; '.join(said)}."
+            f"{len(missing)} of {len(results.runs)} runs are not finished and in no mean: {'; '.join(said)}."
         )
     for what, found in (
-        ("commits", _commits(results)),
-        ("devices", _devices(results)),
-        ("training texts", _texts(results)),
+        ("commits", {short(commit) for each in results.finished for commit in each.commits}),
+        ("devices", {device for each in results.finished for device in each.devices}),
+        ("training texts", {each.text for each in results.finished if each.text}),
     ):
         if len(found) > 1:
             lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
+    unknown = sum(not each.text for each in results.finished)
+    if 0 < unknown < len(results.finished):
+        lines.append(
+            f"Of {unknown} of the {len(results.finished)} finished runs it is not known of which text they are."
+        )
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
     lines += [f"Failed: {line}" for line in other]
     for column in results.columns:
-        if any(each.complete for each in results.values) and not _known(column):
+        if results.finished and not _known(column):
             lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
     return lines
 
@@ -196,20 +200,6 @@ def weights_in_words(study: Study) -> list[str]:
         f"count the {compact(source.tokens)} tokens up to there, which were trained once for all of them."
         for (arm, step), (source, arms) in of_source.items()
     ]
-
-
-def _commits(results: Results) -> set[str]:
-    return {short(commit) for each in results.values if each.complete for commit in commits_of(each)}
-
-
-def _devices(results: Results) -> set[str]:
-    return {str(start.get("device")) for each in results.values if each.complete for start in each.starts}
-
-
-def _texts(results: Results) -> set[str]:
-    """By their fingerprints; runs of versions that did not note them have none."""
-    found = (each.summary.get("data_fingerprint") for each in results.values if each.complete)
-    return {text for text in found if isinstance(text, str)}
 
 
 def _known(column: Column) -> bool:
@@ -304,13 +294,12 @@ def values_csv(results: Results) -> str:
     """Of each finished run and column the value, in full, with folder, config and commit."""
     rows: list[Sequence[object]] = [VALUES_HEAD]
     for column in results.columns:
-        for each in results.values:
+        for each in results.finished:
             value = column.values.get(each.run.name)
             if value is None:
                 continue
-            folder, run = each.run.folder, each.run
-            commits = " ".join(commits_of(each))
-            where = (folder.as_posix(), (folder / "config.yaml").as_posix(), commits)
+            run = each.run
+            where = (each.folder.as_posix(), (each.folder / "config.yaml").as_posix(), " ".join(each.commits))
             rows.append((run.arm, run.seed, column.title, column.key, column.at, repr(value), *where))
     return csv_text(rows)
 

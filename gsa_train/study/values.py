@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from gsa_train.config.study import MetricConfig
-from gsa_train.metrics.progress import compact, duration
 from gsa_train.metrics.record_format import Record, read_records
 from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots
 from gsa_train.run.starts import read_starts
-from gsa_train.study.jobs import evaluations_of
 from gsa_train.study.states import is_complete, read_json
-from gsa_train.study.study_file import Study, StudyRun
+from gsa_train.study.study_file import StudyRun
 
 Points = Sequence[tuple[float, float]]
 """(x, y), x rising."""
 Over = Literal["tokens", "seconds"]
-STATISTICS = {
-    "max": "largest of all steps",
-    "median": "median of all steps",
-    "last": "at the end of each run",
-}
-"""In words, where a column is read."""
+
+
+class LossPoint(NamedTuple):
+    tokens: float
+    seconds: float | None
+    """Of training; None: not known."""
+    loss: float
 
 
 class RunValues:
@@ -92,6 +89,17 @@ class RunValues:
         ]
         before = self.before.curve(key, over) if self.before and points else []
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
+
+    def losses(self) -> list[LossPoint]:
+        """The curve of the loss by both."""
+        own = [
+            LossPoint(tokens, interpolate(self.seconds, record["step"]), float(record["loss"]))
+            for record in self.records
+            if is_number(record.get("loss"))
+            and (tokens := interpolate(self.tokens, record["step"])) is not None
+        ]
+        before = self.before.losses() if self.before and own else []
+        return [point for point in before if point.tokens <= self.tokens_before] + own
 
     def statistic(self, key: str, statistic: str) -> float | None:
         """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
@@ -174,92 +182,3 @@ def interpolate(points: Points, x: float) -> float | None:
         return None
     share = (x - below) / (above - below)
     return (1 - share) * known[below] + share * known[above]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One number of each run."""
-
-    title: str
-    key: str
-    at: str
-    """Where it is read, in words."""
-    is_timing: bool
-    """It depends on how fast the machine was: two runs of one config differ."""
-    values: Mapping[str, float | None]
-    """Run -> value, of the finished runs."""
-    paper: Mapping[str, str] = field(default_factory=dict)
-    """Arm -> what the paper says; with the last column of its metric."""
-
-
-def columns_of(study: Study, all_values: Sequence[RunValues]) -> list[Column]:
-    """The study's metrics of its finished runs. Equal tokens and equal time are those that all of them have, but for
-    runs with whose weights others begin: they may be shorter."""
-    finished = [values for values in all_values if values.complete and values.tokens]
-    columns: list[Column] = []
-    for metric in study.config.metrics:
-        before = len(columns)
-        title = metric.label or metric.key
-        if metric.source == "summary":
-            found = {each.run.name: _number(each.summary.get(metric.key)) for each in finished}
-            columns.append(Column(title, metric.key, "at the end", False, found))
-        elif metric.source == "evaluation":
-            columns += _of_evaluations(study, metric, title, finished)
-        elif metric.statistic != "value":
-            found = {each.run.name: each.statistic(metric.key, metric.statistic) for each in finished}
-            columns.append(
-                Column(title, metric.key, STATISTICS[metric.statistic], is_timing(metric.key), found)
-            )
-        elif finished:
-            columns += _at_points(metric, title, finished)
-        if len(columns) > before:
-            columns[-1] = replace(columns[-1], paper=metric.paper)
-    return columns
-
-
-def _of_evaluations(
-    study: Study, metric: MetricConfig, title: str, finished: Sequence[RunValues]
-) -> list[Column]:
-    names = dict.fromkeys(
-        name
-        for each in study.config.evaluations
-        if not metric.evaluations or each.name in metric.evaluations
-        for run in study.runs
-        for name, _ in evaluations_of(each, run)
-    )
-    columns = []
-    for name in names:
-        found = {each.run.name: each.of_evaluation(name, metric.key) for each in finished}
-        columns.append(Column(f"{title}, {name}", metric.key, f"evaluation {name}", False, found))
-    return columns
-
-
-def _at_points(metric: MetricConfig, title: str, finished: Sequence[RunValues]) -> list[Column]:
-    columns = []
-    begun_with = {run.name for each in finished for run in each.run.before}
-    ends = [each for each in finished if each.run.name not in begun_with]
-    most = min(each.tokens[-1][1] for each in ends)
-    for tokens in metric.at_tokens or (most,):
-        found = {each.run.name: interpolate(each.curve(metric.key, "tokens"), tokens) for each in finished}
-        at = f"at {compact(tokens)} tokens"
-        columns.append(Column(f"{title}, {at}", metric.key, at, is_timing(metric.key), found))
-    if metric.equal_time and all(each.seconds for each in ends):
-        seconds = min(each.seconds[-1][1] for each in ends)
-        found = {each.run.name: interpolate(each.curve(metric.key, "seconds"), seconds) for each in finished}
-        at = f"at {duration(seconds)} of training"
-        columns.append(Column(f"{title}, {at}", metric.key, at, True, found))
-    return columns
-
-
-TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")
-
-
-def is_timing(key: str) -> bool:
-    return any(word in key for word in TIMING_WORDS)
-
-
-def _number(value: Any) -> float | None:
-    """Of summary.json, which has what is not finite as text."""
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return float(value) if is_number(value) else None

@@ -136,7 +136,7 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert [column.is_timing for column in results.columns] == [False, False, True, False, False]
     assert set(unknown.values.values()) == {None}
     assert results.spread("one", validation) == Spread(2, 8.5, math.sqrt(0.5), 0)
-    assert [results.state(each) for each in results.values] == [
+    assert [each.state for each in results.runs] == [
         "finished", "finished", "finished", "failed: exit code 1: out of memory",
     ]  # fmt: skip
     said = "\n".join(notes(results))
