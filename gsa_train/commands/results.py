@@ -2,11 +2,11 @@
 
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
 
-A page for each study file in `--studies` that has a `question`, made of its run folders; one of time and memory, made
-of what the benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that
-headline.yaml of `--studies` lists; and README.md over all. A page with more finished runs than are here stays as it is,
-and main.png where not all of its runs are here. Exit code 2: wrong use, a mistake in a study file, headline.yaml or a
-verdict, a damaged file of a bench, or no room.
+A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
+`records/`), into which those go first that are finished in folders here; one of time and memory, made of what the
+benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that headline.yaml of
+`--studies` lists; and README.md over all. A figure stays as it is where the losses it shows are not recorded. Exit code
+2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a record or a bench, or no room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gsa_train.study.efficiency import (
     write_efficiency_values,
 )
 from gsa_train.study.headline import FIGURE, FILE, load_headline, write_headline
-from gsa_train.study.results import write_overview, write_page, write_values
+from gsa_train.study.record import recorded_results, update_record
+from gsa_train.study.results import write_figure, write_overview, write_page
 from gsa_train.study.seeds import write_seeds
 from gsa_train.study.study_file import load_study
 
@@ -45,24 +46,33 @@ def main() -> int:
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
-        values = [write_values(study, arguments.out) for study in studies]
+        results = []
+        for study in studies:  # the records of all ahead of all pages: verdicts take numbers of any study
+            files_of_record, left_out = update_record(study, arguments.out)
+            results.append(recorded_results(study, arguments.out))
+            written += files_of_record
+            print("".join(f"{line}\n" for line in left_out), end="")
         written += write_seeds([study.config.name for study in studies], arguments.out)
         written += write_efficiency_values(tables, benches, arguments.out)
-        for results, files_of_values in values:
-            standing, pages = write_page(results, arguments.out)
+        for each in results:
+            figure = write_figure(each, arguments.out) if each.finished else None
+            standing, page = write_page(each, arguments.out)
             standings.append(standing)
-            written += pages + files_of_values
-            if not pages:
+            written += [page, *filter(None, [figure])]
+            if each.finished and figure is None:
                 print(
-                    f"kept {arguments.out / standing.page}: it has {standing.runs} runs, and fewer are here"
+                    f"kept {arguments.out / each.study.config.name}.png: the losses of its runs are not recorded"
                 )
         standing, page = write_efficiency(tables, benches, arguments.out)
         written.append(page)
         if headline is not None:
-            figure, lacking = write_headline(headline, arguments.out)
+            of_studies = {each.study.config.name: each for each in results}
+            figure, lacking = write_headline(headline, of_studies, arguments.out)
             if figure is None:
                 lines = ", ".join(lacking)
-                print(f"did not draw {arguments.out / FIGURE}: no finished run is here of {lines}")
+                print(
+                    f"did not draw {arguments.out / FIGURE}: no losses of a finished run are recorded of {lines}"
+                )
             else:
                 written.append(figure)
         written.append(write_overview([*standings, standing], arguments.out))
@@ -74,8 +84,8 @@ def main() -> int:
     except OSError as error:
         print(f"not all was written: {error}; make room, or give another --out", file=sys.stderr)
         return 2
-    for each in written:
-        print(f"wrote {each}")
+    for path in written:
+        print(f"wrote {path}")
     return 0
 
 

@@ -11,7 +11,7 @@ from gsa_train.metrics.progress import compact, duration
 from gsa_train.study.facts import RunFacts
 from gsa_train.study.jobs import evaluations_of
 from gsa_train.study.study_file import Study
-from gsa_train.study.values import RunValues, interpolate, is_number
+from gsa_train.study.values import Over, RunValues, interpolate, is_number
 
 STATISTICS = {
     "max": "largest of all steps",
@@ -101,16 +101,15 @@ def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
     key, columns = metric.key, []
     for tokens in metric.at_tokens or (equal.tokens,):
         at = f"at {compact(tokens)} tokens"
-        columns.append(Column(f"{title}, {at}", key, at, is_timing(key), _at_tokens(key, tokens)))
-    if metric.equal_time and (seconds := equal.seconds) is not None:
-        at = f"at {duration(seconds)} of training"
-        read: Callable[[RunValues], float | None] = lambda run: interpolate(run.curve(key, "seconds"), seconds)  # noqa: E731
-        columns.append(Column(f"{title}, {at}", key, at, True, read))
+        columns.append(Column(f"{title}, {at}", key, at, is_timing(key), _of_curve(key, "tokens", tokens)))
+    if metric.equal_time and equal.seconds is not None:
+        at = f"at {duration(equal.seconds)} of training"
+        columns.append(Column(f"{title}, {at}", key, at, True, _of_curve(key, "seconds", equal.seconds)))
     return columns
 
 
-def _at_tokens(key: str, tokens: int) -> Callable[[RunValues], float | None]:
-    return lambda run: interpolate(run.curve(key, "tokens"), tokens)
+def _of_curve(key: str, over: Over, x: float) -> Callable[[RunValues], float | None]:
+    return lambda run: interpolate(run.curve(key, over), x)
 
 
 TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
 from gsa_train.report.run_series import shown_range
+from gsa_train.study.columns import Column
+from gsa_train.study.facts import RunFacts
 from gsa_train.study.tables import Results
-from gsa_train.study.values import Column, RunValues
 
 Color = tuple[float, ...]
 LOG_FROM = 2.0
@@ -27,7 +28,7 @@ class ArmDots:
     """An arm's row."""
 
     arm: str
-    runs: tuple[RunValues, ...]
+    runs: tuple[RunFacts, ...]
     """Finished ones with a value that is a number, in the order of the seeds."""
     values: tuple[float, ...]
     """Of these runs."""
@@ -41,7 +42,7 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
     """A row for each arm of which a finished run has this value; the smallest mean, of a loss the best, comes first."""
     found = []
     for arm in results.arms:
-        runs = [each for each in results.values if each.run.arm == arm and each.complete]
+        runs = [each for each in results.finished if each.run.arm == arm]
         values = ((each, column.values.get(each.run.name)) for each in runs)
         known = [(each, value) for each, value in values if value is not None and math.isfinite(value)]
         if known:
@@ -83,16 +84,18 @@ def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label
 
 
 def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> None:
-    """Of each arm's first seed; the best one in front."""
-    lines = []
+    """Of each arm's first seed of which they are known; the best one in front."""
+    lines, is_first = [], True
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
-        points = row.runs[0].curve("loss", "tokens")
-        if points:
-            x, y = [tokens for tokens, _ in points], [loss for _, loss in points]
+        drawn = next((run for run in row.runs if run.losses), None)
+        is_first &= drawn is row.runs[0]
+        if drawn is not None:
+            x, y = [point.tokens for point in drawn.losses], [point.loss for point in drawn.losses]
             ax.plot(x, y, color=color, linewidth=1.4, zorder=len(rows) - place)
             lines.append((x, y))
     if shown := shown_range(lines):
         ax.set_ylim(*shown)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_xlabel("tokens")
-    ax.set_ylabel("train loss of the first seed (nats per token)")
+    which = "the first seed" if is_first else "the first seed with recorded losses"
+    ax.set_ylabel(f"train loss of {which} (nats per token)")

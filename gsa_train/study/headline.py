@@ -9,9 +9,8 @@ from pathlib import Path
 
 from gsa_train.config import ConfigError
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
-from gsa_train.study.states import is_complete
-from gsa_train.study.study_file import Study, StudyRun
-from gsa_train.study.values import Over, RunValues
+from gsa_train.study.study_file import Study
+from gsa_train.study.tables import Results
 
 FILE = "headline.yaml"
 """Beside the study files."""
@@ -23,7 +22,7 @@ class LineConfig:
     study: str = ""
     """Name of the study."""
     arm: str = ""
-    """Arm of it, of which the first finished seed is drawn."""
+    """Arm of it, of which the first finished seed with recorded losses is drawn."""
     label: str = ""
     """What the legend calls it."""
 
@@ -37,8 +36,8 @@ class HeadlineConfig:
 @dataclass(frozen=True)
 class Headline:
     title: str
-    runs: Mapping[str, Sequence[StudyRun]]
-    """Label -> all runs of its arm, in the order of the seeds."""
+    arms: Mapping[str, tuple[str, str]]
+    """Label -> study and arm."""
 
 
 def load_headline(path: Path, studies: Sequence[Study]) -> Headline:
@@ -56,12 +55,7 @@ def load_headline(path: Path, studies: Sequence[Study]) -> Headline:
         problems.lines += _mistakes(config, {study.config.name: study for study in studies})
     if problems.lines:
         raise ConfigError(path, problems.lines)
-    of_arms = {
-        (study.config.name, arm.name): [run for run in study.runs if run.arm == arm.name]
-        for study in studies
-        for arm in study.config.arms
-    }
-    return Headline(config.title, {line.label: of_arms[line.study, line.arm] for line in config.lines})
+    return Headline(config.title, {line.label: (line.study, line.arm) for line in config.lines})
 
 
 def _mistakes(config: HeadlineConfig, studies: Mapping[str, Study]) -> list[str]:
@@ -93,25 +87,34 @@ def _one_of(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"give one of {', '.join(known)}"
 
 
-def write_headline(headline: Headline, out: Path) -> tuple[Path | None, list[str]]:
-    """Draw each arm's first finished run. Returns the figure and nothing; or, where an arm has no finished run here,
-    None and the labels of these: then the figure stays as it is."""
-    finished = {label: list(filter(is_complete, runs)) for label, runs in headline.runs.items()}
-    if lacking := [label for label, runs in finished.items() if not runs]:
+def write_headline(
+    headline: Headline, studies: Mapping[str, Results], out: Path
+) -> tuple[Path | None, list[str]]:
+    """Draw each arm's first finished run of which the losses are recorded. Returns the figure and nothing; or, where an
+    arm has no such run, None and the labels of these: then the figure stays as it is.
+
+    Args:
+        studies: name -> results.
+    """
+    runs = {
+        label: next((each for each in studies[study].finished if each.run.arm == arm and each.losses), None)
+        for label, (study, arm) in headline.arms.items()
+    }
+    drawn = {label: run for label, run in runs.items() if run is not None}
+    if lacking := [label for label in runs if label not in drawn]:
         return None, lacking
     # Here: matplotlib takes half a second, and is there for reports alone.
     from gsa_train.report.plots import Curves, write_curves
 
-    values = {label: RunValues(runs[0]) for label, runs in finished.items()}
-
-    def curves(over: Over, unit: float) -> dict[str, tuple[list[float], list[float]]]:
-        points = {label: each.curve("loss", over) for label, each in values.items()}
-        return {label: ([x / unit for x, _ in line], [y for _, y in line]) for label, line in points.items()}
-
-    devices = sorted({str(start.get("device")) for each in values.values() for start in each.starts})
+    by_tokens, by_time = {}, {}
+    for label, run in drawn.items():
+        timed = [(point.seconds / 60, point.loss) for point in run.losses if point.seconds is not None]
+        by_time[label] = ([minutes for minutes, _ in timed], [loss for _, loss in timed])
+        by_tokens[label] = ([point.tokens for point in run.losses], [point.loss for point in run.losses])
+    devices = sorted({device for run in drawn.values() for device in run.devices})
     loss = "train loss (nats per token)"
     panels = [
-        Curves(loss, curves("tokens", 1), "tokens", counts=True, later=True),
-        Curves(loss, curves("seconds", 60), f"minutes of training, on {', '.join(devices)}", later=True),
+        Curves(loss, by_tokens, "tokens", counts=True, later=True),
+        Curves(loss, by_time, f"minutes of training, on {', '.join(devices)}", later=True),
     ]
     return write_curves(panels, headline.title, out / FIGURE), []

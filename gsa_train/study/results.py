@@ -1,21 +1,19 @@
 """Pages of results for the documentation: a study's numbers with the paper's beside them, and what people say of both.
 
-Numbers come from the run folders alone. What a person writes is in `verdicts/<study>.md` of the same folder
-(`study/verdicts.py`): its first line stands in the table of all studies. `verdicts/recommendation.md` opens that
-table's page.
+Numbers come from the record of the study alone (`study/record.py`). What a person writes is in `verdicts/<study>.md` of
+the same folder (`study/verdicts.py`): its first line stands in the table of all studies. `verdicts/recommendation.md`
+opens that table's page.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from gsa_train.files import write_atomically
 from gsa_train.study.headline import FIGURE
-from gsa_train.study.states import read_failures
-from gsa_train.study.study_file import Study
+from gsa_train.study.record import files_of
 from gsa_train.study.tables import (
     SPREAD,
     Results,
@@ -25,17 +23,14 @@ from gsa_train.study.tables import (
     close_lines,
     markdown_table,
     notes,
-    read_results,
     run_rows,
     seed_by_seed,
     value_rows,
-    values_csv,
 )
 from gsa_train.study.verdicts import read_verdict
 
 RECOMMENDATION = "recommendation"
 NOT_RUN = "not run yet"
-FINISHED = re.compile(r"^(\d+) of (\d+) runs are finished\.$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -48,76 +43,65 @@ class Standing:
     said: str
 
 
-def write_values(study: Study, out: Path) -> tuple[Results, list[Path]]:
-    """Reads a study's runs, and writes the CSV of their values and the figure of their losses, ahead of all pages:
-    verdicts take numbers of any study. Returns the files that were written: none where the page stays as it is."""
-    results = read_results(study, read_failures(study.folder))
-    finished = _finished(results)
-    if not finished or finished < _finished_on(_page(study, out)):
-        return results, []
-    out.mkdir(parents=True, exist_ok=True)
-    table = out / f"{study.config.name}.csv"
-    write_atomically(table, values_csv(results))
+def write_figure(results: Results, out: Path) -> Path | None:
+    """A study's figure; None where it stays as it is, since no run's losses are recorded."""
+    path = out / f"{results.study.config.name}.png"
+    if path.is_file() and not any(each.losses for each in results.finished):
+        return None
     # Here: matplotlib takes half a second, and is there for reports alone.
     from gsa_train.study.figure import write_study_figure
 
-    return results, [table, write_study_figure(results, table.with_suffix(".png"))]
+    return write_study_figure(results, path)
 
 
-def write_page(results: Results, out: Path) -> tuple[Standing, list[Path]]:
-    """A study's page; returns the files that were written.
-
-    A page stays as it is that was made of more finished runs than are here: of a study whose folder is elsewhere, or
-    was not unpacked.
+def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
+    """A study's page.
 
     Raises:
         ConfigError: the verdict names a number that is not there.
     """
-    study, written = results.study, []
-    page, verdict = _page(study, out), read_verdict(out, study.config.name)
-    if _finished(results) >= _finished_on(page):
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(page, page_text(results, verdict))
-        written.append(page)
-    found = FINISHED.search(page.read_text(encoding="utf-8"))
-    done, of_all = found.groups() if found else ("0", str(len(study.runs)))
+    study, finished = results.study, len(results.finished)
+    page, verdict = out / f"{study.config.name}.md", read_verdict(out, study.config.name)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, page_text(results, verdict))
     said = verdict.splitlines()[0] if verdict else "no verdict yet"
-    standing = Standing(page.name, study.title, f"{done} of {of_all}", said if done != "0" else NOT_RUN)
-    return standing, written
-
-
-def _page(study: Study, out: Path) -> Path:
-    return out / f"{study.config.name}.md"
-
-
-def _finished(results: Results) -> int:
-    return sum(each.complete for each in results.values)
-
-
-def _finished_on(page: Path) -> int:
-    """Runs of which a page was made."""
-    found = FINISHED.search(page.read_text(encoding="utf-8")) if page.is_file() else None
-    return int(found.group(1)) if found else 0
+    runs = f"{finished} of {len(results.runs)}"
+    return Standing(page.name, study.title, runs, said if finished else NOT_RUN), page
 
 
 def page_text(results: Results, verdict: str) -> str:
     """Without numbers where no run is finished."""
-    study, finished = results.study, _finished(results)
+    study, finished = results.study, len(results.finished)
     parts = [f"# {study.title}", study.config.question.strip()]
-    parts.append(f"{finished} of {len(results.values)} runs are finished.")
+    parts.append(f"{finished} of {len(results.runs)} runs are finished.")
     if not finished:
         parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
         return "\n\n".join(parts) + "\n"
     figure = f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)"
     parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
-    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(notes(results))]
+    said = notes(results) + losses_in_words(results)
+    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(said)]
     parts += folded("Numbers of each run", value_rows(results))
     parts += folded("Folder, config and commit of each run", run_rows(results))
+    values, runs, curves = (f"[{path.name}]({path.as_posix()})" for path in astuple(files_of(study, Path())))
     parts.append(
-        f"In full in [{study.config.name}.csv]({study.config.name}.csv). Study file: `{study.path}`. Made by "
-        "`python launch/results.py` from these folders: do not edit."
+        f"In full: {values}, {runs}, {curves}. Study file: `{study.path}`. Made by `python launch/results.py` from "
+        "these files, which have what the folders had: do not edit."
     )
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def losses_in_words(results: Results) -> list[str]:
+    """What the figure lacks: runs of before losses were recorded."""
+    of_all, without = len(results.finished), sum(not each.losses for each in results.finished)
+    if not without:
+        return []
+    if without == of_all:
+        return ["The runs' losses are not recorded: the figure stays as it was made from their folders."]
+    return [
+        f"The losses of {without} of the {of_all} finished runs are not recorded: an arm without any has no line in "
+        "the figure."
+    ]
 
 
 def folded(summary: str, rows: Rows) -> list[str]:
