@@ -15,7 +15,7 @@ class RunFacts:
     run: StudyRun
     finished: bool
     state: str
-    """In words."""
+    """In words; empty: all that is known is that it is not finished."""
     folder: Path
     """Where it is or was."""
     tokens: int | None = None

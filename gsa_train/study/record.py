@@ -72,7 +72,7 @@ def recorded_results(study: Study, out: Path) -> Results:
         replace(column, values={run: record.values.get((run, column.key, column.at)) for run in record.runs})
         for column in columns_of(study, record.equal)
     )
-    others = (RunFacts(run, False, "not finished", run.folder, seconds_before=None) for run in study.runs)
+    others = (RunFacts(run, False, "", run.folder, seconds_before=None) for run in study.runs)
     runs = tuple(record.runs.get(each.run.name, each) for each in others)
     return Results(study, runs, tuple(columns), {})
 
@@ -211,18 +211,16 @@ def _read(path: Path, head: Sequence[str], add: Callable[[Mapping[str, str]], No
     """
     if not path.is_file():
         return
-    line = 0
     try:
         reader = csv.reader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [f"no UTF-8 text ({error}); {REMEDY}"]) from error
+    try:
+        if next(reader, None) != list(head):
+            raise ValueError(f"not the columns {','.join(head)}")
         for row in reader:
-            line = reader.line_num
-            if line == 1 and row != list(head):
-                raise ValueError(f"not the columns {','.join(head)}")
             if len(row) != len(head):
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
-            if line > 1:
-                add(dict(zip(head, row, strict=True)))
-        if line == 0:
-            raise ValueError("empty")
+            add(dict(zip(head, row, strict=True)))
     except (ValueError, csv.Error) as error:
-        raise ConfigError(path, [f"line {line}: {error}; {REMEDY}"]) from error
+        raise ConfigError(path, [f"line {reader.line_num}: {error}; {REMEDY}"]) from error

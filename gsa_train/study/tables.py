@@ -110,8 +110,8 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
             seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
         config = f"{folder}/config.yaml" if each.commits else "–"
         rows.append([
-            each.run.name, each.state, tokens, seconds, ", ".join(each.devices) or "–", folder, config,
-            ", ".join(map(short, each.commits)) or "–",
+            each.run.name, each.state or "not finished", tokens, seconds, ", ".join(each.devices) or "–", folder,
+            config, ", ".join(map(short, each.commits)) or "–",
         ])  # fmt: skip
     return [head, *rows]
 
@@ -160,9 +160,8 @@ def notes(results: Results) -> list[str]:
         for each in missing:
             states.setdefault((each.run.arm, each.state), []).append(str(each.run.seed))
         said = (
-            f"{arm}-seed{seeds[0]} ({state})"
-            if len(seeds) == 1
-            else f"{arm}, seeds {', '.join(seeds)} ({state})"
+            (f"{arm}-seed{seeds[0]}" if len(seeds) == 1 else f"{arm}, seeds {', '.join(seeds)}")
+            + (f" ({state})" if state else "")
             for (arm, state), seeds in states.items()
         )
         lines.append(

@@ -93,7 +93,7 @@ class RunValues:
     def losses(self) -> list[LossPoint]:
         """The curve of the loss by both."""
         own = [
-            LossPoint(tokens, interpolate(self.seconds, record["step"]), float(record["loss"]))
+            LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records
             if is_number(record.get("loss"))
             and (tokens := interpolate(self.tokens, record["step"])) is not None

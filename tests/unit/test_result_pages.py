@@ -5,69 +5,31 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from gsa_train.commands.results import main
-from gsa_train.config import Config, GSAConfig, ModelConfig, config_to_yaml
+from gsa_train.config import Config, GSAConfig, ModelConfig
 from gsa_train.report.plots import Curves, write_curves
 from gsa_train.study.efficiency import forward_ratio, prefill_ratio
 from gsa_train.study.figure import arm_dots, write_study_figure
+from gsa_train.study.record import RUNS_HEAD
 from gsa_train.study.seeds import write_seeds
 from gsa_train.study.spread import median_and_deviation
 from gsa_train.study.study_file import load_study
 from gsa_train.study.tables import read_results
+from helpers.result_pages import finish, lines_of, study_files
 
 BENCH = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "0123456"}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With two study files, of which one asks something."""
-    for name in ("studies", "benches"):
-        (tmp_path / name).mkdir()
-    base = {"phases": [{"name": "sparse", "steps": 10}]}
-    (tmp_path / "studies" / "base.yaml").write_text(yaml.safe_dump(base))
-    study: dict[str, Any] = {
-        "name": "small", "title": "Two models", "question": "Which is better?", "dir": str(tmp_path / "runs"),
-        "config": "base.yaml", "arms": [{"name": "one"}, {"name": "two"}], "seeds": [1, 2],
-        "metrics": [
-            {"key": "loss", "at_tokens": [50, 90], "paper": {"two": "2.5 | less"}},
-            {"key": "val_loss", "source": "summary"},
-        ],
-    }  # fmt: skip
-    (tmp_path / "studies" / "small.yaml").write_text(yaml.safe_dump(study))
-    silent = {name: value for name, value in study.items() if name != "question"}
-    (tmp_path / "studies" / "silent.yaml").write_text(yaml.safe_dump(silent))
-    words = ["results.py", "--studies", "studies", "--out", "out", "--benches", "benches"]
-    monkeypatch.setattr("sys.argv", words)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def finish(folder: Path, arm: str, seed: int, loss: float, study: str = "small") -> None:
-    runs = load_study(folder / "studies" / f"{study}.yaml", need_data=False).runs
-    run = next(each for each in runs if (each.arm, each.seed) == (arm, seed))
-    run.folder.mkdir(parents=True)
-    records = [
-        {"step": step, "phase": "sparse", "tokens": 10 * step, "loss": loss - step, "step_seconds": 1.0}
-        for step in (5, 9, 10)
-    ]
-    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200"}
-    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    (run.folder / "summary.json").write_text(json.dumps({"steps": 10, "val_loss": loss}))
-
-
-def lines_of(path: Path, start: str) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.startswith(start)]
+    return study_files(tmp_path, monkeypatch)
 
 
 def test_before_a_run_the_pages_say_so(folder: Path) -> None:
@@ -119,17 +81,6 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
     assert of_loss == [("two", (15.0, 17.0), 16.0), ("one", (25.0,), 25.0)]
     for shown in (results, replace(results, columns=())):
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_pages_stay_where_the_runs_are_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(folder, "one", 1, 20.0)
-    assert main() == 0
-    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
-    shutil.rmtree(folder / "runs")
-    capsys.readouterr()
-    assert main() == 0
-    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
-    assert "kept out/small.md: it has 1 of 4 runs, and fewer are here" in capsys.readouterr().out
 
 
 def test_wrong_folders_and_damaged_benches_write_no_pages(
@@ -197,8 +148,13 @@ def test_numbers_of_a_verdict_are_filled_from_the_runs(
 def test_what_seeds_differ_by_is_of_all_arms_of_all_studies(two_studies: Path) -> None:
     """From the pages' CSVs: second seed less first, as losses; arms of one seed and runs that diverged have none."""
     (two_studies / "studies" / "headline.yaml").unlink()
+    for name in ("small", "other"):
+        path = two_studies / "studies" / f"{name}.yaml"
+        metrics = [{"key": "val_perplexity", "source": "summary"}]
+        asked = {"metrics": metrics, "seeds": [1, 2, 3, 5, 7]}
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **asked}))
     out = two_studies / "out"
-    out.mkdir()
+    (out / "records").mkdir(parents=True)
     perplexities = {
         "small": [("one", 1, 2.0), ("one", 2, 2.2), ("two", 1, 9.0)],
         "other": [("one", 3, 4.0), ("one", 5, 4.8), ("one", 7, 9.0), ("two", 1, 2.0), ("two", 2, math.inf),
@@ -208,6 +164,9 @@ def test_what_seeds_differ_by_is_of_all_arms_of_all_studies(two_studies: Path) -
         lines = [f"{arm},{seed},,val_perplexity,at the end,{value},,," for arm, seed, value in rows]
         head = "arm,seed,metric,key,at,value,folder,config,commits"
         (out / f"{study}.csv").write_text("\n".join([head, *lines]) + "\n")
+        runs = [f"{arm},{seed},100,,,,,,,100," for arm, seed, _ in rows]
+        head = ",".join(RUNS_HEAD)
+        (out / "records" / f"{study}_runs.csv").write_text("\n".join([head, *runs]) + "\n")
     (out / "verdicts").mkdir()
     (out / "verdicts" / "recommendation.md").write_text(
         "{seeds/small.one/difference:.4f} {seeds/other.one/difference:.4f} {seeds/other.two/difference:.4f}: "
@@ -277,7 +236,7 @@ def test_the_headline_figure_stays_where_not_all_of_its_runs_are_here(
     finish(two_studies, "two", 1, 30.0)
     assert main() == 0
     figure = two_studies / "out" / "main.png"
-    said = "did not draw out/main.png: no finished run is here of model one\n"
+    said = "did not draw out/main.png: no losses of a finished run are recorded of model one\n"
     assert said in capsys.readouterr().out
     assert not figure.exists()
     assert "main.png" not in (two_studies / "out" / "README.md").read_text()

@@ -1,0 +1,59 @@
+"""A folder of two small studies, and runs of them that are finished, for tests of the pages of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.config import config_to_yaml
+from gsa_train.study.study_file import load_study
+
+
+def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two, of which one asks something, in a folder where `launch/results.py` now starts."""
+    for name in ("studies", "benches"):
+        (tmp_path / name).mkdir()
+    base = {"phases": [{"name": "sparse", "steps": 10}]}
+    (tmp_path / "studies" / "base.yaml").write_text(yaml.safe_dump(base))
+    study: dict[str, Any] = {
+        "name": "small", "title": "Two models", "question": "Which is better?", "dir": str(tmp_path / "runs"),
+        "config": "base.yaml", "arms": [{"name": "one"}, {"name": "two"}], "seeds": [1, 2],
+        "metrics": [
+            {"key": "loss", "at_tokens": [50, 90], "paper": {"two": "2.5 | less"}},
+            {"key": "val_loss", "source": "summary"},
+        ],
+    }  # fmt: skip
+    (tmp_path / "studies" / "small.yaml").write_text(yaml.safe_dump(study))
+    silent = {name: value for name, value in study.items() if name != "question"}
+    (tmp_path / "studies" / "silent.yaml").write_text(yaml.safe_dump(silent))
+    words = ["results.py", "--studies", "studies", "--out", "out", "--benches", "benches"]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def finish(
+    folder: Path, arm: str, seed: int, loss: float, study: str = "small", pace: float = 1.0, text: str = ""
+) -> None:
+    """Seconds of each step as `pace` says; `text`: fingerprint of the training text."""
+    runs = load_study(folder / "studies" / f"{study}.yaml", need_data=False).runs
+    run = next(each for each in runs if (each.arm, each.seed) == (arm, seed))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    records = [
+        {"step": step, "phase": "sparse", "tokens": 10 * step, "loss": loss - step, "step_seconds": pace}
+        for step in (5, 9, 10)
+    ]
+    (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    start = {"unix_seconds": 1.0, "commit": "0123456789abcdef", "device": "NVIDIA H200"}
+    (run.folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    summary = {"steps": 10, "val_loss": loss, **({"data_fingerprint": text} if text else {})}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+
+
+def lines_of(path: Path, start: str) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith(start)]

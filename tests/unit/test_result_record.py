@@ -1,0 +1,239 @@
+"""The record of a study in docs/results: pages without run folders, new runs beside those whose folders are gone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gsa_train.commands.results import main
+from gsa_train.study.record import MOST_POINTS, read_record, recorded_results
+from gsa_train.study.study_file import Study, load_study
+from helpers.result_pages import finish, lines_of, study_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return study_files(tmp_path, monkeypatch)
+
+
+def small(folder: Path) -> Study:
+    return load_study(folder / "studies" / "small.yaml", need_data=False)
+
+
+def ask(folder: Path, **fields: Any) -> None:
+    path = folder / "studies" / "small.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **fields}))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+
+
+def lose_folders(folder: Path) -> None:
+    shutil.rmtree(folder / "runs")
+
+
+def values(folder: Path) -> dict[tuple[str, str, str], float]:
+    """(run, key, at) -> value"""
+    return dict(read_record(small(folder), folder / "out").values)
+
+
+def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None:
+    (folder / "studies" / "headline.yaml").write_text(
+        yaml.safe_dump({"title": "Both", "lines": [{"study": "small", "arm": "one", "label": "one"}]})
+    )
+    ask(folder, metrics=[{"key": "loss", "equal_time": True}, {"key": "val_loss", "source": "summary"}])
+    finish(folder, "one", 1, 20.0 + 1 / 3, pace=0.1)
+    finish(folder, "two", 1, math.nan, pace=0.3)
+    assert main() == 0
+    before = contents(folder)
+    assert {path.name for path in before} >= {"small.csv", "small_runs.csv", "small_curves.csv", "main.png"}
+    assert f",val_loss,val_loss,at the end,{20 + 1 / 3!r}," in before[folder / "out" / "small.csv"].decode()
+    lose_folders(folder)
+    assert main() == 0
+    assert contents(folder) == before
+
+
+def test_the_pages_of_this_repository_are_those_of_their_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever runs lie beside them: those of a study are read elsewhere."""
+    shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
+    for name in ("studies", "benchmarks", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["results.py"])
+    assert main() == 0
+    for path in (ROOT / "docs/results").rglob("*"):
+        if path.suffix in (".md", ".csv"):
+            here = tmp_path / path.relative_to(ROOT)
+            assert here.read_bytes() == path.read_bytes(), f"{path}: run launch/results.py"
+
+
+def test_a_run_of_another_machine_joins_those_whose_folders_are_gone(folder: Path) -> None:
+    for arm, seed, loss in (("one", 1, 20.0), ("two", 1, 30.0), ("one", 2, 21.0)):
+        finish(folder, arm, seed, loss, text="1f" if seed == 2 else "")
+    assert main() == 0
+    before = values(folder)
+    page = folder / "out" / "small.md"
+    assert not lines_of(page, "| two | 2 |")  # no differences seed by seed
+    lose_folders(folder)
+    finish(folder, "two", 2, 33.0, text="1f")
+    assert main() == 0
+    assert before.items() <= values(folder).items()
+    assert "4 of 4 runs are finished." in page.read_text()
+    assert next(each for each in lines_of(page, "| two |") if "M |" in each).endswith("| 31.5 ± 2.1 |")
+    assert lines_of(page, "| two | 2 |") == ["| two | 2 | 11.0 ± 1.4 |"]  # 10 and 12
+    assert "- Of 2 of the 4 finished runs it is not known of which text they are." in page.read_text()
+    assert "several training texts" not in page.read_text()
+    runs = [row["run"] for row in csv.DictReader((folder / "out/records/small_curves.csv").open())]
+    assert list(dict.fromkeys(runs)) == ["one-seed1", "two-seed1", "one-seed2", "two-seed2"]
+
+
+def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path) -> None:
+    finish(folder, "one", 1, 20.0)
+    finish(folder, "two", 1, 30.0)
+    assert main() == 0
+    lose_folders(folder)
+    finish(folder, "one", 1, 19.0, pace=2.0)
+    assert main() == 0
+    found = values(folder)
+    assert (found["one-seed1", "val_loss", "at the end"], found["two-seed1", "val_loss", "at the end"]) == (
+        19.0,
+        30.0,
+    )
+    of_one, of_two = recorded_results(small(folder), folder / "out").finished
+    assert (of_one.seconds, of_two.seconds) == (20.0, 10.0)
+    assert [point.loss for point in of_one.losses] == [14.0, 10.0, 9.0]
+    path = (
+        of_one.folder / "summary.json"
+    )  # it is trained anew, and not yet finished: the record has the old one
+    path.write_text(json.dumps({"steps": 5}))
+    before = contents(folder)
+    assert main() == 0
+    assert contents(folder) == before
+
+
+def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
+    """Their values are known there alone: a faster run has none, a slower one is read there."""
+    ask(folder, metrics=[{"key": "loss", "equal_time": True}])
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    lose_folders(folder)
+    finish(folder, "two", 1, 30.0, pace=0.5)
+    finish(folder, "two", 2, 31.0, pace=2.0)
+    assert main() == 0
+    at_time = {run: value for (run, _, at), value in values(folder).items() if at == "at 10s of training"}
+    assert at_time == {"one-seed1": 10.0, "two-seed2": 26.0}  # after 5 steps of 2 s
+    assert not any("5s" in at for _, _, at in values(folder))
+    lose_folders(folder)
+    before = contents(folder)
+    assert main() == 0
+    assert contents(folder) == before
+
+
+def test_what_the_study_no_longer_asks_for_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm, seed in (("one", 1), ("one", 2), ("two", 1)):
+        finish(folder, arm, seed, 20.0)
+    assert main() == 0
+    assert "left out" not in capsys.readouterr().out
+    lose_folders(folder)
+    ask(folder, arms=[{"name": "one"}], seeds=[1], metrics=[{"key": "loss", "at_tokens": [50, 90]}])
+    assert main() == 0
+    said = "left out of out/small.csv, as studies/small.yaml does not ask for it: "
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert lines == [said + each for each in ("two-seed1", "one-seed2", "val_loss (at the end)")]
+    assert {run for run, _, _ in values(folder)} == {"one-seed1"}
+    assert "1 of 1 runs are finished." in (folder / "out" / "small.md").read_text()
+    assert main() == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_figure_stays_where_no_losses_are_recorded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    lose_folders(folder)
+    curves, figure = folder / "out/records/small_curves.csv", folder / "out/small.png"
+    curves.write_text(curves.read_text().splitlines()[0] + "\n")
+    figure.write_bytes(b"as it was made of folders")
+    capsys.readouterr()
+    assert main() == 0
+    assert figure.read_bytes() == b"as it was made of folders"
+    assert "kept out/small.png: the losses of its runs are not recorded" in capsys.readouterr().out
+    page = folder / "out" / "small.md"
+    assert "The runs' losses are not recorded: the figure stays as it was made" in page.read_text()
+    finish(folder, "two", 1, 30.0)
+    assert main() == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert "The losses of 1 of the 2 finished runs are not recorded" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("small.csv", "at the end,20.0,", "at the end,20.o,", "line 4: could not convert string to float: '20.o'"),
+        ("small.csv", "one,1,val_loss", "one,3,val_loss", "line 4: out/records/small_runs.csv has no run one-seed3"),
+        ("small.csv", "arm,seed", "arm,seeds", "line 1: not the columns arm,seed,metric,"),
+        ("records/small_runs.csv", "one,1,100,", "one,1,", "line 2: 10 cells, not 11"),
+        ("records/small_runs.csv", "one,1,100,", 'one,1,"100,', "line 2: "),
+        ("records/small_runs.csv", "one,1,100,", "one,1,many,", "line 2: invalid literal for int() with base 10"),
+        ("records/small_curves.csv", "one-seed1,50.0,", "one-seed1,,", "line 2: could not convert string to float: ''"),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, old: str, new: str, said: str
+) -> None:
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    path = folder / "out" / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    before = contents(folder)
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert f"out/{name}: 1 problem\n  {said}" in error
+    assert "; take the file as it was committed (git restore), or remove the line" in error
+    assert contents(folder) == before
+
+
+def test_a_record_without_its_values_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    (folder / "out" / "small.csv").unlink()
+    assert main() == 2
+    said = "out/small.csv: 1 problem\n  not there, but out/records/small_runs.csv has runs; take the file"
+    assert said in capsys.readouterr().err
+
+
+def test_long_curves_are_thinned(folder: Path) -> None:
+    finish(folder, "one", 1, 20.0)
+    run = small(folder).runs[0]
+    records = [
+        {
+            "step": step,
+            "phase": "sparse",
+            "tokens": 10 * step,
+            "loss": float(step == 500),
+            "step_seconds": 1.0,
+        }
+        for step in range(1, 1001)
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert main() == 0
+    (of_one,) = recorded_results(small(folder), folder / "out").finished
+    assert len(of_one.losses) <= MOST_POINTS + 2
+    assert (5000.0, 500.0, 1.0) in of_one.losses  # a spike stays
