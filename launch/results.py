@@ -1,4 +1,4 @@
-"""Write the pages of results from the folders of studies: python launch/results.py
+"""Write the pages of results from the records of studies, and from their run folders here: python launch/results.py
 
 `gsa_train/commands/results.py` says of what.
 """

@@ -1,4 +1,4 @@
-"""Pages of results: of run folders and benches' files, with the paper's words and a person's beside them."""
+"""Pages of results: of records and benches' files, with the paper's words and a person's beside them."""
 
 from __future__ import annotations
 
