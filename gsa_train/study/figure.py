@@ -97,5 +97,5 @@ def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> 
         ax.set_ylim(*shown)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_xlabel("tokens")
-    which = "the first seed" if is_first else "the first seed with recorded losses"
-    ax.set_ylabel(f"train loss of {which} (nats per token)")
+    which = "of the first seed" if is_first else "of the\nfirst seed that has recorded ones"
+    ax.set_ylabel(f"train loss {which} (nats per token)")
