@@ -97,5 +97,5 @@ def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> 
         ax.set_ylim(*shown)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_xlabel("tokens")
-    which = "of the first seed" if is_first else "of the\nfirst seed that has recorded ones"
-    ax.set_ylabel(f"train loss {which} (nats per token)")
+    of_another = "train loss (nats per token) of the\nfirst seed that has recorded ones"
+    ax.set_ylabel("train loss of the first seed (nats per token)" if is_first else of_another)
