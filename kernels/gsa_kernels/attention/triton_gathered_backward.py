@@ -3,6 +3,10 @@
 A program owns a tile of queries, so the gradient of q is its own. What it adds to the gradients of each key it
 names it stores as a partial row, dV then dK; a range of tiles at a time, `add_partials_by_key` sums the rows
 of every key in the order of the tiles. So results repeat bit for bit.
+
+Where lists are so long that the scratch memory has room for fewer tiles than the device has multiprocessors, several
+programs share a tile, each with a segment of its list. Each entry still has one partial row; the gradient of q is
+the sum of what the segments leave, in their order.
 """
 
 import torch
@@ -15,7 +19,33 @@ from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.triton_constants import LOG2_E
+
+SEGMENT_KEYS = 4096
+"""A segment has no fewer keys, so that what it costs is small beside them: it loads q and the output's gradient,
+and its gradient of q is stored and read once more in fp32, 3 x 64 KiB, as much as 3 steps load of 64 keys and values
+of 256. By arithmetic, not measured."""
+
+_MOST_WAVES = 4
+"""A launch in segments has no more programs for each multiprocessor: their gradients of q, 64 KiB each, then take up
+to 33 MiB on an H200."""
+
+
+def count_segments(programs: int, wanted: int, keys: int) -> int:
+    """Programs that share the list of a tile: as many as fill the device best, and of those that do the fewest.
+
+    A launch takes as long as its waves of `wanted` programs, each of which walks over one part of a list.
+
+    Args:
+        programs: of the launch, if each has a list for itself
+        wanted: programs that run at a time
+        keys: of a list, about
+    """
+    if programs >= wanted:
+        return 1
+    most = max(1, min(keys // SEGMENT_KEYS, _MOST_WAVES * wanted // programs))
+    return min(range(1, most + 1), key=lambda segments: ceil_div(programs * segments, wanted) / segments)
 
 
 def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
@@ -40,8 +70,8 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass.
 
-    Memory beyond the results: the gradients of k and v in fp32, and up to `scratch_bytes` of partial rows (at least
-    one tile's).
+    Memory beyond the results: the gradients of k and v in fp32, up to `scratch_bytes` of partial rows (at least one
+    tile's), and 64 KiB for each program of a launch in segments.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
@@ -98,8 +128,15 @@ def _launch(
     length, heads, head_size = q.shape[1:]
     tiles = backward_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
+    splits = triton.cdiv(group, members)
     num_tiles = tile_rows.last - tile_rows.first
-    _backward_kernel[(num_tiles * len(partials),)](
+    programs = num_tiles * len(partials)
+    segments = count_segments(programs, count_multiprocessors(q.device), tile_rows.num_rows // num_tiles)
+    results = grad_q
+    if segments > 1:
+        shape = (len(partials), segments, num_tiles, members * lists.queries, head_size)
+        results = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _backward_kernel[(programs * segments,)](
         q,
         k,
         v,
@@ -112,7 +149,7 @@ def _launch(
         lists.word_starts,
         lists.full,
         lists.counts,
-        grad_q,
+        results,
         partials,
         *q.stride()[:3],
         *k.stride()[:3],
@@ -130,21 +167,44 @@ def _launch(
         tile_rows.order,
         scale,
         scale * LOG2_E.value,
+        segments,
         GROUP=group,
         MEMBERS=members,
-        SPLITS=triton.cdiv(group, members),
+        SPLITS=splits,
         D=head_size,
         QUERIES=lists.queries,
         KEYS=tiles.keys,
+        SEGMENTED=segments > 1,
         PRECISION=input_precision(q.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.registers,
     )
+    if segments > 1:
+        _add_segments_kernel[(programs * members,)](
+            results,
+            grad_q,
+            *grad_q.stride()[:3],
+            length,
+            lists.counts.shape[1],
+            tile_rows.first,
+            num_tiles,
+            part,
+            tile_rows.order,
+            segments,
+            GROUP=group,
+            MEMBERS=members,
+            SPLITS=splits,
+            D=head_size,
+            QUERIES=lists.queries,
+            num_warps=4,
+        )
 
 
 # What is in the data must not be compiled in: training would stop for seconds where a list's length is new.
-@triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order"])
+@triton.jit(
+    do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order", "segments"]
+)
 def _backward_kernel(
     q, k, v, grad, delta, lse2, keys, words, key_starts, word_starts, full, counts, grad_q, partials,
     stride_qb, stride_ql, stride_qh,
@@ -153,13 +213,20 @@ def _backward_kernel(
     stride_ub, stride_ul, stride_uh,
     stride_db, stride_dl, stride_dh,
     length, heads, tiles_per_sequence, first_tile, num_tiles, first_part, num_rows, row_starts,
-    order,     scale, scale_log2,
+    order, scale, scale_log2, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES."""
+    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+
+    SEGMENTED: a segment of the tile's list, and what it adds to the gradient of q goes, for `_add_segments_kernel`,
+    to grad_q: fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D].
+    """
     slot = tl.load(order + tl.program_id(0) % num_tiles)
     number_of_head = tl.program_id(0) // num_tiles
+    if SEGMENTED:
+        segment = number_of_head % segments
+        number_of_head = number_of_head // segments
     part = first_part + number_of_head * SPLITS
     number = first_tile + slot
     batch = number // tiles_per_sequence
@@ -194,6 +261,15 @@ def _backward_kernel(
     count = tl.load(counts + number)
     first_row = number_of_head.to(tl.int64) * num_rows + tl.load(row_starts + slot)
     target = partials + first_row * (2 * D)
+    if SEGMENTED:
+        # From here on the list is this program's part of it: whole steps, or nothing where the list is short. The words
+        # stay, for they are found by what an entry is beyond full_count.
+        length_of_segment = tl.cdiv(tl.cdiv(count, KEYS), segments) * KEYS
+        before = segment * length_of_segment
+        keys += before
+        target += before.to(tl.int64) * (2 * D)
+        full_count -= before
+        count = tl.minimum(count - before, length_of_segment)
 
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)
@@ -230,5 +306,37 @@ def _backward_kernel(
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
         key = next_key
-    pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
-    tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])
+    if SEGMENTED:
+        pointers = grad_q + (tl.program_id(0) * (MEMBERS * QUERIES) + row)[:, None] * D + dims
+        tl.store(pointers, acc)
+    else:
+        pointers = grad_q + batch64 * stride_db + (token64 * stride_dl + head64 * stride_dh + dims)
+        tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_tiles", "first_part", "order", "segments"])
+def _add_segments_kernel(
+    of_segments, grad_q, stride_db, stride_dl, stride_dh,
+    length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradient of q of a tile of queries and one head, from those of the segments, in their order."""
+    place = tl.program_id(0) // MEMBERS % num_tiles
+    number_of_head = tl.program_id(0) // MEMBERS // num_tiles
+    number = first_tile + tl.load(order + place)
+    part = first_part + number_of_head * SPLITS
+    member = part % SPLITS * MEMBERS + tl.program_id(0) % MEMBERS
+    head = part // SPLITS * GROUP + member
+
+    query, dims = tl.arange(0, QUERIES), tl.arange(0, D)[None, :]
+    row = (number_of_head * segments * num_tiles + place) * MEMBERS + tl.program_id(0) % MEMBERS
+    pointers = of_segments + (row * QUERIES + query)[:, None] * D + dims
+    acc = tl.zeros([QUERIES, D], tl.float32)
+    for _ in range(segments):
+        acc += tl.load(pointers)
+        pointers += num_tiles * (MEMBERS * QUERIES * D)
+    batch = number // tiles_per_sequence
+    token = number % tiles_per_sequence * QUERIES + query
+    pointers = grad_q + batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh
+    pointers += token.to(tl.int64)[:, None] * stride_dl + dims
+    tl.store(pointers, acc.to(grad_q.dtype.element_ty), mask=((token < length) & (member < GROUP))[:, None])
