@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import triton
-from attention_problems import check, differentiated, from_query, make_inputs
+from attention_problems import NAMES, check, differentiated, from_query, make_inputs
 from covering import covered
 from gathered_problems import (
     block_mask,
@@ -152,6 +152,110 @@ def test_heads_that_share_a_launch_have_the_same_bits(heads, device, monkeypatch
     assert launched == [1] * 4 * pieces + [2] * 2 * pieces + [4] * pieces
     for other in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("programs", "wanted", "keys", "segments"),
+    [
+        (40, 132, 26000, 3),  # 120 programs; with 6 two waves of a sixth, which is no less
+        (40, 132, 128000, 13),  # four waves of a thirteenth
+        (80, 132, 26000, 3),  # two waves of a third
+        (40, 132, 9000, 2),
+        (40, 132, 8191, 1),  # each half too short
+        (132, 132, 26000, 1),
+        (136, 132, 10**6, 1),
+        (100, 132, 13000, 1),  # two or three waves of halves or thirds
+        (1, 132, 10**6, 132),
+        (2, 132, 0, 1),
+        (1, 1, 10**6, 1),  # interpreted
+    ],
+)
+def test_segments_fill_the_device(programs, wanted, keys, segments):
+    assert triton_gathered_backward.count_segments(programs, wanted, keys) == segments
+
+
+def in_segments(attend, segments, monkeypatch):
+    """The same with so many programs for each tile's list in the backward pass."""
+
+    def patched(*inputs):
+        monkeypatch.setattr(triton_gathered_backward, "count_segments", lambda *_: segments)
+        return attend(*inputs)
+
+    return patched
+
+
+@devices
+@pytest.mark.parametrize(
+    ("batch", "heads", "head_size", "dtype", "full_parts"),
+    [
+        (1, (4, 2), 64, torch.float32, True),
+        (2, (2, 2), 64, torch.bfloat16, False),
+        (1, (5, 1), 128, torch.bfloat16, True),
+        (1, (3, 1), 256, torch.bfloat16, False),
+        (1, (2, 1), 256, torch.bfloat16, True),
+    ],
+)
+def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatch):
+    """Lists of no key, of fewer steps than segments, of steps that do not come out even; groups of heads that fill no
+    program. dK and dV have the bits that they have without segments."""
+    torch.manual_seed(9)
+    length, empty = 165, 32
+    mask = random_mask(batch, length, 0.4, device)
+    if full_parts:
+        mask = block_mask(batch, length, 32, 33, 0.9, device)
+    mask[:, :empty] = False
+    lists = key_lists_from_mask(mask)
+    if full_parts:
+        lists = with_full_parts(lists, 32)
+        assert lists.full.max() > 96
+    assert lists.counts.min() == 0
+    assert lists.counts.max() > 128  # three steps
+
+    def attend(q, k, v, gate):
+        """The queries of the first tile, whose lists are empty, are beyond the reference: it sees those behind them."""
+        q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
+        out, lse = gathered_attention(q, k, v, lists, gate)
+        return out[:, empty:], lse[..., empty:]
+
+    inputs = from_query(make_inputs(batch, length, *heads, head_size, dtype, device), empty)
+    attends = [in_segments(attend, segments, monkeypatch) for segments in (1, 2, 3)]
+    check(inputs, mask[:, empty:], *attends[1:])
+    grad = torch.randn_like(inputs[0])
+    whole, *others = (differentiated(each, inputs, grad) for each in attends)
+    for other in others:
+        for name, value, want in zip(NAMES, other, whole, strict=True):
+            if name != "grad_q":
+                assert torch.equal(value, want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize(("heads", "head_size"), [((24, 2), 256), ((16, 1), 128)])
+def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
+    """By count_segments itself, of the random selections that 40 tiles at a time have room for."""
+    torch.manual_seed(16)
+    length = 16384
+    lists = key_lists_from_mask(random_mask(1, length, 0.1, "cuda"))
+    lists = dataclasses.replace(lists, host_counts=lists.counts.cpu())
+    inputs = make_inputs(1, length, *heads, head_size, torch.bfloat16, "cuda")
+    grad, counted = torch.randn_like(inputs[0]), []
+    count = triton_gathered_backward.count_segments
+
+    def noted(*arguments):
+        counted.append(count(*arguments))
+        return counted[-1]
+
+    monkeypatch.setattr(triton_gathered_backward, "count_segments", noted)
+    attend = attention(lists, scratch_bytes=40 * lists.max_count * 2 * head_size * 2)
+    shared, again = (differentiated(attend, inputs, grad) for _ in range(2))
+    assert max(counted) > 1
+    whole = differentiated(in_segments(attend, 1, monkeypatch), inputs, grad)
+    for name, value, repeated, want in zip(NAMES, shared, again, whole, strict=True):
+        assert torch.equal(value, repeated), name
+        if name == "grad_q":  # two roundings to bf16 of sums in fp32 whose order differs
+            torch.testing.assert_close(value, want, rtol=2**-7, atol=1e-5 * want.abs().max().item())
+        else:
+            assert torch.equal(value, want), name
 
 
 @devices
