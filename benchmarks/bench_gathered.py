@@ -38,7 +38,7 @@ BACKWARD_PROMISES = {("token", 4, 131072): 100.0, ("block", 1, 131072): 40.0}
 """selection, r, length: ms at most, for the 1.7B shape."""
 
 PARTS = {
-    "walk_ms": ("_backward_kernel",),
+    "walk_ms": ("_backward_kernel", "_add_segments_kernel"),
     "add_ms": ("_add_kernel",),
     "turn_ms": ("_mark_kernel", "_count_kernel", "_place_kernel"),
 }

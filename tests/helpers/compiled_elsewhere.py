@@ -13,10 +13,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward_keys import backward_keys
 from gsa_kernels.attention.triton_forward import attention_forward
-from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.hopper.miscompile_guard import wrong_sums
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
@@ -113,7 +113,7 @@ def masked_attention_of_256(group: int) -> None:
     backward_keys(GradientInputs(q, q, k, k, of_rows, of_rows), words, None)
 
 
-def gathered_attention_of_256(group: int) -> None:
+def gathered_attention_of_256(group: int, segments: int) -> None:
     q, k, gate, of_rows, _ = _attended(group)
     tiles = q.shape[1] // 32
     starts = torch.zeros(1, tiles, dtype=torch.int64)
@@ -123,7 +123,8 @@ def gathered_attention_of_256(group: int) -> None:
     )
     inputs = AttentionInputs(q, k, k, gate)
     gathered_forward(inputs, lists)
-    gathered_backward(q, inputs, q, of_rows, lists, 2**20)
+    with mock.patch.object(triton_gathered_backward, "count_segments", return_value=segments):
+        triton_gathered_backward.gathered_backward(q, inputs, q, of_rows, lists, 2**20)
 
 
 def _attended(group: int) -> tuple[torch.Tensor, ...]:
@@ -145,7 +146,8 @@ def main() -> int:
         "Hopper, target, heads of 128": (90, lambda: loss_target(128, documents=False)),
         "Hopper, target, heads of 256": (90, lambda: loss_target(256, documents=False)),
         "Hopper, masked attention, heads of 256": (90, lambda: masked_attention_of_256(8)),
-        "Hopper, attention over lists, heads of 256": (90, lambda: gathered_attention_of_256(12)),
+        "Hopper, attention over lists, heads of 256": (90, lambda: gathered_attention_of_256(12, 1)),
+        "Hopper, lists in segments, heads of 256": (90, lambda: gathered_attention_of_256(12, 2)),
         "Blackwell, 4 heads": (100, lambda: indexer_loss(4, bf16, BY_HEAD)),
     }
     json.dump({name: found_in(*case) for name, case in cases.items()}, sys.stdout)
