@@ -25,7 +25,7 @@ from gsa_kernels.triton_constants import LOG2_E
 SEGMENT_KEYS = 4096
 """A segment has no fewer keys, so that what it costs is small beside them: it loads q and the output's gradient,
 and its gradient of q is stored and read once more in fp32, 3 x 64 KiB, as much as 3 steps load of 64 keys and values
-of 256. By arithmetic, not measured."""
+of 256. By arithmetic."""
 
 _MOST_WAVES = 4
 """A launch in segments has no more programs for each multiprocessor: their gradients of q, 64 KiB each, then take up
