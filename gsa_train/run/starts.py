@@ -85,16 +85,18 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def source_commit(source: Path) -> str | None:
-    """The commit that runs, with `+` where files were changed after it; of a copy without .git what the environment
-    variable GSA_COMMIT says; None where nothing tells."""
+    """The commit that runs: of a frozen source the one that was frozen, else what the environment variable GSA_COMMIT
+    says, else git's; with `+` where files were changed after it. None where nothing tells."""
     frozen = (
         source.parent / "commit.txt"
     )  # launch/slurm/submit.py: the commit, and a line for each changed file
     if source.name == "source" and frozen.is_file():
         commit, *changed = frozen.read_text(encoding="utf-8").splitlines()
         return commit + "+" * bool(changed)
+    if said := os.environ.get("GSA_COMMIT"):
+        return said
     if not (source / ".git").exists():  # a checkout further up is not ours
-        return os.environ.get("GSA_COMMIT") or None
+        return None
     try:
         commit = _git(source, "rev-parse", "HEAD")
         return commit + "+" * bool(_git(source, "status", "--porcelain", "--untracked-files=no"))
