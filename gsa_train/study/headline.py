@@ -22,7 +22,7 @@ class LineConfig:
     study: str = ""
     """Name of the study."""
     arm: str = ""
-    """Arm of it, of which the first finished seed with recorded losses is drawn."""
+    """Arm of it. Of all arms the same seed is drawn: another one is another text."""
     label: str = ""
     """What the legend calls it."""
 
@@ -90,19 +90,24 @@ def _one_of(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
 def write_headline(
     headline: Headline, studies: Mapping[str, Results], out: Path
 ) -> tuple[Path | None, list[str]]:
-    """Draw each arm's first finished run of which the losses are recorded. Returns the figure and nothing; or, where an
-    arm has no such run, None and the labels of these: then the figure stays as it is.
+    """Draw the arms' runs of the first seed of which all have recorded losses. Returns the figure and nothing; or, if
+    there is no such seed, None and the labels of the arms that the nearest one lacks: then the figure stays as it is.
 
     Args:
         studies: name -> results.
     """
     runs = {
-        label: next((each for each in studies[study].finished if each.run.arm == arm and each.losses), None)
+        label: {
+            each.run.seed: each for each in studies[study].finished if each.run.arm == arm and each.losses
+        }
         for label, (study, arm) in headline.arms.items()
     }
-    drawn = {label: run for label, run in runs.items() if run is not None}
-    if lacking := [label for label in runs if label not in drawn]:
-        return None, lacking
+    seeds = {seed for of_arm in runs.values() for seed in of_arm}
+    lacking = {seed: [label for label in runs if seed not in runs[label]] for seed in sorted(seeds)}
+    seed = min(lacking, key=lambda each: len(lacking[each]), default=None)
+    if seed is None or lacking[seed]:
+        return None, list(runs) if seed is None else lacking[seed]
+    drawn = {label: of_arm[seed] for label, of_arm in runs.items()}
     # Here: matplotlib takes half a second, and is there for reports alone.
     from gsa_train.report.plots import Curves, write_curves
 
