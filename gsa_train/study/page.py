@@ -10,6 +10,7 @@ from urllib.parse import quote
 from gsa_train.files import write_atomically
 from gsa_train.report.page import chart_html, document
 from gsa_train.study.charts import study_charts
+from gsa_train.study.notes import close_lines, notes
 from gsa_train.study.tables import (
     SEEDS,
     SPREAD,
@@ -17,11 +18,11 @@ from gsa_train.study.tables import (
     Rows,
     arm_rows,
     arms_csv,
-    close_lines,
-    markdown,
-    notes,
+    bullets,
+    markdown_table,
     relative,
     run_rows,
+    seed_by_seed,
     seed_rows,
     value_rows,
     values_csv,
@@ -39,6 +40,24 @@ def write_study_report(results: Results, folder: Path) -> list[Path]:
 def write_tables(results: Results, folder: Path) -> list[Path]:
     """Write tables.md, arms.csv and values.csv for a place where the run folders will not be, as for documentation."""
     return _write(folder, {"tables.md": markdown(results), **_csvs(results)})
+
+
+def markdown(results: Results, folder: Path | None = None) -> str:
+    """All tables.
+
+    Args:
+        folder: run folders are linked as seen from this one; None: they are named, as where they will not be.
+    """
+    head, *rows = run_rows(results, folder)
+    for row in rows:
+        for place in (head.index("folder"), head.index("config")):
+            path = row[place]
+            row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
+    parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
+    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(notes(results))]
+    parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
+    parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _csvs(results: Results) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gsa_train.files import write_atomically
 from gsa_train.study.headline import FIGURE
+from gsa_train.study.notes import close_lines, notes
 from gsa_train.study.record import files_of
 from gsa_train.study.tables import (
     SPREAD,
@@ -20,9 +21,7 @@ from gsa_train.study.tables import (
     Rows,
     arm_rows,
     bullets,
-    close_lines,
     markdown_table,
-    notes,
     run_rows,
     seed_by_seed,
     value_rows,

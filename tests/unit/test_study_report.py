@@ -11,15 +11,13 @@ import pytest
 
 from gsa_train.commands.study import main
 from gsa_train.study.cost import arm_costs
-from gsa_train.study.page import write_study_report
+from gsa_train.study.notes import close_lines, notes
+from gsa_train.study.page import markdown, write_study_report
 from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_train.study.study_file import Study
 from gsa_train.study.tables import (
     arms_csv,
-    close_lines,
-    markdown,
     markdown_table,
-    notes,
     read_results,
     run_rows,
     seed_rows,
