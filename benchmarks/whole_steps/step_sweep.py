@@ -306,6 +306,9 @@ def add_whole_models(report: harness.Report) -> None:
             continue
         standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
         ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
+        deepest = max(measured[key], key=lambda row: row["layers"])
+        if deepest["layers"] == found["layers"] and ratio is not None:  # not scaled: the steps took turns
+            ratio = deepest["speed_up"]
         wholes.append({"gpu": here[0], "commit": here[1], **found, "whole_speed_up": ratio})
     for whole in wholes:
         report.row(**whole)
