@@ -15,6 +15,8 @@ from torch.utils import collect_env
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # As in the ranks: else what megatron-core fuses is compiled, and where nothing is cached yet by a compiler of C++.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if find_spec("triton"):  # else what needs it is skipped
         from helpers.interpreter import mend_interpreter
 
