@@ -250,11 +250,12 @@ def cross_boundary(
 
 def main(folder: Path) -> None:
     from gsa_train.optimizer import zero  # here, where the ranks run
-    from helpers.zero_of_a_large_model import settings_of_a_large_model
+    from helpers.zero_of_a_large_model import leave_out_what_nobody_reads, settings_of_a_large_model
 
     torch.set_num_threads(1)
     gc.freeze()  # each layout ends with a collection, which needs not search what was imported
     patch.object(zero, "_settings", settings_of_a_large_model).start()
+    leave_out_what_nobody_reads(setattr)
     for name, value in SAMPLE.items():
         setattr(query_sample, name, value)
     # Overlapped reductions go in several buckets, as those of large models do.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from gsa_train.optimizer import zero
 
@@ -17,3 +20,12 @@ def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
         stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=100
     )
     return settings
+
+
+def leave_out_what_nobody_reads(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """DeepSpeed's ranges for a profiler of GPUs, around each of its functions, and the text of all parameters, which
+    each start makes and does not print: together some 6% of what tiny models take."""
+    from deepspeed.utils import nvtx  # here, where it runs
+
+    set_attribute(nvtx, "enable_nvtx", False)
+    set_attribute(torch.nn.Parameter, "__repr__", object.__repr__)

@@ -38,11 +38,11 @@ from helpers.single_rank import (
     tiny_config,
     tiny_model,
 )
-from helpers.zero_of_a_large_model import settings_of_a_large_model
+from helpers.zero_of_a_large_model import leave_out_what_nobody_reads, settings_of_a_large_model
 
 # Other rates for gates and indexer, clipping and weight decay: each parameter group counts.
 PHASES = [WARM_UP, dataclasses.replace(SPARSE, indexer_lr_mult=3.0, gate_lr_mult=2.0)]
-TRAIN = {"grad_clip": 0.5, "weight_decay": 0.1, "micro_batch_size": 1}
+TRAIN = {"grad_clip": 0.5, "weight_decay": 0.1, "micro_batch_size": 1, "global_batch_size": 2}
 GSA = {"k_base": 16, "k_min": 16, "k_max": 16, "indexer_temperature": "learned"}
 """All keys are selected."""
 
@@ -58,6 +58,7 @@ def config_of(stage: int | None, offload: bool = False, recompute: str = "none")
 @pytest.fixture(autouse=True)
 def cuts_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "_settings", settings_of_a_large_model)
+    leave_out_what_nobody_reads(monkeypatch.setattr)
 
 
 def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Model]:
