@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gsa_train.config import Config, ConfigError
 from gsa_train.files import write_atomically
-from gsa_train.study.bench_cases import (
+from gsa_train.study.efficiency_cases import (
     BENCHES,
     KEYS,
     PAPER,

@@ -114,6 +114,10 @@ SHARED_STEPS = ((16384, "shared_graphs"), (32768, "shared_graphs"), (65536, "sha
 MEASURED: list[tuple[str, int, list[float]]] = [
     ("128K tokens, a selection for each query", 0, at_128k("token_r4", "forward")),
     ("128K tokens, a selection for each query", 1, at_128k("token_r4", "forward_backward")),
+    ("128K tokens, a selection for each query", 2, [
+        1 / EFFICIENCY[f"layer_{shape}_131072_token_selected", key]
+        for shape in ("1.7B", "7B") for key in ("forward", "forward_backward")
+    ]),
     ("128K tokens, 32 queries share", 0, at_128k("block_selected", "forward")),
     ("128K tokens, 32 queries share", 1, at_128k("block_selected", "forward_backward")),
     ("4096 tokens, forward + backward", 0, [
@@ -122,11 +126,17 @@ MEASURED: list[tuple[str, int, list[float]]] = [
     ("4096 tokens, a training step", 0, [
         EFFICIENCY[f"step_{config}_1.7b", "time"] for config in ("gsa", "gsa_fast")
     ]),
-    ("a training step of the whole model", 0, [
+    ("a training step, few layers scaled", 0, [
         *(step(*case) for case in SHARED_STEPS), step(32768, "shared", "7b")
     ]),
-    ("a training step of the whole model", 1, [
+    ("a training step, few layers scaled", 1, [
         *(step(length, "gsa") for length in (32768, 65536, 131072)), step(32768, "gsa", "7b")
+    ]),
+    ("a training step, few layers scaled", 2, [
+        *(step(length, "shared_rope_reuse_graphs") for length in (8192, 16384, 32768)), step(32768, "gsa_rope_reuse")
+    ]),
+    ("decoding at 128K in the whole model", 0, [
+        1 / EFFICIENCY[f"decode_131072_1_{model}", "time"] for model in ("GSA", "GSA_shared")
     ]),
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ import yaml
 from gsa_train.commands.results import main
 from gsa_train.config import Config, GSAConfig, ModelConfig
 from gsa_train.report.plots import Curves, write_curves
-from gsa_train.study.bench_cases import forward_ratio, prefill_ratio
+from gsa_train.study.efficiency_cases import forward_ratio, prefill_ratio
 from gsa_train.study.figure import arm_dots, write_study_figure
 from gsa_train.study.record import RUNS_HEAD
 from gsa_train.study.seeds import write_seeds
