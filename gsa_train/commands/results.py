@@ -71,7 +71,8 @@ def main() -> int:
             if figure is None:
                 lines = ", ".join(lacking)
                 print(
-                    f"did not draw {arguments.out / FIGURE}: no losses of a finished run are recorded of {lines}"
+                    f"did not draw {arguments.out / FIGURE}: no seed has recorded losses of all its arms; the nearest "
+                    f"lacks {lines}"
                 )
             else:
                 written.append(figure)

@@ -236,7 +236,7 @@ def test_the_headline_figure_stays_where_not_all_of_its_runs_are_here(
     finish(two_studies, "two", 1, 30.0)
     assert main() == 0
     figure = two_studies / "out" / "main.png"
-    said = "did not draw out/main.png: no losses of a finished run are recorded of model one\n"
+    said = "did not draw out/main.png: no seed has recorded losses of all its arms; the nearest lacks model one\n"
     assert said in capsys.readouterr().out
     assert not figure.exists()
     assert "main.png" not in (two_studies / "out" / "README.md").read_text()
