@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -314,7 +315,7 @@ def add_whole_models(report: harness.Report) -> None:
         report.row(**whole)
     for shape, length, models, aim in AIMS:
         for whole in wholes:
-            name = str(whole["model"]).removesuffix("_graphs")
+            name = re.sub(r"(_k\d+)?(_graphs)?$", "", str(whole["model"]))
             if (whole["shape"], whole["length"]) == (shape, length) and name in models:
                 value = whole["whole_speed_up"]
                 of = f"{whole['model']}, {shape} at {length}, {whole['indexer']}"
