@@ -95,7 +95,7 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
         ),
         Table(
             "Generation by the whole model",
-            [*of_generation, *memory],
+            [*of_generation, *memory, "commit"],
             list(generation(benches, shapes)),
         ),
     ]

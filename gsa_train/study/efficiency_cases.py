@@ -192,6 +192,7 @@ def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
     bench = "bench_generate"
     rows = _rows(benches, bench)
     for row in rows:
+        commit = row.get("commit") or benches[bench].commit
         if "prefill" in row:
             standard = next(
                 each for each in rows if each.get("prefill") == row["prefill"] and each["model"] == "standard"
@@ -208,8 +209,8 @@ def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             said = f" (the paper: {PAPER['memory']})" if at_paper_s and peak is not None else ""
             cells = ["prefill", str(length), "1", model, f"{row['ms']:.1f}"]
             cells += [_two(values["time"]), _two(values["theory"]), PAPER["prefill"] if at_paper_s else ""]
-            cells += ["–" if peak is None else f"{peak:.1f}", _two(values["memory"]) + said]
-            yield Case(_name("prefill", length, model), cells, values, bench)
+            cells += ["–" if peak is None else f"{peak:.1f}", _two(values["memory"]) + said, commit]
+            yield Case(_name("prefill", length, model), cells, values, bench, commit)
         elif "step_ms" in row:
             same = ("batch", "length")
             standard = next(
@@ -225,8 +226,8 @@ def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             }
             paper = PAPER["decode"] if model == "GSA" and length == LONG else ""
             cells = ["decode", str(length), str(batch), model, f"{row['step_ms']:.2f}"]
-            cells += [_two(values["time"]), _two(values["theory"]), paper, "–", "–"]
-            yield Case(_name("decode", length, batch, model), cells, values, bench)
+            cells += [_two(values["time"]), _two(values["theory"]), paper, "–", "–", commit]
+            yield Case(_name("decode", length, batch, model), cells, values, bench, commit)
 
 
 def _two(ratio: float | None) -> str:

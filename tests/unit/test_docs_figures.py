@@ -135,9 +135,17 @@ MEASURED: list[tuple[str, int, list[float]]] = [
     ("a training step, few layers scaled", 2, [
         *(step(length, "shared_rope_reuse_graphs") for length in (8192, 16384, 32768)), step(32768, "gsa_rope_reuse")
     ]),
-    ("decoding at 128K in the whole model", 0, [
-        1 / EFFICIENCY[f"decode_131072_1_{model}", "time"] for model in ("GSA", "GSA_shared")
+    ("a training step, few layers scaled", 3, [
+        *(step(length, "shared_rope_k1024_graphs") for length in (8192, 16384, 32768)),
+        *(step(length, "shared_rope_reuse_k1024_graphs") for length in (8192, 16384, 32768)),
+        step(32768, "gsa_rope_reuse_k1024"),
     ]),
+    *(
+        ("decoding at 128K in the whole model", below, [
+            1 / EFFICIENCY[f"decode_131072_{sequences}_{model}", "time"] for model in ("GSA", "GSA_shared")
+        ])
+        for below, sequences in enumerate((1, 16))
+    ),
 ]  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
         {"prefill": 32768, "model": "standard", "ms": 10.0},
         {"prefill": 32768, "model": "GSA", "ms": 5.0},
         {"prefill": 131072, "model": "standard", "ms": 100.0, "peak_gib": 10.0},
-        {"prefill": 131072, "model": "GSA", "ms": 20.0, "peak_gib": 11.0},
+        {"prefill": 131072, "model": "GSA", "ms": 20.0, "peak_gib": 11.0, "commit": "89abcde"},
     ]
     for name, content in (("bench_long", rows), ("bench_generate", generated)):
         (folder / "benches" / f"{name}.json").write_text(json.dumps({**BENCH, "rows": content}))
@@ -301,12 +301,14 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
     (line,) = lines_of(page, "| 1.7B ")
     assert line == "| 1.7B | 131072 | token | 4 | 0.50 | 0.09 | 0.25 | – | 1.50 |"
     assert (
-        lines_of(page, "| decode")[1] == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 | – | – |"
+        lines_of(page, "| decode")[1]
+        == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 | – | – | 0123456 |"
     )
     _, short, _, long = lines_of(page, "| prefill")
-    assert short == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | 0.56 |  | – | – |"
+    assert short == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | 0.56 |  | – | – | 0123456 |"
     assert (
-        long == "| prefill | 131072 | 1 | GSA | 20.0 | 0.20 | 0.24 | 0.09 | 11.0 | 1.10 (the paper: 0.97) |"
+        long
+        == "| prefill | 131072 | 1 | GSA | 20.0 | 0.20 | 0.24 | 0.09 | 11.0 | 1.10 (the paper: 0.97) | 89abcde |"
     )
     assert lines_of(page, "- `bench_long`") == [
         "- `bench_long`: NVIDIA H200, torch 2.11, Triton 3.6, 0123456"
