@@ -13,6 +13,7 @@ string hashes for each rank, and the interpreter's teardown after atexit.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -85,6 +86,7 @@ class ForkedRanks:
             own = {**for_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
             arguments = (list(command), cwd, {**environment, **mark, **own}, log)
             self._processes.append(start_process(_run_rank, arguments, environment, log))
+        self._failed: dict[int, int] = {}
         atexit.register(self._end)  # before multiprocessing waits for them
 
     @property
@@ -92,13 +94,19 @@ class ForkedRanks:
         """Each is a session of its own, too."""
         return [process.pid for process in self._processes if process.pid is not None]
 
+    @property
+    def ends(self) -> str:
+        """How the ranks ended that did so by themselves and failed, in words."""
+        return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
+
     def poll(self) -> int | None:
         """None while a rank is at work; 0, or the exit code of one that failed, after which the others are ended."""
         codes = [process.exitcode for process in self._processes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
+        if not self._failed and any(codes):
+            self._failed = {rank: code for rank, code in enumerate(codes) if code}
             self._end()
-            return failed
+        if self._failed:
+            return next(iter(self._failed.values()))
         return None if None in codes else 0
 
     def wait(self, seconds: float) -> int:
@@ -112,6 +120,14 @@ class ForkedRanks:
             if alive:  # else the last one ended since poll() looked, and nothing would end this wait
                 connection.wait(alive, left)
         return code
+
+    def end_with_stacks(self) -> None:
+        """End what hangs, one rank after the other: the log has the stacks of each one's threads."""
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, signal.SIGABRT)
+                process.join(10)  # one that is stopped does not answer
+        self._end()
 
     def _end(self) -> None:
         for process in self._processes:
@@ -172,6 +188,10 @@ class ForkedAgent:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+
+def _in_words(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def start_server(environment: Mapping[str, str]) -> None:
@@ -319,6 +339,7 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)  # what ends by a signal of its own, as by C++'s abort(), says where
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -341,5 +362,9 @@ def run_file(command: list[str]) -> None:
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        # As in an interpreter, before what may wait for other ranks: these fail meanwhile, and this one is killed.
+        sys.excepthook(*sys.exc_info())  # torch's has the rank before each line
+        raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without them

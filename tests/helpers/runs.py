@@ -88,6 +88,12 @@ STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
 """For anything a run does, on a machine of which others leave it little."""
 
+SHOWN = 5000
+"""Characters of what a run printed that failed: from its first error on, and of its end."""
+ERROR = re.compile(
+    r"^(\[rank\d+\]: )?(Traceback \(most recent|Fatal Python error: |terminate called )", re.MULTILINE
+)
+
 TIMING = ("time", "tokens_per_second", "step_seconds", "data_wait", "slowest_rank", "slowest_rank_ratio")
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
@@ -126,6 +132,22 @@ def numbers_of(
         for record in records
         if record.get("event") not in ("checkpoint", *without)
     ]
+
+
+def shown(output: str) -> str:
+    """The first error and the end of what a run printed. A rank that fails makes the others fail, which print far more
+    than it did behind it."""
+    end = max(0, len(output) - SHOWN)
+    error = ERROR.search(output)
+    first = end if error is None else min(error.start(), end)
+    if first + SHOWN >= end:
+        return output[first:]
+    return f"{output[first : first + SHOWN]}\n[...]\n{output[end:]}"
+
+
+def check_code(process: object, code: int, expected: int, output: str) -> None:
+    ends = process.ends if isinstance(process, ForkedRanks) else ""
+    assert code == expected, f"{ends or f'exit code {code}'}, expected {expected}:\n{shown(output)}"
 
 
 @dataclass
@@ -175,9 +197,11 @@ class Run:
         try:
             code = self.process.wait(seconds)
         except (subprocess.TimeoutExpired, TimeoutError):
+            if isinstance(self.process, ForkedRanks):
+                self.process.end_with_stacks()
             kill(self)
-            raise AssertionError(f"not over after {seconds} s:\n{self.output[-3000:]}") from None
-        assert code == expected, f"exit code {code}, expected {expected}:\n{self.output[-5000:]}"
+            raise AssertionError(f"not over after {seconds} s:\n{shown(self.output)}") from None
+        check_code(self.process, code, expected, self.output)
         return self
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
@@ -189,7 +213,7 @@ class Run:
             over = self.process.poll() is not None or time.monotonic() > deadline
             if over and not condition():
                 kill(self)
-                raise AssertionError(f"the run did not get there:\n{self.output[-5000:]}")
+                raise AssertionError(f"the run did not get there:\n{shown(self.output)}")
             # Some conditions read all records, or ask all processes: a thirtieth of a core is for them.
             time.sleep(max(0.01, 29 * (time.thread_time() - looked)))
             looked = time.thread_time()
@@ -267,9 +291,15 @@ def run_script(
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}  # forked ranks can run on nothing else
     environment = {**inherited(), **ENVIRONMENT, **on_cpus, **(environment or {})}
     forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
-    code = forked.wait(LONGEST_WAIT_SECONDS)
-    assert code == expected, f"exit code {code}, expected {expected}:\n{log.read_text()[-5000:]}"
-    return log.read_text()
+    try:
+        code = forked.wait(LONGEST_WAIT_SECONDS)
+    except TimeoutError:
+        forked.end_with_stacks()
+        said = shown(log.read_text())
+        raise AssertionError(f"not over after {LONGEST_WAIT_SECONDS} s:\n{said}") from None
+    output = log.read_text()
+    check_code(forked, code, expected, output)
+    return output
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:

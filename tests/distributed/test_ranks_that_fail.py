@@ -1,0 +1,72 @@
+"""What a test says of ranks that fail: which of them ended first, how, and where it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import runs
+from helpers.runs import SHOWN, run_script, shown
+
+CODE = """
+import atexit, os, time
+
+def waits_for_others():
+    time.sleep(1000)
+
+def fails():
+    {fault}
+
+if os.environ["RANK"] == "1":
+    fails()
+waits_for_others()
+"""
+
+
+def said_of(fault: str, folder: Path) -> str:
+    script = folder / "code.py"
+    script.write_text(CODE.format(fault=fault))
+    with pytest.raises(AssertionError) as raised:
+        run_script([str(script)], folder / "log", ranks=3)
+    return str(raised.value)
+
+
+def test_a_rank_that_raises_says_so_before_it_waits_for_others(tmp_path: Path) -> None:
+    """What it does at its exit may end by an error of another rank, which is then the first to end."""
+    said = said_of("atexit.register(os._exit, 3); raise ValueError('a reason')", tmp_path)
+    assert said.startswith("rank 1 ended with exit code 3, expected 0:\n")
+    assert "in fails" in said
+    assert "ValueError: a reason" in said
+
+
+def test_a_rank_that_aborts_says_where(tmp_path: Path) -> None:
+    """As where C++ throws in a thread, or ends by the bug of a library."""
+    said = said_of("os.abort()", tmp_path)
+    assert said.startswith("rank 1 ended by SIGABRT, expected 0:\n")
+    assert re.search("Fatal Python error: Aborted\n.* in fails", said, re.DOTALL)
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    """As by the system, where memory runs out: it says nothing itself."""
+    assert said_of("os.kill(os.getpid(), 9)", tmp_path).startswith("rank 1 ended by SIGKILL, expected 0:\n")
+
+
+def test_ranks_that_hang_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LONGEST_WAIT_SECONDS", 3)
+    said = said_of("waits_for_others()", tmp_path)
+    assert said.startswith("not over after 3 s:\n")
+    assert said.count("in waits_for_others") == 3
+    assert said.count("in fails") == 1
+
+
+def test_the_first_error_is_shown_however_much_follows() -> None:
+    error = "[rank2]: Traceback (most recent call last):\n[rank2]: ValueError: a reason\n"
+    before, behind = "warning\n" * SHOWN, "Traceback (most recent call last):\nlost a peer\n" * SHOWN
+    assert shown(before + error + behind).startswith(error)
+    assert shown(before + error + behind).endswith(behind[-SHOWN:])
+    assert shown(before + error + "the end") == (before + error + "the end")[-SHOWN:]
+    assert shown(error + before[-SHOWN:]) == error + before[-SHOWN:]
+    assert shown(error) == error
+    assert shown("") == ""
