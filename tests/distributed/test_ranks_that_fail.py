@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers import runs
-from helpers.runs import SHOWN, run_script, shown
+from helpers.forked import ForkedRanks
+from helpers.runs import ENVIRONMENT, SHOWN, Run, inherited, left_of, run_script, shown
 
 CODE = """
 import atexit, os, time
 
 def waits_for_others():
+    open(__file__ + os.environ["RANK"], "w").close()
     time.sleep(1000)
 
 def fails():
@@ -54,11 +58,30 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 def test_ranks_that_hang_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LONGEST_WAIT_SECONDS", 3)
+    def wait(ranks: ForkedRanks, seconds: float) -> int:
+        while len(list(tmp_path.glob("code.py?"))) < 3:
+            assert ranks.poll() is None
+            time.sleep(0.01)
+        raise TimeoutError
+
+    monkeypatch.setattr(ForkedRanks, "wait", wait)
     said = said_of("waits_for_others()", tmp_path)
-    assert said.startswith("not over after 3 s:\n")
+    assert said.startswith("not over after 1500 s:\n")
     assert said.count("in waits_for_others") == 3
     assert said.count("in fails") == 1
+
+
+def test_no_signal_goes_to_ranks_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ids may be those of others by now."""
+    (tmp_path / "code.py").touch()
+    environment = {**inherited(), **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    command, log = [str(tmp_path / "code.py")], tmp_path / "log"
+    ranks = ForkedRanks(command, tmp_path, environment, {}, log, ranks=2, rendezvous=True)
+    assert left_of(Run(tmp_path, ranks, log, "of no process")) == []
+    sent: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
+    ranks._end()
+    assert sent == []
 
 
 def test_the_first_error_is_shown_however_much_follows() -> None:

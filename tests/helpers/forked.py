@@ -131,7 +131,7 @@ class ForkedRanks:
 
     def _end(self) -> None:
         for process in self._processes:
-            process.kill()
+            kill_unless_over(process)
         for process in self._processes:
             process.join()
 
@@ -158,7 +158,7 @@ class ForkedAgent:
         self._ranks = log.with_suffix(".ranks")
         arguments = (list(torchrun), list(command), cwd, {**environment, **mark}, log, self._ranks)
         self._process = start_process(_run_agent, arguments, environment, log)
-        atexit.register(self._process.kill)
+        atexit.register(kill_unless_over, self._process)
 
     @property
     def pid(self) -> int:
@@ -188,6 +188,14 @@ class ForkedAgent:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+
+def kill_unless_over(process: ForkServerProcess) -> None:
+    """The server waits for its children at once: the id of one that is over may be another process's by now, or that of
+    one of its threads, which is as good. Ranks of a file of tests take ten thousand ids, and some systems have 32,768.
+    """
+    if process.exitcode is None:  # by itself multiprocessing does not look
+        process.kill()
 
 
 def _in_words(code: int) -> str:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from gsa_train.run.stop_signals import STOP_SIGNALS
 from gsa_train.study import processes
 from gsa_train.study.processes import end_with
-from helpers.forked import Fork, become, run_file, start_process, usual_signals
+from helpers.forked import Fork, become, kill_unless_over, run_file, start_process, usual_signals
 from helpers.runs import ENVIRONMENT, REPOSITORY, inherited
 
 
@@ -29,7 +29,7 @@ class ForkedStudy:
         environment = {**inherited(), **ENVIRONMENT}
         command = ["launch/study.py", *words]
         self._process = start_process(_run_study, (command, REPOSITORY, environment, log), environment, log)
-        atexit.register(self._process.kill)
+        atexit.register(kill_unless_over, self._process)
 
     @property
     def pid(self) -> int:
