@@ -14,6 +14,7 @@ from gsa_train.memory.selection import (
     attending_bytes,
     fused_loss_bytes,
     fuses_indexer_loss,
+    key_gradients,
     learning_bytes,
     selecting_bytes,
 )
@@ -87,15 +88,13 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
     if gsa.output_gate:  # with room for G2's where one projection has both
         logits = sizes.bytes(sizes.gates if fuses_heads(config) else sizes.query)
     queries = output  # gradient of Q [B, L, q]
-    keys = 2 * sizes.value * sizes.key_value * sizes.all_tokens  # of K and V [B, Lw, kv] each
-    scratch = 0.0
+    keys = key_gradients(sizes)
     if not uses_kernels(config):
-        scratch = layer.core  # gradients of what is L x L
+        keys += layer.core  # gradients of what is L x L
     elif phase.attention == "sparse":
-        scratch = attending_bytes(config, sizes)
-        if fuses_indexer_loss(config, phase, sizes):
-            scratch = max(scratch, fused_loss_bytes(config, sizes))
-    return sizes.stream + output + attended + logits + queries + keys + scratch
+        loss = keys + fused_loss_bytes(config, sizes) if fuses_indexer_loss(config, phase, sizes) else 0.0
+        keys = max(attending_bytes(config, sizes), loss)
+    return sizes.stream + output + attended + logits + queries + keys
 
 
 def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:

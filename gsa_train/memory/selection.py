@@ -80,23 +80,33 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Backward over a selection: its bits turned round; or partial gradients of K and V, [entries, 2 d_k] of some tiles
-    at a time, and of as many heads as have room, with a number for each entry, and their sums, fp32 [B, Lw, n_kv,
-    2 d_k]."""
+    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and its bits turned round; or partial gradients
+    of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a number for each
+    entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what programs leave
+    that share a list has gone."""
+    keys = key_gradients(sizes)
     if not gathers(config):
-        return sizes.pairs / 8
+        return keys + sizes.pairs / 8
     block = config.gsa.selection_block
     if block > 1:
         entries, queries = _block_entries(config)[0] * block, min(block, limits.TILE_QUERIES)
+        longest = round(entries)
     else:
         entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
+        longest = _longest_list(config)
     row = 2 * config.model.head_dim * sizes.value
     room = limits.GATHERED_GRADIENT_BYTES
     of_head = min(sizes.tokens / sizes.query_chunks / queries * entries * row, room)
     heads = round(sizes.key_value / config.model.head_dim)
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * of_head <= room))
     sums = 4 * 2 * sizes.key_value * sizes.all_tokens
-    return of_head * (together + 4 / row) + sums
+    last = max(keys, limits.segments_bytes(longest, limits.MULTIPROCESSORS))
+    return of_head * (together + 4 / row) + sums + last
+
+
+def key_gradients(sizes: Sizes) -> float:
+    """Of K and V, [B, Lw, kv] each."""
+    return 2 * sizes.value * sizes.key_value * sizes.all_tokens
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
@@ -187,9 +197,7 @@ def gathered_heads(sizes: Sizes) -> float:
 def _list_entries(config: Config) -> float:
     """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
     Of the context-parallel ranks that of the one with most."""
-    length = config.train.seq_len_tokens
-    gsa = config.gsa
-    most = max(limits.TILE_QUERIES * min(gsa.k_base + gsa.local_window, length), min(gsa.dense_below, length))
+    most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:
         turn = min(max(most, queries.start), queries.end)  # up to here the keys that are there are the limit
@@ -197,6 +205,12 @@ def _list_entries(config: Config) -> float:
 
     per_query = max(sum(entries(queries) for queries in rank) for rank in _chunks_of_ranks(config))
     return config.train.micro_batch_size * per_query / limits.TILE_QUERIES
+
+
+def _longest_list(config: Config) -> int:
+    """Keys of a tile whose queries select nothing in common."""
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    return min(max(limits.TILE_QUERIES * (gsa.k_base + gsa.local_window), gsa.dense_below), length)
 
 
 def most_keys(config: Config) -> int:

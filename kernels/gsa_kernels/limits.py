@@ -197,6 +197,28 @@ GATHERED_LOSS_BYTES = 512 * 2**20
 GATHERED_GRADIENT_BYTES = 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
 
+SEGMENT_KEYS = 4096
+"""Of a list that several programs share in that pass, each has no fewer keys, so that what it costs is small beside
+them: it loads q and the output's gradient, and its gradient of q is stored and read once more in fp32, 3 x 64 KiB, as
+much as 3 steps load of 64 keys and values of 256. By arithmetic (attention/triton_gathered_backward.py)."""
+
+SEGMENT_WAVES = 4
+"""Such a launch has no more programs for each multiprocessor: each leaves a gradient of q."""
+
+SEGMENT_GRADIENT_BYTES = 64 * 2**10
+"""Of one program, fp32, at the largest: 128 rows of heads of 128, or 64 of 256 (`backward_tiles`)."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, for estimates on a machine without one. The kernels ask the device."""
+
+
+def segments_bytes(longest_list: int, multiprocessors: int) -> int:
+    """What the programs of a launch leave that share lists: 33 MiB on an H200. A bound: most launches have fewer than
+    they may, and one that fills the device without sharing leaves nothing."""
+    if longest_list < 2 * SEGMENT_KEYS:
+        return 0
+    return SEGMENT_WAVES * multiprocessors * SEGMENT_GRADIENT_BYTES
+
 
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, which is at least 1."""

@@ -33,12 +33,13 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton, sampling
-from gsa_kernels.attention import triton_gathered_backward
+from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
 from gsa_kernels.indexer_loss import gathered, triton_gathered_launch
 from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
+from gsa_kernels.limits import MULTIPROCESSORS
 from gsa_kernels.selection import groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import cpu_backend, step
@@ -206,6 +207,8 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             ),
             (dist, "all_gather_object", _all_alike),
             (triton_gathered_backward, "split_tiles", _with_contents(split_tiles)),
+            (triton_gathered_backward, "count_multiprocessors", lambda device: MULTIPROCESSORS),
+            (triton_backward_keys, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
             (sampling, "systematic", _with_contents(sampling.systematic)),
             (gathered, "systematic", _with_contents(gathered.systematic)),

@@ -1,10 +1,12 @@
 """What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from gsa_kernels import limits
 from gsa_train.config import load_config
 from gsa_train.memory import selection as memory_selection
 from gsa_train.memory.estimate import estimate_memory
@@ -224,6 +226,77 @@ def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype)
     partial = sum(each.nbytes for each in taken if each.ndim == 5)
     expected = memory_selection.loss_gradient_bytes(heads, dim, dtype.itemsize)
     assert partial == pytest.approx(expected * length**2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "tiles", "keys", "segments"),
+    [((24, 2), 256, 40, 26000, 3), ((16, 1), 128, 40, 128000, 13), ((16, 1), 128, 40, 8000, 1)],
+)
+def test_segments_of_lists_fit_what_is_counted_for_them(monkeypatch, heads, head_size, tiles, keys, segments):
+    """Their gradients of q as a launch allocates them, on 132 multiprocessors; four waves come close to the bound."""
+    pytest.importorskip("triton")
+    from gsa_kernels.attention import triton_gathered_backward as backward
+    from gsa_kernels.attention.inputs import GradientInputs
+    from gsa_kernels.attention.triton_gathered_forward import heads_per_program
+    from gsa_kernels.key_lists.triton_reduce_keys import TileRows
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    walk = MagicMock()
+    monkeypatch.setattr(backward, "_backward_kernel", walk)
+    monkeypatch.setattr(backward, "_add_segments_kernel", MagicMock())
+    monkeypatch.setattr(backward, "count_multiprocessors", lambda device: limits.MULTIPROCESSORS)
+    q, k = (tensor(1, 65536, count, head_size) for count in heads)
+    lists = MagicMock(queries=32, counts=tensor(1, 2048, dtype=torch.int32))
+    members = heads_per_program(heads[0] // heads[1], 32, backward.backward_tiles(head_size, q.dtype).queries)
+    rows = TileRows(0, tiles, tensor(tiles), tensor(tiles), tiles * keys)
+    grad_q = torch.empty_like(q)
+    backward._launch(
+        GradientInputs(q, q, k, k, tensor(1), tensor(1)), lists, grad_q, members, rows, 0, tensor(1)
+    )
+    walk.__getitem__.assert_called_once_with((tiles * segments,))
+    results = walk.__getitem__.return_value.call_args.args[12]
+    taken = 0 if results is grad_q else results.nbytes
+    assert (taken > 0) == (segments > 1)
+    counted = limits.segments_bytes(keys, limits.MULTIPROCESSORS)
+    assert taken <= counted
+    assert taken > 0.9 * counted or segments < 13
+
+
+def test_no_launch_in_segments_takes_more_than_is_counted():
+    """By what it may have of programs, and one program of a tile's gradient of q."""
+    pytest.importorskip("triton")
+    from gsa_kernels.attention.triton_gathered_backward import backward_tiles, count_segments
+    from gsa_kernels.attention.triton_gathered_forward import heads_per_program
+
+    for keys in (8192, 20000, 131072, 2**20):
+        most = max(
+            programs * count_segments(programs, limits.MULTIPROCESSORS, keys)
+            for programs in range(1, limits.MULTIPROCESSORS)
+        )
+        assert most * limits.SEGMENT_GRADIENT_BYTES <= limits.segments_bytes(keys, limits.MULTIPROCESSORS)
+    for size in limits.HEAD_SIZES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for queries in limits.TILE_SIZES:
+                rows = queries * heads_per_program(64, queries, backward_tiles(size, dtype).queries)
+                assert 4 * rows * size <= limits.SEGMENT_GRADIENT_BYTES
+    assert limits.segments_bytes(8191, limits.MULTIPROCESSORS) == 0
+
+
+def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
+    """These are made when what segments leave has gone: with one head of 128 in bf16 512 bytes a token."""
+    lengths, counted = (4096, 32768, 131072), {}
+    for segments in (limits.segments_bytes, lambda *_: 0):
+        monkeypatch.setattr(limits, "segments_bytes", segments)
+        for length in lengths:
+            options = ["gsa.attention_kernel=gathered", "train.micro_batch_size=1", "parallel.tensor=4"]
+            options.append(f"train.seq_len_tokens={length}")
+            config = load_config(GSA, options, world_size=8, need_data=False)
+            taken = memory_selection.attending_bytes(config, sizes_of(config))
+            counted.setdefault(length, []).append(taken)
+    more = [counted[length][0] - counted[length][1] for length in lengths]
+    assert more == [0, 4 * 132 * 64 * 1024 - 32768 * 512, 0]
 
 
 def test_the_loss_behind_attention():

@@ -19,17 +19,8 @@ from gsa_kernels.attention.triton_gathered_forward import heads_per_program
 from gsa_kernels.attention.triton_tiles import Tiles, count_multiprocessors, float_warps, input_precision
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
-from gsa_kernels.limits import ceil_div
+from gsa_kernels.limits import SEGMENT_KEYS, SEGMENT_WAVES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
-
-SEGMENT_KEYS = 4096
-"""A segment has no fewer keys, so that what it costs is small beside them: it loads q and the output's gradient,
-and its gradient of q is stored and read once more in fp32, 3 x 64 KiB, as much as 3 steps load of 64 keys and values
-of 256. By arithmetic."""
-
-_MOST_WAVES = 4
-"""A launch in segments has no more programs for each multiprocessor: their gradients of q, 64 KiB each, then take up
-to 33 MiB on an H200."""
 
 
 def count_segments(programs: int, wanted: int, keys: int) -> int:
@@ -44,7 +35,7 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
     """
     if programs >= wanted:
         return 1
-    most = max(1, min(keys // SEGMENT_KEYS, _MOST_WAVES * wanted // programs))
+    most = max(1, min(keys // SEGMENT_KEYS, SEGMENT_WAVES * wanted // programs))
     return min(range(1, most + 1), key=lambda segments: ceil_div(programs * segments, wanted) / segments)
 
 
@@ -71,7 +62,7 @@ def gathered_backward(
     """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass.
 
     Memory beyond the results: the gradients of k and v in fp32, up to `scratch_bytes` of partial rows (at least one
-    tile's), and 64 KiB for each program of a launch in segments.
+    tile's), and while a launch in segments runs up to `limits.segments_bytes`.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
