@@ -80,13 +80,13 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and its bits turned round; or partial gradients
-    of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a number for each
-    entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what programs leave
-    that share a list has gone."""
+    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and their parts, and its bits turned round; or
+    partial gradients of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a
+    number for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what
+    programs leave that share a list has gone."""
     keys = key_gradients(sizes)
     if not gathers(config):
-        return keys + sizes.pairs / 8
+        return keys + _key_parts(config, sizes) + sizes.pairs / 8
     block = config.gsa.selection_block
     if block > 1:
         entries, queries = _block_entries(config)[0] * block, min(block, limits.TILE_QUERIES)
@@ -107,6 +107,20 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
 def key_gradients(sizes: Sizes) -> float:
     """Of K and V, [B, Lw, kv] each."""
     return 2 * sizes.value * sizes.key_value * sizes.all_tokens
+
+
+def _key_parts(config: Config, sizes: Sizes) -> float:
+    """The same of parts of the query heads, before they are summed: fp32, 2 x [parts, B, keys, kv], for the keys of the
+    chunk of queries with most of that."""
+    model, batch = config.model, config.train.micro_batch_size
+    heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
+
+    def of_chunk(keys: int) -> float:
+        programs = batch * heads * limits.ceil_div(keys, limits.GRADIENT_KEYS[sizes.value])
+        parts = limits.count_key_parts(programs, group, limits.MULTIPROCESSORS)
+        return 2 * 4 * parts * batch * keys * sizes.key_value if parts > 1 else 0.0
+
+    return max(of_chunk(queries.end) for rank in _chunks_of_ranks(config) for queries in rank)
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:

@@ -220,6 +220,25 @@ def segments_bytes(longest_list: int, multiprocessors: int) -> int:
     return SEGMENT_WAVES * multiprocessors * SEGMENT_GRADIENT_BYTES
 
 
+GRADIENT_KEYS = {2: 64, 4: 32}
+"""Keys of a program for the gradients of k and v under a packed mask, by the bytes of an element
+(attention/triton_backward_keys.py)."""
+
+
+def count_key_parts(programs: int, group: int, multiprocessors: int) -> int:
+    """Parts of the query heads of a key-value head, each with programs and gradients of k and v of its own: the fewest
+    that give the device three programs per multiprocessor, or the whole group.
+
+    Programs differ in length by the causal triangle: with fewer, the longest one sets the time.
+
+    Args:
+        programs: with one part
+        group: query heads of a key-value head
+    """
+    fitting = (n for n in range(1, group) if group % n == 0 and programs * n >= 3 * multiprocessors)
+    return next(fitting, group)
+
+
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()

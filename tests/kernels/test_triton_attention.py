@@ -79,7 +79,7 @@ def test_output_and_gradients(device, case, monkeypatch):
     num_keys = first + length
     torch.manual_seed(length)
     monkeypatch.setattr(
-        triton_backward_keys, "_choose_splits", lambda *_: min(case["splits"], heads // kv_heads)
+        triton_backward_keys, "count_key_parts", lambda *_: min(case["splits"], heads // kv_heads)
     )
     batch = 2 if length < 70 else 1
     starts = document_starts(batch, num_keys, device) if case["documents"] else None
@@ -150,7 +150,7 @@ def test_everything_is_written(device, words, monkeypatch):
     inputs = make_inputs(2, 75, 4, 2, 32, torch.bfloat16, device)
     mask = make_mask("random" if words else "full", 2, 75, None, device)
     grad = torch.randn_like(inputs[0])
-    monkeypatch.setattr(triton_backward_keys, "_choose_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_backward_keys, "count_key_parts", lambda *_: 2)
     attend = attention(pack(mask) if words else None)
     clean = differentiated(attend, inputs, grad)
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))

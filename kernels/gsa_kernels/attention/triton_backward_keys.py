@@ -18,19 +18,20 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
+from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts
 from gsa_kernels.triton_constants import LOG2_E
 
 
 def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """For the gradients of k and v."""
     if dtype == torch.float32:
-        return Tiles(32, 32, float_warps(head_size), 1, tma=False)
+        return Tiles(32, GRADIENT_KEYS[4], float_warps(head_size), 1, tma=False)
     if head_size > 128:
         # The two gradients are half of a multiprocessor's registers: 128 of each of 256 threads. 64 KiB of k and v, and
         # two stages of 32 KiB of q and of the output's gradient.
-        return Tiles(64, 64, 8, 2)
+        return Tiles(64, GRADIENT_KEYS[2], 8, 2)
     # A third stage would leave room for one program per multiprocessor only at head size 128.
-    return Tiles(64, 64, 4, 3 if head_size <= 64 else 2)
+    return Tiles(64, GRADIENT_KEYS[2], 4, 3 if head_size <= 64 else 2)
 
 
 def backward_keys(
@@ -48,7 +49,7 @@ def backward_keys(
     group = heads // kv_heads
     tiles = key_tiles(head_size, q.dtype)
     key_blocks = triton.cdiv(num_keys, tiles.keys)
-    splits = _choose_splits(batch * kv_heads * key_blocks, group, q.device)
+    splits = count_key_parts(batch * kv_heads * key_blocks, group, count_multiprocessors(q.device))
     if splits == 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         targets = grad_k[None], grad_v[None]
@@ -120,16 +121,6 @@ def backward_keys(
             num_warps=4,
         )
     return grad_k, grad_v
-
-
-def _choose_splits(programs: int, group: int, device: torch.device) -> int:
-    """Smallest divisor of the group that gives the device three programs per multiprocessor, or the group.
-
-    Programs differ in length by the causal triangle: with fewer, the longest one sets the time.
-    """
-    multiprocessors = count_multiprocessors(device)
-    fitting = (n for n in range(1, group) if group % n == 0 and programs * n >= 3 * multiprocessors)
-    return next(fitting, group)
 
 
 @triton.jit
