@@ -35,7 +35,7 @@ class AttentionRuntime:
     _documents: torch.Tensor | None = field(default=None, repr=False)
     """Those that `_made` is of."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    _rotary: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+    _rotary: dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False
     )
 
@@ -107,7 +107,7 @@ class AttentionRuntime:
         Args:
             magnitude: what they are multiplied with, the same in all layers.
         """
-        key = (id(angles), magnitude)
+        key = (angles.data_ptr(), angles.shape, magnitude)  # by memory, as in `_same_memory`: it is kept
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
             cos, sin = half.cos() * magnitude, half.sin() * magnitude

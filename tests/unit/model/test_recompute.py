@@ -98,3 +98,12 @@ def test_selections_go_with_the_backward_pass_though_the_loss_stays(recompute: s
     loss.backward()
     assert len(selections) == config.model.num_layers
     assert all(selection() is None for selection in selections)
+
+
+def test_recomputed_layers_make_no_rotary_tables_of_their_own() -> None:
+    """Recomputation detaches the angles that it is given. What the layers share is kept as long as the model."""
+    runtime, angles = tiny_model(tiny_config([SPARSE])).runtime, torch.randn(6, 1, 1, 8)
+    tables = runtime.rotary_tables(angles, 1.0)
+    assert all(a is b for a, b in zip(runtime.rotary_tables(angles.detach(), 1.0), tables, strict=True))
+    for other, magnitude in ((angles, 1.25), (angles.clone(), 1.0), (angles[:4], 1.0)):
+        assert runtime.rotary_tables(other, magnitude)[0] is not tables[0]
