@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.gate_shapes import has_paper_form
 from gsa_train.memory.experts import kept_by_mixture
-from gsa_train.memory.selection import selection_bytes
+from gsa_train.memory.selection import fuses_indexer_loss, selection_bytes, turned_lists_bytes
 from gsa_train.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
 
 Tensors = dict[str, float]
@@ -40,7 +40,7 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
     core = _core(config, sizes)
     selection = 0.0
     if indexes and uses_kernels(config):
-        selection = selection_bytes(config, sizes)
+        selection = selection_bytes(config, sizes) + turned_lists_bytes(config, phase, sizes)
     elif indexes:
         selection = sizes.pairs  # bool [B, L, Lw]
         core |= _reference_indexer(config, sizes)
@@ -166,7 +166,9 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:
         return {}
-    queries = sizes.tokens / gsa.selection_block
+    # Of the first queries of blocks a view is kept, where the loss waits for attention's backward pass.
+    keeps_all = gsa.selection_query == "first" and fuses_indexer_loss(config, phase, sizes)
+    queries = sizes.tokens / (1 if keeps_all else gsa.selection_block)
     keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
     kept = {
         "of queries and weights [B, L / selection_block, H_I (d_I + 1)]": sizes.value

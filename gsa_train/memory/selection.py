@@ -87,13 +87,11 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     keys = key_gradients(sizes)
     if not gathers(config):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
-    block = config.gsa.selection_block
+    block, longest = config.gsa.selection_block, _longest_list(config)
     if block > 1:
-        entries, queries = _block_entries(config)[0] * block, min(block, limits.TILE_QUERIES)
-        longest = round(entries)
+        entries, queries = float(longest), min(block, limits.TILE_QUERIES)
     else:
         entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
-        longest = _longest_list(config)
     row = 2 * config.model.head_dim * sizes.value
     room = limits.GATHERED_GRADIENT_BYTES
     of_head = min(sizes.tokens / sizes.query_chunks / queries * entries * row, room)
@@ -138,17 +136,35 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     if gsa.indexer_pool > 1:
         return max(gathering, heads + _of_groups(config, sizes) + _group_learning_bytes(config, sizes, share))
     if phase.attention == "sparse" and gathers(config):
-        # Per entry of a list: the target of each query that has one of its own, and the key's gradient, fp32.
-        per_entry = 4 * ((limits.TILE_QUERIES if gsa.selection_block == 1 else 1) + gsa.indexer_dim)
-        entries = selection_bytes(config, sizes) / 8 / sizes.query_chunks
-        if gsa.selection_block > 1:
-            entries = sizes.tokens / sizes.query_chunks * _block_entries(config)[0]
+        entries, per_entry = _loss_entries(config, sizes)
         return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
     # Per pair: the target, fp16 in bf16 runs, and partial gradients.
     target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
     pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk / gsa.selection_block * share)
     return max(gathering, heads + pairs * (target + gradients))
+
+
+def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
+    """Entries of the lists of a chunk of queries, each with room for the longest, and bytes of the loss for an entry:
+    the target of each query that has one of its own, and the key's gradient, fp32."""
+    gsa = config.gsa
+    rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
+    lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
+    return lists * _longest_list(config), 4 * (rows + gsa.indexer_dim)
+
+
+def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """Shared lists turned round, which the indexer loss leaves to attention's backward pass if it has all tiles of a
+    chunk of queries at once (`KeptHits`): a row for each entry and a start for each key, int32."""
+    gsa = config.gsa
+    learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
+    tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
+    all_rows = gsa.indexer_loss_row_fraction == 1 and sizes.tensor == 1
+    entries, per_entry = _loss_entries(config, sizes)
+    if not (learns and tile_by_tile and all_rows and entries * per_entry <= limits.GATHERED_LOSS_BYTES):
+        return 0.0
+    return 4 * (entries * sizes.query_chunks + config.train.micro_batch_size * sizes.keys_of_chunks)
 
 
 def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
@@ -222,8 +238,10 @@ def _list_entries(config: Config) -> float:
 
 
 def _longest_list(config: Config) -> int:
-    """Keys of a tile whose queries select nothing in common."""
+    """Keys of a tile whose queries select nothing in common; of a shared list its room for the largest budget."""
     gsa, length = config.gsa, config.train.seq_len_tokens
+    if gsa.selection_block > 1:
+        return min(most_keys(config) + _near(config), length)
     return min(max(limits.TILE_QUERIES * (gsa.k_base + gsa.local_window), gsa.dense_below), length)
 
 
@@ -240,10 +258,13 @@ def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
-    """Keys and words of shared lists, per query: there is room for the largest budget."""
-    gsa, length = config.gsa, config.train.seq_len_tokens
-    near = min(gsa.local_window + gsa.selection_block, length)
-    room = min(most_keys(config) + near, length)
+    """Keys and words of shared lists, per query."""
+    block, room = config.gsa.selection_block, _longest_list(config)
     # Without documents only the window has words.
-    words = near if config.data.attend_across_documents else room
-    return room / gsa.selection_block, words / min(gsa.selection_block, limits.TILE_QUERIES)
+    words = _near(config) if config.data.attend_across_documents else room
+    return room / block, words / min(block, limits.TILE_QUERIES)
+
+
+def _near(config: Config) -> int:
+    """Keys of a shared list in the windows of the block's queries."""
+    return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)

@@ -1,6 +1,7 @@
 """What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -297,6 +298,39 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
             counted.setdefault(length, []).append(taken)
     more = [counted[length][0] - counted[length][1] for length in lengths]
     assert more == [0, 4 * 132 * 64 * 1024 - 32768 * 512, 0]
+
+
+def test_shared_lists_are_kept_turned_round():
+    """A layer's rows and starts in int32, if the loss has all tiles at once: with 4096 keys a list it has not."""
+    pytest.importorskip("triton")
+    from gsa_kernels.indexer_loss.triton_gathered_launch import bytes_per_tile
+    from gsa_kernels.key_lists.triton_block_lists import empty_block_lists
+    from gsa_kernels.types import Geometry
+
+    fast, geometry = GSA.with_name("gsa_fast_1.7b_32k.yaml"), Geometry(selection_block=32, local_window=64)
+    for most_keys in (1024, 4096):
+        config = load_config(fast, ["gsa.k_base=512", f"gsa.k_max={most_keys}", "parallel.context=1"])
+        lists = empty_block_lists(1, 32768, most_keys, geometry, torch.device("meta"))
+        tiles, rows = lists.counts.numel(), lists.counts.numel() * lists.max_count
+        inputs = SimpleNamespace(rows=1, block_d=config.gsa.indexer_dim, lists=lists)
+        at_once = tiles * bytes_per_tile(inputs, with_gradients=True) <= limits.GATHERED_LOSS_BYTES
+        assert at_once == (most_keys == 1024)
+        kept = memory_selection.turned_lists_bytes(config, config.phases[-1], sizes_of(config))
+        assert kept == pytest.approx(at_once * 4 * (rows + lists.num_keys), rel=1e-3)
+        assert memory_selection.turned_lists_bytes(config, config.phases[0], sizes_of(config)) == 0
+
+
+def test_what_is_kept_of_indexers():
+    """Of shared selections the loss behind attention keeps all queries, of which the first of a block are a view. Each
+    indexer has tables of its own for its rotary embedding."""
+    shared = ["gsa.selection_block=32", "gsa.local_window=64"]
+    first, mean = (
+        estimate([*shared, f"gsa.selection_query={query}"]) for query in ("first", "previous_mean")
+    )
+    queries = 2 * 4 * 4096 * 4 * (64 + 1)
+    assert first.activations - mean.activations == pytest.approx(24 * (queries - queries / 32))
+    turned, plain = (estimate([f"gsa.indexer_rope={rope}"]).buffers for rope in ("on", "off"))
+    assert turned - plain == 24 * 4 * 4096 * 64
 
 
 def test_the_loss_behind_attention():

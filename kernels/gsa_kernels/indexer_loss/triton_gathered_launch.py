@@ -250,7 +250,8 @@ def gathered_chunk_launches(
         def reduce_keys() -> None:
             (everything,) = split_tiles(lists, lists.counts.numel() * max(max_count, 1))
             hits = find_key_hits(lists, everything)
-            if lists.counts.shape == inputs.lists.counts.shape:
+            # Where the host knows the counts, attention's backward pass has ranges of its own.
+            if lists.counts.shape == inputs.lists.counts.shape and inputs.lists.host_counts is None:
                 inputs.lists.kept_hits.of_all = everything, hits
             add_partials_by_key(dk_parts.flatten(0, 1)[None], hits, dk[:, :, None])
 
