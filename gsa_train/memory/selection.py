@@ -25,13 +25,17 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
-    the lists of a chunk of queries in pieces, before they are joined; of blocks one mask of some chunks."""
+    the lists of a chunk of queries in pieces, before they are joined; of blocks the mask of some chunks, with that of
+    the chunks before, and what long rows are searched by."""
     block, pool = config.gsa.selection_block, config.gsa.indexer_pool
     scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
         return max(scores + _of_groups(config, sizes), _listing_groups(config, sizes))
     if block > 1:
-        return scores + min(sizes.pairs_of_chunk / 8 / block, limits.SELECTION_CHUNK_BYTES)
+        length = config.train.seq_len_tokens
+        of_row = limits.long_row_bytes(length, most_keys(config)) if length > limits.REGISTER_KEYS else 0
+        mask = min(sizes.pairs_of_chunk / 8 / block, 2 * limits.SELECTION_CHUNK_BYTES)
+        return scores + mask + scores / (4 * length) * of_row
     if not gathers(config):
         return scores
     lists = selection_bytes(config, sizes) / sizes.query_chunks

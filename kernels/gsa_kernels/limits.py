@@ -109,6 +109,17 @@ REGISTER_KEYS = 32768
 """Rows of at most so many keys are selected in registers, of which one program has 256 KiB (selection/op.py). Only they
 give the log-sum that spares the indexer loss a pass."""
 
+GROUP_KEYS = 8
+"""Neighbouring keys of a longer row, which is searched by their maxima first (selection/triton_select_long.py)."""
+
+
+def long_row_bytes(num_keys: int, most_keys: int) -> int:
+    """Scratch memory of such a row: the maxima of its groups, where there are many those of clusters of as many groups,
+    and the numbers of the best groups."""
+    groups = ceil_div(num_keys, GROUP_KEYS)
+    return 4 * (groups + ceil_div(groups, GROUP_KEYS) + next_power_of_2(most_keys))
+
+
 CANDIDATES_FROM = 8192
 """Rows at or beyond this many keys are selected by candidates where key lists are made (selection/candidates.py)."""
 

@@ -40,7 +40,7 @@ from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
-from gsa_kernels.selection import groups, lists_op
+from gsa_kernels.selection import block_op, groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import cpu_backend, step
 from gsa_train.config import Config, load_config
@@ -275,20 +275,21 @@ def traced_peak(
 
 def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
     """Bytes that one layer's selection of the queries from start to stop takes at its peak, and those of its lists."""
-    gsa, dtype = config.gsa, torch.bfloat16
+    gsa, block, dtype = config.gsa, config.gsa.selection_block, torch.bfloat16
     live, rows = LiveBytes(), stop - start
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
         indexer = Indexer(
             torch.empty(1, rows, gsa.indexer_heads, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, stop, gsa.indexer_dim, dtype=dtype),
             torch.empty(1, rows, gsa.indexer_heads, dtype=dtype),
-        )
+        ).of_block_leaders(block)
         variance_ema = torch.empty(())
         before = live.peak = live.now
         rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        selection = lists_op.select_key_lists(indexer, rule, variance_ema, Geometry(query_start=start))
-        assert selection.key_lists is not None
-        return {"peak": live.peak - before, "lists": 8 * selection.key_lists.keys.numel()}
+        select = lists_op.select_key_lists if block == 1 else block_op.select_block_lists
+        lists = select(indexer, rule, variance_ema, Geometry(None, start, block, gsa.local_window)).key_lists
+        assert lists is not None
+        return {"peak": live.peak - before, "lists": lists.keys.nbytes + lists.words.nbytes}
 
 
 def main() -> None:

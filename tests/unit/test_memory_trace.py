@@ -14,7 +14,7 @@ import pytest
 from gsa_train.config import load_config
 from gsa_train.context_sharding import QueryChunk
 from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
-from gsa_train.memory.selection import listing_bytes
+from gsa_train.memory.selection import listing_bytes, selecting_bytes
 from gsa_train.memory.sizes import sizes_of
 from helpers.runs import REPOSITORY, run_script
 
@@ -23,6 +23,8 @@ GSA_7B, GSA_128K = "configs/gsa_7b.yaml", "configs/gsa_1.7b_128k.yaml"
 WARM_UP, SPARSE = 0, -1
 
 LONG = ["train.seq_len_tokens=65536", "train.micro_batch_size=1", "train.global_batch_size=2"]
+
+SHARED = ["parallel.context=1", "gsa.selection_block=32", "gsa.local_window=64"]
 
 GROUPS = ["gsa.indexer_pool=4", "data.attend_across_documents=true"]
 
@@ -216,8 +218,8 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
 }
 
 
-# Queries of one layer's selection at 128K, and overrides: the whole sequence and runs of it, smaller budgets, and such
-# large ones that all scores are kept.
+# Queries of one layer's selection, and overrides: the whole sequence and runs of it, smaller budgets, and such large
+# ones that all scores are kept.
 SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "whole": (0, 131072, []),
     "last half": (65536, 131072, []),
@@ -227,6 +229,9 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "small budgets": (98304, 131072, ["gsa.k_max=1024", "gsa.k_base=512"]),
     "large budgets": (98304, 131072, ["gsa.k_max=16384"]),
     "all of few keys": (98304, 131072, ["gsa.dense_below=6000"]),
+    "shared": (0, 131072, SHARED),
+    "shared, large budgets": (0, 131072, [*SHARED, "gsa.k_max=16384"]),
+    "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
 
@@ -272,9 +277,11 @@ def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, An
     start, stop, overrides = SELECTIONS[name]
     config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
     lists = traced[name]["lists"]
-    said = lists + listing_bytes(
-        config, sizes_of(config), QueryChunk(slice(0, stop - start), start, stop), lists
-    )
+    sizes = sizes_of(config)
+    if config.gsa.selection_block > 1:
+        said = lists + selecting_bytes(config, sizes)
+    else:
+        said = lists + listing_bytes(config, sizes, QueryChunk(slice(0, stop - start), start, stop), lists)
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
 
 

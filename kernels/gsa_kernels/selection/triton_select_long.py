@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import GROUP_KEYS as GROUP
 from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.criteria import Criteria, Outputs
 from gsa_kernels.selection.triton_search import (
@@ -24,7 +25,6 @@ from gsa_kernels.selection.triton_search import (
     window_words,
 )
 
-GROUP = 8
 _TILE = 4096  # keys a program reads at a time
 # Groups that a program searches at once: 32 in each thread. Of twice as many Triton spills a third.
 _MOST_GROUPS = 32768
