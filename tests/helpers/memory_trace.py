@@ -240,10 +240,11 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
         yield
 
 
-def traced_peak(
+def traced_steps(
     config: Config, rank: int, world_size: int, phase: int = -1, steps: int = 1
-) -> dict[str, int]:
-    """Bytes of parameters and their state, and of all at the peak of the last of `steps` steps."""
+) -> dict[str, Any]:
+    """Bytes of parameters and their state, of all at the peak of the last of `steps` steps, and of what is left after
+    each."""
     cpu_backend.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group = dist.new_group
@@ -262,15 +263,17 @@ def traced_peak(
         optimizer = build_optimizer(model, config.phases[phase], config)
         static = live.now
         batches = random_batches(config, parallel)
+        left = []
         for _ in range(steps):
             live.peak = live.now
             detector = SpikeDetector(config.monitor, parallel.device)
             step.train_step(step.Training(model, optimizer, config, parallel, detector), batches, 1e-3, 0)
+            left.append(live.now)
         peak = live.peak
         close_optimizer(model, optimizer)
     leave_layout()
     dist.destroy_process_group()
-    return {"static": static, "peak": peak}
+    return {"static": static, "peak": peak, "left": left}
 
 
 def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
@@ -303,7 +306,8 @@ def main() -> None:
         if "queries" in case:
             results.append(traced_selection(config, *case["queries"]))
             continue
-        results.append(traced_peak(config, case["rank"], case["world_size"], case.get("phase", -1)))
+        phase, steps = case.get("phase", -1), case.get("steps", 1)
+        results.append(traced_steps(config, case["rank"], case["world_size"], phase, steps))
         print(case, results[-1], file=sys.stderr, flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))
 

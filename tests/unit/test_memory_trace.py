@@ -234,6 +234,14 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
+# Of one rank, whose second step is to leave what the first one left.
+TWO_STEPS: dict[str, list[str]] = {
+    "two steps": [],
+    "two steps, recompute full": ["train.recompute=full"],
+    "two steps, recompute selective": ["train.recompute=selective"],
+    "two steps over shared lists": [*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered"],
+}
+
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
@@ -247,15 +255,22 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     for start, stop, overrides in SELECTIONS.values():
         case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
         cases.append(case)
+    for overrides in TWO_STEPS.values():
+        case = {"config": GSA, "overrides": [*FEW, *overrides], "rank": 0, "world_size": 1, "steps": 2}
+        cases.append(case)
     file.write_text(json.dumps(cases))
     command = ["tests/helpers/memory_trace.py", str(file), str(out)]
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
     run_script(command, folder / "log", ranks=1, launcher="python", environment=on_cpus)
-    return dict(zip([*CASES, *SELECTIONS], json.loads(out.read_text()), strict=True))
+    return dict(zip([*CASES, *SELECTIONS, *TWO_STEPS], json.loads(out.read_text()), strict=True))
+
+
+FEW = ["model.num_layers=2", "train.global_batch_size=8"]
+"""Layers and sequences, of which each micro-batch has four."""
 
 
 def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:
-    return ["model.num_layers=2", "train.global_batch_size=8", *case[1]]
+    return [*FEW, *case[1]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -283,6 +298,14 @@ def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, An
     else:
         said = lists + listing_bytes(config, sizes, QueryChunk(slice(0, stop - start), start, stop), lists)
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
+
+
+@pytest.mark.parametrize("name", TWO_STEPS)
+def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, Any]) -> None:
+    first, second = traced[name]["left"]
+    assert second == first > traced[name]["static"], (
+        "of the first one tables are left, which the second one takes"
+    )
 
 
 def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:
