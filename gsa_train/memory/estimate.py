@@ -82,7 +82,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
         activations=activations,
         working=working,
         logits=logits,
-        buffers=_buffers(config, phase, sizes, stage, micro_batches)
+        buffers=_buffers(config, phase, sizes, micro_batches)
         + _passed_on(config, phase, sizes, stage, micro_batches),
         graph=activations + max(working, logits) if has_cuda_graph else 0.0,
     )
@@ -250,16 +250,15 @@ def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> fl
 # ---- beside them
 
 
-def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
+def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: int) -> float:
     # Of each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
     # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them: each chunk of the model has its own.
     angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
     if config.gsa.indexer_rope and uses_indexer(config, phase):
-        # Each indexer has its own, fp32 [L, d_I], or cos and sin of half of them.
-        indexers = _indexers_among(stage_layers(config, stage), config)
-        angles += 4 * local_tokens * config.gsa.indexer_dim * indexers
+        # One for all indexers, fp32 [L, d_I], or cos and sin of half of them.
+        angles += 4 * local_tokens * config.gsa.indexer_dim
     # megatron-core's buffer for an input of all tokens [L, B, d]; products with frozen weights do not take it.
     gather = sizes.gathered if has_graph(config, phase) else 0.0
     return WORKSPACE_BYTES + text + angles + gather

@@ -46,7 +46,7 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.recompute import CalledTwice
-from gsa_train.model.rotary import context_sharding
+from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
 
@@ -62,6 +62,7 @@ class AttentionContext:
     """Name of what runs dense passes beside the fused kernels (dense_attention.py)."""
     recompute_core: bool
     """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
+    indexer_rotary: LocalRotaryEmbedding | None
 
 
 class GSASelfAttention(MegatronModule):
@@ -135,7 +136,7 @@ class GSASelfAttention(MegatronModule):
         self.q_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         self.k_layernorm = RMSNorm(config, d_k, config.layernorm_epsilon) if config.qk_layernorm else None
         has_indexer = self.gsa.attention == "sparse" and self.leads_group
-        self.indexer = Indexer(config, pg_collection) if has_indexer else None
+        self.indexer = Indexer(config, pg_collection, context.indexer_rotary) if has_indexer else None
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
         gsa = self.gsa

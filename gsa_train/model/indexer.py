@@ -16,7 +16,7 @@ from gsa_train.config.indexer_scores import SCORES
 from gsa_train.context_sharding import QueryChunk
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import joined_weight_gradients
-from gsa_train.model.rotary import rotary_embedding
+from gsa_train.model.rotary import LocalRotaryEmbedding
 
 
 class IndexerProjections(NamedTuple):
@@ -42,7 +42,16 @@ class Indexer(MegatronModule):
     Call it as a module: with `overlap_param_gather` parameters arrive in forward-pre-hooks.
     """
 
-    def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self,
+        config: GSATransformerConfig,
+        groups: ProcessGroupCollection,
+        rotary: LocalRotaryEmbedding | None,
+    ) -> None:
+        """
+        Args:
+            rotary: of `indexer_rotary`, the same for all layers.
+        """
         super().__init__(config)
         self.gsa = config.gsa
         self.groups = groups
@@ -68,8 +77,7 @@ class Indexer(MegatronModule):
         self.splits_alone = learned and not norms and self.gsa.indexer_pool == 1
         """Nothing but the rotary embedding acts on the parts of the product: one kernel can do both."""
         self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
-        # YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
-        self.rotary = rotary_embedding(config, dim, groups) if self.gsa.indexer_rope else None
+        self.rotary = rotary
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         config = self.config

@@ -65,5 +65,15 @@ def rotary_embedding(
     )
 
 
+def indexer_rotary(
+    config: GSATransformerConfig, groups: ProcessGroupCollection
+) -> LocalRotaryEmbedding | None:
+    """Of `gsa.indexer_rope`; one for all indexers, whose tables at 128K tokens take 32 MiB.
+
+    With YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
+    """
+    return rotary_embedding(config, config.gsa.indexer_dim, groups) if config.gsa.indexer_rope else None
+
+
 def context_sharding(config: GSATransformerConfig, groups: ProcessGroupCollection) -> ContextSharding:
     return ContextSharding(groups.cp.rank(), groups.cp.size(), config.context_chunks)

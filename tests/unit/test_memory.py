@@ -321,8 +321,8 @@ def test_shared_lists_are_kept_turned_round():
 
 
 def test_what_is_kept_of_indexers():
-    """Of shared selections the loss behind attention keeps all queries, of which the first of a block are a view. Each
-    indexer has tables of its own for its rotary embedding."""
+    """Of shared selections the loss behind attention keeps all queries, of which the first of a block are a view. The
+    tables of the rotary embedding are one pair for all indexers."""
     shared = ["gsa.selection_block=32", "gsa.local_window=64"]
     first, mean = (
         estimate([*shared, f"gsa.selection_query={query}"]) for query in ("first", "previous_mean")
@@ -330,7 +330,7 @@ def test_what_is_kept_of_indexers():
     queries = 2 * 4 * 4096 * 4 * (64 + 1)
     assert first.activations - mean.activations == pytest.approx(24 * (queries - queries / 32))
     turned, plain = (estimate([f"gsa.indexer_rope={rope}"]).buffers for rope in ("on", "off"))
-    assert turned - plain == 24 * 4 * 4096 * 64
+    assert turned - plain == 4 * 4096 * 64
 
 
 def test_the_loss_behind_attention():

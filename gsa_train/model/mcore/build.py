@@ -24,7 +24,7 @@ from gsa_train.model.mcore.moe_layer import MixtureOfExperts, router_context
 from gsa_train.model.mcore.named_parts import NamedGPTModel
 from gsa_train.model.mcore.spec import decoder_spec
 from gsa_train.model.moe.router import Router
-from gsa_train.model.rotary import rotary_embedding
+from gsa_train.model.rotary import indexer_rotary, rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.stats import LayerStats
 from gsa_train.parallel import DeviceError, Parallel
@@ -84,7 +84,13 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         else implementation
     )
     logger.info("dense attention: %s (gsa.dense_attention = %s)", dense, config.gsa.dense_attention)
-    context = AttentionContext(runtime, implementation, dense, config.train.recompute == "selective")
+    context = AttentionContext(
+        runtime,
+        implementation,
+        dense,
+        config.train.recompute == "selective",
+        indexer_rotary(mcore_config, parallel.groups),
+    )
     logger.info(
         "elementwise operations and loss: %s (train.fused_ops = %s)",
         "fused" if mcore_config.fused_ops else "one by one",
