@@ -86,7 +86,7 @@ class MetricsFile:
         self._outage.say_lost()
         self._file.close()
 
-    def rewritten(self, rewrite: Callable[[], None], last_step: int) -> MetricsFile:
+    def rewritten(self, rewrite: Callable[[], object], last_step: int) -> MetricsFile:
         """Close, have someone else rewrite the file, and open it again.
 
         Args:

@@ -24,7 +24,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,11 @@ def read_records(path: Path) -> list[Record]:
     lines, damaged = _read_lines(path)
     if damaged:
         logger.warning("%s: %s; left out", path, damaged)
-    return [_numbers_back(record) for _, record in lines]
+    # Few lines have one, and to look through all values takes longer than to parse them.
+    return [
+        _numbers_back(record) if any(name in line for name in _NON_FINITE) else record
+        for line, record in lines
+    ]
 
 
 def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
@@ -105,9 +109,10 @@ def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
     wrong: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line.decode("utf-8"))
+            text = line.decode("utf-8")
+            record = json.loads(text)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                parsed.append((line.decode("utf-8"), record))
+                parsed.append((text, record))
             else:
                 wrong.append(f"record {number} of {len(lines)} is not an object with a step")
         except ValueError as error:  # of JSON and of UTF-8
@@ -117,27 +122,57 @@ def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
     return parsed, f"{wrong[0]}{more}" if wrong else ""
 
 
-def set_damaged_aside(path: Path) -> None:
-    """Keep a metrics.jsonl with damaged records as `*.damaged`, and go on with the intact ones."""
+def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
+    """Drop the records after `step` of a metrics.jsonl, whose steps run again. The file is read once, and written only
+    where it changes: a long run's has hundreds of MB, and all ranks wait. Lines are kept as they are, so that their
+    floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
+
+    Args:
+        keeps_later: what is dropped moves to `metrics_rewound.jsonl`.
+        with_validation: drop the validation and the samples at `step`, too.
+
+    Returns:
+        The step of the newest record that stays; 0: there is none.
+    """
     lines, damaged = _read_lines(path)
-    if not damaged:
-        return
+    if damaged:
+        _set_aside(path, damaged)
+    if keeps_later:
+        _keep_rewound(path, [line for line, record in lines if record["step"] > step])
+    stay = [(line, record) for line, record in lines if _stays(record, step, with_validation)]
+    text = _as_text(line for line, _ in stay)
+    if damaged or len(text.encode()) != path.stat().st_size:
+        write_atomically(path, text)
+    return max((record["step"] for _, record in stay), default=0)
+
+
+def _stays(record: Record, step: int, with_validation: bool) -> bool:
+    again = with_validation and record["step"] == step and record.get("event") in ("validation", "samples")
+    return bool(record["step"] <= step) and not again
+
+
+def _keep_rewound(path: Path, dropped: list[str]) -> None:
+    kept = path.with_name("metrics_rewound.jsonl")
+    before: list[str] = []
+    if kept.exists():
+        lines, damaged = _read_lines(kept)
+        before = [line for line, _ in lines]
+        if damaged:
+            _set_aside(kept, damaged)
+    write_atomically(kept, _as_text([*before, *dropped]))
+
+
+def _set_aside(path: Path, damaged: str) -> None:
     kept, count = path.with_name(f"{path.name}.damaged"), 1
     while kept.exists():
         count += 1
         kept = path.with_name(f"{path.name}.damaged.{count}")
     kept.write_bytes(path.read_bytes())
-    write_atomically(path, "".join(f"{line}\n" for line, _ in lines))
     logger.warning("%s: %s; kept as %s, the run goes on with the intact records", path, damaged, kept.name)
 
 
-def keep_after(path: Path, step: int) -> None:
-    dropped = [line for line, record in _read_lines(path)[0] if record["step"] > step]
-    kept = path.with_name("metrics_rewound.jsonl")
-    if kept.exists():
-        set_damaged_aside(kept)
-    before = [line for line, _ in _read_lines(kept)[0]] if kept.exists() else []
-    write_atomically(kept, "".join(f"{line}\n" for line in [*before, *dropped]))
+def _as_text(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 def sample_texts(record: Record) -> dict[str, str]:
@@ -147,22 +182,6 @@ def sample_texts(record: Record) -> dict[str, str]:
         lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
         texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # as it stands
     return texts
-
-
-def drop_after(path: Path, step: int, with_validation: bool = False) -> None:
-    """Lines are kept as they are, so that their floats stay bit-equal.
-
-    Args:
-        with_validation: drop the validation and the samples at `step`, too.
-    """
-
-    def stays(record: Record) -> bool:
-        again = (
-            with_validation and record["step"] == step and record.get("event") in ("validation", "samples")
-        )
-        return bool(record["step"] <= step) and not again
-
-    write_atomically(path, "".join(f"{line}\n" for line, record in _read_lines(path)[0] if stays(record)))
 
 
 def to_json(record: Record, indent: int | None = None) -> str:

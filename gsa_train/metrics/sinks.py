@@ -14,11 +14,8 @@ from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import (
     SAMPLES,
     Record,
-    drop_after,
-    keep_after,
-    read_records,
+    go_back,
     sample_texts,
-    set_damaged_aside,
     to_json,
     to_scalars,
 )
@@ -50,14 +47,11 @@ def open_sinks(
     metrics_path = run_dir / "metrics.jsonl"
     if resume_step is None:
         _move_aside(run_dir)
-    elif metrics_path.exists():
-        set_damaged_aside(metrics_path)
-        if keeps_later:
-            keep_after(metrics_path, resume_step)
-        drop_after(metrics_path, resume_step, with_validation=validates_again)
-    if resume_step:
-        _warn_of_lost_records(metrics_path, resume_step, logging_config.every_steps)
-    if resume_step is not None:
+    else:
+        newest = 0
+        if metrics_path.exists():
+            newest = go_back(metrics_path, resume_step, keeps_later, validates_again)
+        _warn_of_lost_records(metrics_path, newest, resume_step, logging_config.every_steps)
         drop_samples(run_dir, resume_step, validates_again)
     tensorboard = (
         TensorBoardSink(run_dir / "tensorboard", resume_step) if logging_config.tensorboard else None
@@ -69,8 +63,7 @@ def drop_samples(run_dir: Path, step: int, validates_again: bool = False) -> Non
     """Those after `step`, and with `validates_again` those at it."""
     path = run_dir / SAMPLES
     if path.exists():
-        set_damaged_aside(path)
-        drop_after(path, step, with_validation=validates_again)
+        go_back(path, step, with_validation=validates_again)
 
 
 class Sinks:
@@ -140,13 +133,7 @@ class Sinks:
     def go_back(self, step: int) -> None:
         """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
         path = self.run_dir / "metrics.jsonl"
-
-        def rewrite() -> None:
-            set_damaged_aside(path)
-            keep_after(path, step)
-            drop_after(path, step)
-
-        self._metrics = self._metrics.rewritten(rewrite, step)
+        self._metrics = self._metrics.rewritten(lambda: go_back(path, step, keeps_later=True), step)
         if self._samples:
             self._samples.close()
             self._samples = None
@@ -184,9 +171,12 @@ class Sinks:
         self.close(exit_code=0 if kind is None else 1)
 
 
-def _warn_of_lost_records(path: Path, resume_step: int, every_steps: int) -> None:
-    """A save begins behind the record of its step, so all up to there were written."""
-    newest = max((record["step"] for record in read_records(path)), default=0) if path.is_file() else 0
+def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
+    """A save begins behind the record of its step, so all up to there were written.
+
+    Args:
+        newest: step of the newest record up to there.
+    """
     if newest < resume_step - resume_step % every_steps:
         logger.warning(
             "%s holds no record after step %d, and the checkpoint is of step %d: the file was cut or removed, or its "

@@ -61,7 +61,7 @@ def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
     """The lines of a panel for all runs; None where no run has a value."""
     lines: list[Figure] = []
     for number, run in enumerate(runs):
-        own = with_all_lines(panel, run.records)
+        own = with_all_lines(panel, run.known)
         drawn = [key for key in own.lines if has(run.records, key)]
         for kind, key in enumerate(drawn):
             name = own.lines[key] if len(runs) == 1 else f"{run.name}: {own.lines[key]}"

@@ -19,6 +19,7 @@ from gsa_train.report.run_series import (
     first_step,
     flat,
     has,
+    known_of,
     names_of,
     phase_starts,
     records_of,
@@ -39,11 +40,12 @@ FEW_POINTS = 40
 def write_plots(run_dir: Path) -> list[Path]:
     """Write `plots/*.png`, one per figure that has data, and return their paths."""
     records = [flat(record) for record in records_of(run_dir)]
+    known = known_of(records)
     out_dir = run_dir / "plots"
     out_dir.mkdir(exist_ok=True)
     written = []
     for name, title in TITLES.items():
-        panels = [with_all_lines(panel, records) for panel in PANELS if panel.figure == name]
+        panels = [with_all_lines(panel, known) for panel in PANELS if panel.figure == name]
         panels = [panel for panel in panels if any(has(records, key) for key in panel.lines)]
         if not panels:
             continue
@@ -134,14 +136,14 @@ def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
 
 
 def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
-    drawn = [(key, name) for key, name in panel.lines.items() if has(records, key)]
-    values = [value for key, _ in drawn for value in series(records, key)[1]]
+    drawn = [(name, series(records, key)) for key, name in panel.lines.items() if has(records, key)]
+    values = (value for _, (_, ys) in drawn for value in ys)
     if panel.scale == "log" and any(0 < value < math.inf for value in values):
         ax.set_yscale("log", nonpositive="mask")
-    for index, (key, name) in enumerate(drawn):
+    for index, (name, (steps, ys)) in enumerate(drawn):
         width = 1.5 + 2.5 * (len(drawn) - 1 - index) if panel.overlapping else 1.5
-        _plot(ax, *series(records, key), name, *_line_look(index), width)
-    if panel.scale == "linear" and (shown := shown_range([series(records, key) for key, _ in drawn])):
+        _plot(ax, steps, ys, name, *_line_look(index), width)
+    if panel.scale == "linear" and (shown := shown_range([line for _, line in drawn])):
         ax.set_ylim(*shown)
     if panel.band and all(has(records, key) for key in panel.band):
         (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])

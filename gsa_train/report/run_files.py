@@ -15,7 +15,7 @@ from gsa_train.goodput.ledger import read_account
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import SAMPLES, Record, read_records
 from gsa_train.report.events import events_of
-from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots, tokens_at
+from gsa_train.report.run_series import flat, known_of, phase_starts, records_of, token_knots, tokens_at
 from gsa_train.run.starts import read_starts
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class RunFiles:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.records = [flat(record) for record in records_of(folder)]
+        self.known = known_of(self.records)
         self.steps = [record for record in self.records if "event" not in record]
         self.starts = read_starts(folder)
         self.samples = _read_samples(folder / SAMPLES)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -60,19 +61,31 @@ def flat(record: Record) -> Record:
     return flat
 
 
-def with_all_lines(panel: Panel, records: list[Record]) -> Panel:
+@dataclass(frozen=True)
+class Known:
+    """What a run's records are about. Made once for all panels: a long run has tens of thousands of records."""
+
+    keys: Collection[str]
+    validation_sets: Mapping[str, str]
+    """How the keys of a set begin -> its name."""
+
+
+def known_of(records: list[Record]) -> Known:
+    sets = {prefix: name for record in records for prefix, name in validation_prefixes(record).items()}
+    return Known(dict.fromkeys(chain.from_iterable(records)), sets)
+
+
+def with_all_lines(panel: Panel, known: Known) -> Panel:
     """A line for each learning rate or source, and for each validation set, that the records know."""
-    keys = dict.fromkeys(key for record in records for key in record)
     lines = dict(panel.lines)
     if panel.per_entry:
         entry = f"{panel.per_entry}: "
-        lines |= {key: key.removeprefix(entry) for key in keys if key.startswith(entry)}
+        lines |= {key: key.removeprefix(entry) for key in known.keys if key.startswith(entry)}
     if panel.per_set:
-        sets = {prefix: name for record in records for prefix, name in validation_prefixes(record).items()}
-        for prefix, name in sets.items():
+        for prefix, name in known.validation_sets.items():
             key = f"{prefix}_{panel.per_set}"
             lines[key] = "validation" if name == "validation" else f"validation {name}"
-            sources = [each for each in keys if each.startswith(f"{key}: ")]
+            sources = [each for each in known.keys if each.startswith(f"{key}: ")]
             lines |= {each: f"{name}: {each.removeprefix(f'{key}: ')}" for each in sources}
     return replace(panel, lines=lines)
 

@@ -15,7 +15,7 @@ from gsa_train.commands.plot import main
 from gsa_train.report import plots
 from gsa_train.report.panels import PANELS
 from gsa_train.report.plots import write_comparison, write_plots
-from gsa_train.report.run_series import flat, phase_starts, series, with_all_lines
+from gsa_train.report.run_series import flat, known_of, phase_starts, series, with_all_lines
 
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
 ALWAYS = ["checkpoints", "data", "gates", "loss", "optimizer", "sink", "stability", "step_time", "throughput"]
@@ -126,7 +126,8 @@ def test_small_counts_are_written_out(tmp_path, monkeypatch):
 
 def test_a_line_for_each_validation_set_and_source():
     losses, by_source, bits = (panel for panel in PANELS if panel.figure == "loss")
-    lines = [with_all_lines(panel, [flat(SEVERAL_SETS)]).lines for panel in (losses, by_source, bits)]
+    known = known_of([flat(SEVERAL_SETS)])
+    lines = [with_all_lines(panel, known).lines for panel in (losses, by_source, bits)]
     expected = {
         "loss": "train",
         "validation_loss": "validation web",

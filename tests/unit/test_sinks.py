@@ -10,7 +10,7 @@ import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
-from gsa_train.metrics.record_format import read_records, to_scalars, validation_prefixes
+from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
 from gsa_train.report.panels import SECTIONS
 from helpers.run_logs import (
     numbers_of_event_files,  # noqa: F401 - pytest finds it here
@@ -104,6 +104,24 @@ def test_damaged_records_are_named_and_kept_and_the_others_go_on(tmp_path, caplo
     assert steps_of(tmp_path) == [1, 3]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
     assert caplog.text.count("kept as metrics.jsonl.damaged") == 1
+
+
+def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
+    """It may have hundreds of MB, and all ranks wait for it."""
+    path = tmp_path / "metrics.jsonl"
+    with open_run(tmp_path) as sinks:
+        for step in (10, 20):
+            sinks.log(step_record(step))
+    before = path.stat().st_ino
+    assert go_back(path, 20) == 20
+    assert go_back(path, 30, keeps_later=True, with_validation=True) == 20
+    assert path.stat().st_ino == before
+    path.write_bytes(path.read_bytes() + b'{"step": 20, "lo')  # as a kill leaves it
+    assert go_back(path, 20) == 20
+    assert steps_of(tmp_path) == [10, 20]
+    assert path.stat().st_ino != before
+    assert go_back(path, 5) == 0
+    assert path.read_bytes() == b""
 
 
 def test_resume_into_a_new_folder(tmp_path):
