@@ -90,6 +90,25 @@ def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+def test_the_peak_that_a_run_reports_is_not_that_of_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a GPU's memory is checked; here that of a CPU stands for it."""
+    called: list[object] = []
+    empty = torch.empty
+    monkeypatch.setattr(device_checks, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 18, 1 << 19))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", called.append)
+
+    def on_the_host(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        called.append(device)
+        return empty(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_the_host)
+    device = torch.device("cuda", 0)
+    assert list(device_checks._memory_faults(device)) == []
+    assert called == [device] * 3 + ["given back", device]
+
+
 def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
