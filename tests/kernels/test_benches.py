@@ -314,30 +314,6 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert whole["layer_ms"] == 1000, "of whole groups"
 
 
-def test_layers_that_share_a_selection_come_in_whole_groups() -> None:
-    """From 128K on one group, as two do not fit a device."""
-    from whole_steps.step_cases import plan
-
-    def depths(length: int, model: str) -> list[int]:
-        return [group[0].layers for group in plan(["1.7b"], [length], ["standard", model], length)]
-
-    assert depths(32768, "gsa") == [2, 4]
-    assert depths(32768, "gsa_rope_reuse") == [4, 8]
-    assert depths(131072, "gsa_rope_reuse") == [4]
-
-
-def test_a_name_says_how_many_keys_a_model_selects_and_which_aim_is_its() -> None:
-    from whole_steps.step_cases import StepCase
-    from whole_steps.step_sweep import without_variant
-
-    config = StepCase("1.7b", 8192, 4, "shared_rope_reuse_k512_graphs", 4, 4).config()
-    assert (config.gsa.k_min, config.gsa.k_base, config.gsa.k_max) == (64, 512, 1024)
-    assert (config.gsa.selection_block, config.gsa.selection_reuse, config.train.cuda_graphs) == (32, 4, True)
-    assert without_variant("shared_rope_reuse_k512_graphs") == "shared_rope_reuse"
-    assert without_variant("gsa_rope_reuse_k1024") == "gsa_rope_reuse"
-    assert without_variant("shared") == "shared"
-
-
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
     """Exported layers give the model their scores and average; the gradients of its own indexer's are those of a loss
     over theirs, and its weights learn."""
