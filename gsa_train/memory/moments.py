@@ -94,9 +94,8 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
     elif phase.attention == "sparse":
         loss = keys + fused_loss_bytes(config, sizes) if fuses_indexer_loss(config, phase, sizes) else 0.0
         keys = max(attending_bytes(config, sizes), loss)
-        queries += (
-            2 * 4 * sizes.tokens * sizes.heads / sizes.query_chunks
-        )  # delta, log-sum-exp, fp32 [B, n_h, L]
+        # delta and log-sum-exp, fp32 [B, n_h, L].
+        queries += 2 * 4 * sizes.tokens * sizes.heads / sizes.query_chunks
     return sizes.stream + output + attended + logits + queries + keys
 
 
