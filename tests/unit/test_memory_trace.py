@@ -236,10 +236,13 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
 
 # Of one rank, whose second step is to leave what the first one left.
 TWO_STEPS: dict[str, list[str]] = {
-    "two steps": [],
     "two steps, recompute full": ["train.recompute=full"],
-    "two steps, recompute selective": ["train.recompute=selective"],
-    "two steps over shared lists": [*SHARED, "gsa.indexer_rope=true", "gsa.attention_kernel=gathered"],
+    "two steps over shared lists, recompute selective": [
+        *SHARED,
+        "gsa.indexer_rope=true",
+        "gsa.attention_kernel=gathered",
+        "train.recompute=selective",
+    ],
 }
 
 
