@@ -63,6 +63,7 @@ class AttentionContext:
     recompute_core: bool
     """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
+    """Of all indexers (rotary.py); None without `gsa.indexer_rope`."""
 
 
 class GSASelfAttention(MegatronModule):

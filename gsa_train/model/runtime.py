@@ -107,7 +107,9 @@ class AttentionRuntime:
         Args:
             magnitude: what they are multiplied with, the same in all layers.
         """
-        key = (angles.data_ptr(), angles.shape, magnitude)  # by memory, as in `_same_memory`: it is kept
+        # Recomputation detaches the angles: another tensor each time, of the same memory. The first one is kept, so
+        # that no other gets its memory.
+        key = (angles.data_ptr(), angles.shape, magnitude)
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
             cos, sin = half.cos() * magnitude, half.sin() * magnitude
