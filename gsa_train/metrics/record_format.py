@@ -124,8 +124,8 @@ def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
 
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records after `step` of a metrics.jsonl, whose steps run again. The file is read once, and written only
-    where it changes: that of a long run has hundreds of MB, and all ranks wait. Lines are kept as they are, so that their
-    floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
+    where it changes: that of a long run has hundreds of MB, and all ranks wait. Lines are kept as they are, so that
+    their floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
 
     Args:
         keeps_later: what is dropped moves to `metrics_rewound.jsonl`.
