@@ -20,6 +20,7 @@ from gsa_train.study.tables import (
     arms_csv,
     bullets,
     markdown_table,
+    narrow,
     relative,
     run_rows,
     seed_by_seed,
@@ -53,7 +54,7 @@ def markdown(results: Results, folder: Path | None = None) -> str:
         for place in (head.index("folder"), head.index("config")):
             path = row[place]
             row[place] = path if path == "–" else f"[{head[place]}]({path})" if folder else f"`{path}`"
-    parts = [f"# {results.study.title}", markdown_table(arm_rows(results)), SPREAD]
+    parts = [f"# {results.study.title}", markdown_table(narrow(arm_rows(results))), SPREAD]
     parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(notes(results))]
     parts += ["## Each run", markdown_table(value_rows(results)), "## Runs", markdown_table([head, *rows])]
     parts.append(f"Made by `launch/study.py --study {results.study.path} --report` from these folders.")
@@ -77,7 +78,7 @@ def _page(results: Results, folder: Path) -> str:
     body = f"""
 <nav><a href="#arms">Arms</a><a href="#charts">Charts</a><a href="#values">Each run</a><a href="#runs">Runs</a>
 <a href="#study">Study file</a></nav>
-<h2 id="arms">Arms</h2>{_table(_with_links_to_runs(results))}
+<h2 id="arms">Arms</h2>{_table(narrow(_with_links_to_runs(results)))}
 <p class=soft>{SPREAD} The small numbers are the seeds: each leads to its run.</p>
 {_seed_by_seed(results)}{_list(close_lines(results))}{_list(notes(results))}
 <h2 id="charts">Charts</h2><div class="plots">{charts}</div>

@@ -22,6 +22,7 @@ from gsa_train.study.tables import (
     arm_rows,
     bullets,
     markdown_table,
+    narrow,
     run_rows,
     seed_by_seed,
     value_rows,
@@ -77,10 +78,10 @@ def page_text(results: Results, verdict: str) -> str:
         parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
         return "\n\n".join(parts) + "\n"
     figure = f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)"
-    parts += [verdict, figure, "## Arms", markdown_table(with_paper(results)), SPREAD]
+    parts += [verdict, figure, "## Arms", markdown_table(narrow(with_paper(results))), SPREAD]
     said = notes(results) + losses_in_words(results)
     parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(said)]
-    parts += folded("Numbers of each run", value_rows(results))
+    parts += folded("Numbers of each run", narrow(value_rows(results)))
     parts += folded("Folder, config and commit of each run", run_rows(results))
     values, runs, curves = (f"[{path.name}]({path.as_posix()})" for path in astuple(files_of(study, Path())))
     parts.append(
@@ -109,7 +110,7 @@ def folded(summary: str, rows: Rows) -> list[str]:
 
 
 def with_paper(results: Results) -> Rows:
-    """The table of the arms, and behind a column of which the paper says something what it says."""
+    """The table of the arms, and behind a metric of which the paper says something what it says."""
     head, *rows = arm_rows(results)
     first = len(head) - len(results.columns)
     places = [first + number for number, column in enumerate(results.columns) if column.paper]

@@ -63,7 +63,7 @@ def read_results(study: Study, failures: Mapping[str, str]) -> Results:
 
 
 def arm_rows(results: Results) -> Rows:
-    """An arm a row, a metric a column: mean and standard deviation over its finished runs."""
+    """An arm a row, a metric a column, which a page shows `narrow`: mean and deviation over its finished runs."""
     head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
     return [head, *([arm, *_facts(results, arm), *_means(results, arm)] for arm in results.arms)]
 
@@ -160,6 +160,11 @@ def seed_by_seed(results: Results) -> list[str]:
 
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def narrow(rows: Rows) -> Rows:
+    """Turned on its side where it has more columns than rows: few arms with many metrics are a column each."""
+    return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > len(rows) else rows
 
 
 def markdown_table(rows: Rows) -> str:

@@ -18,6 +18,7 @@ from gsa_train.study.study_file import Study
 from gsa_train.study.tables import (
     arms_csv,
     markdown_table,
+    narrow,
     read_results,
     run_rows,
     seed_rows,
@@ -42,6 +43,12 @@ def test_words_begin_on_the_left_and_numbers_end_on_the_right() -> None:
     ]
     assert markdown_table(rows).splitlines()[1] == "| --- | ---: | ---: | --- |"
     assert markdown_table(rows[:1]).splitlines()[1] == "| --- | ---: | ---: | ---: |"
+
+
+def test_few_arms_with_many_metrics_are_columns() -> None:
+    rows = [["arm", "loss", "tokens"], ["a", "3.5", "8M"]]
+    assert narrow(rows) == [["arm", "a"], ["loss", "3.5"], ["tokens", "8M"]]
+    assert narrow([*rows, ["b", "3.1", "9M"]]) == [*rows, ["b", "3.1", "9M"]]
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
