@@ -1,6 +1,6 @@
 """Write the pages of results: launch/results.py of a checkout.
 
-    python launch/results.py [--studies DIR] [--out DIR] [--benches DIR]
+    python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
 A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
 `records/`), into which those go first that are finished in folders here; one of time and memory, made of what the
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
-from gsa_train.config.load import read_yaml
+from gsa_train.config.load import problem_line, read_yaml
 from gsa_train.study.efficiency import (
     efficiency_tables,
     read_benches,
@@ -28,7 +29,7 @@ from gsa_train.study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_train.study.record import recorded_results, update_record
 from gsa_train.study.results import write_figure, write_overview, write_page
 from gsa_train.study.seeds import write_seeds
-from gsa_train.study.study_file import load_study
+from gsa_train.study.study_file import Study, load_study
 
 SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
 """What the benches call them; a shipped config of each."""
@@ -40,7 +41,8 @@ def main() -> int:
     standings, written = [], []
     try:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
-        studies = [load_study(path, need_data=False) for path in files]
+        studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
+        check_names(studies)
         headline_file = arguments.studies / FILE
         headline = load_headline(headline_file, studies) if headline_file.is_file() else None
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
@@ -90,6 +92,21 @@ def main() -> int:
     return 0
 
 
+def check_names(studies: Sequence[Study]) -> None:
+    """Two of one name would have one page and one record, from which each would drop the other's arms.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    of_name: dict[str, Path] = {}
+    for study in studies:
+        name, first = study.config.name, of_name.setdefault(study.config.name, study.path)
+        if first != study.path:
+            raise ConfigError(
+                study.path, [problem_line("name", name, f"also that of {first}", "give it its own")]
+            )
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write the pages of results.", allow_abbrev=False)
     for name, default, meaning in (
@@ -100,7 +117,13 @@ def parse() -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", type=Path, default=Path(default), metavar="DIR", help=f"{meaning} ({default})"
         )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="as launch/study.py had them: fields of the configs of all runs that are here",
+    )
+    arguments = parser.parse_intermixed_args()
     for name in ("studies", "benches"):  # without it the pages would say that nothing has run
         folder = getattr(arguments, name)
         if not folder.is_dir():

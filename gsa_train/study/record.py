@@ -19,6 +19,7 @@ from gsa_train.files import write_atomically
 from gsa_train.report.charts import thin
 from gsa_train.study.columns import Equal, columns_of, equal_of
 from gsa_train.study.facts import RunFacts, facts_of
+from gsa_train.study.states import changed_fields
 from gsa_train.study.study_file import Study, StudyRun
 from gsa_train.study.tables import VALUES_HEAD, Results, csv_text, values_csv
 from gsa_train.study.values import LossPoint, RunValues
@@ -79,7 +80,9 @@ def recorded_results(study: Study, out: Path) -> Results:
 
 def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """Write the record with the runs that are finished in folders here. Returns its files, none where no run is
-    finished, and what is no longer in it, in words.
+    finished, and what is not or no longer in it, in words.
+
+    A run that began with another config than the study now asks for is not that arm: it is left out.
 
     A recorded run whose folder is not here has no value but the recorded ones. While there is such a run, all are
     compared where it was: a new run that ended before has no value there.
@@ -88,12 +91,13 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
         ConfigError: a damaged file of the record.
     """
     record, files = read_record(study, out), files_of(study, out)
-    here = {run.name: values for run in study.runs if (values := RunValues(run)).complete and values.tokens}
+    finished = (values for run in study.runs if (values := RunValues(run)).complete and values.tokens)
+    here, said = _without_changed({values.run.name: values for values in finished})
     runs = {**record.runs, **{name: _thinned(facts_of(values, {})) for name, values in here.items()}}
     kept = record.runs.keys() - here.keys()
     equal = record.equal if kept else equal_of(list(runs.values()))
     if not runs and not record.gone:
-        return [], []
+        return [], said
     columns = [
         replace(
             column,
@@ -114,8 +118,27 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     write_atomically(files.values, values_csv(Results(study, in_order, tuple(columns), {})))
     asked = {(column.key, column.at) for column in columns}
     lost = {f"{key} ({at})" for run, key, at in record.values if run in kept and (key, at) not in asked}
-    said = f"left out of {files.values}, as {study.path} does not ask for it: "
-    return [files.values, files.runs, files.curves], [said + each for each in (*record.gone, *sorted(lost))]
+    not_asked = f"left out of {files.values}, as {study.path} does not ask for it: "
+    said += [not_asked + each for each in (*record.gone, *sorted(lost))]
+    return [files.values, files.runs, files.curves], said
+
+
+def _without_changed(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
+    """Runs that began, as did those with whose weights they began, with the configs that the study asks for; and which
+    of them did not, in words."""
+    kept, left_out = {}, []
+    for name, values in here.items():
+        began = ((run, list(changed_fields(run))) for run in (values.run, *values.run.before))
+        run, changes = next((each for each in began if each[1]), (values.run, []))
+        if not changes:
+            kept[name] = values
+            continue
+        left_out.append(
+            f"left out {values.run.folder}, as {run.folder} began with another config than the study asks for: "
+            f"{'; '.join(changes)}; put the study file back, give the arm another name, or give the key=value words "
+            "with which the study was started"
+        )
+    return kept, left_out
 
 
 def _thinned(run: RunFacts) -> RunFacts:

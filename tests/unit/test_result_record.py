@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,45 @@ def test_long_curves_are_thinned(folder: Path) -> None:
     (of_one,) = recorded_results(small(folder), folder / "out").finished
     assert len(of_one.losses) <= MOST_POINTS + 2
     assert (5000.0, 500.0, 1.0) in of_one.losses  # a spike stays
+
+
+def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left_out() -> list[str]:
+        assert main() == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+
+    ask(folder, arms=[{"name": "one"}, {"name": "two", "initial_weights": "one"}])
+    finish(folder, "one", 1, 20.0)
+    finish(folder, "two", 1, 18.0)
+    assert left_out() == []
+    ask(folder, arms=[{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two"}])
+    finish(folder, "one", 2, 21.0)
+    lines = left_out()
+    assert ["gsa.k_base: 2048 -> 512" in line for line in lines] == [True, False]
+    assert "checkpoint.initial_weights: " in lines[1]
+    assert {run for run, _, _ in values(folder)} == {"one-seed1", "one-seed2", "two-seed1"}, "as recorded"
+    ask(folder, arms=[{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two", "initial_weights": "one"}])
+    shutil.rmtree(folder / "out")
+    runs = folder / "runs" / "small"
+    for line, run in zip(left_out(), ("one-seed1", "two-seed1"), strict=True):
+        assert line.startswith(f"left out {runs / run}, as {runs / 'one-seed1'} began with another config")
+    assert {run for run, _, _ in values(folder)} == {"one-seed2"}
+    ask(folder, arms=[{"name": "one"}, {"name": "two"}])
+    monkeypatch.setattr("sys.argv", [*sys.argv, "gsa.k_base=512"])  # as the second had it
+    assert len(left_out()) == 2, "both with seed 1"
+    assert {run for run, _, _ in values(folder)} == {"one-seed2"}
+
+
+def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    before = contents(folder)
+    copied = yaml.safe_load((folder / "studies" / "small.yaml").read_text())
+    (folder / "studies" / "tried.yaml").write_text(
+        yaml.safe_dump({**copied, "arms": [*copied["arms"], {"name": "three"}]})
+    )
+    assert main() == 2
+    assert "name = small: also that of studies/small.yaml; give it its own" in capsys.readouterr().err
+    assert contents(folder) == before
