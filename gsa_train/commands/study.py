@@ -7,8 +7,9 @@
 
 Trains the arms of a study file with each of its seeds, evaluates them, packs what another machine needs, and writes
 the report that compares them. The same command goes on after any end. Exit code 2: wrong use, a mistake in the file, a
-package that is not installed, or a run that began with another config. 1: a job has failed, and the others are done.
-75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is done.
+package that is not installed, a run that began with another config, or no room on the disk. 1: a job has failed, and
+the others are done. 75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is
+done.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
 from gsa_train.study.pack import pack_study, pack_weights
 from gsa_train.study.page import write_study_report, write_tables
-from gsa_train.study.plan import StudyError, StudyPlan, chosen, plan_study
+from gsa_train.study.plan import StudyError, StudyPlan, check_unchanged, chosen, plan_study
 from gsa_train.study.processes import check_devices, find_gpus
 from gsa_train.study.runner import StudyRunner, lock_study, say
 from gsa_train.study.states import JobState, note_failure, read_failures, read_state
@@ -47,7 +48,9 @@ def main() -> int:
     only_looks = arguments.report or arguments.dry_run
     try:
         study = load_study(arguments.study, arguments.overrides, need_data=not only_looks)
-        states = chosen(states_of(study), arguments.arms, arguments.seeds)
+        all_states = states_of(study)
+        check_unchanged(all_states)
+        states = chosen(all_states, arguments.arms, arguments.seeds)
         plan = plan_study(states, read_failures(study.folder), arguments.retry_failed)
         gpus = gpus_at_hand(arguments.gpus)
         if arguments.dry_run:
@@ -68,6 +71,15 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first job or in the report; in between the runner heeds it
         say("stopped by Ctrl-C: no job was under way; the same command goes on")
         return exit_codes.STOPPED
+    except BrokenPipeError:  # the reader of the lines has left
+        raise
+    except OSError as error:  # a full disk
+        print(
+            f"stopped: {error}; what was under way was told to save and end. Make room, or put right what is wrong "
+            "there; then the same command goes on",
+            file=sys.stderr,
+        )
+        return exit_codes.REFUSED
 
 
 def check_packages(study: Study, only_report: bool) -> None:

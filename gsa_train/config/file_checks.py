@@ -67,23 +67,23 @@ def check_initial_weights(config: Config) -> list[str]:
 def check_tasks(config: Config) -> list[str]:
     """Request files, and files of lm-evaluation-harness; its own tasks are looked for when the run begins."""
 
-    def ask(field: str, task: str) -> list[str]:
-        try:
-            if is_request_file(task):
-                first_request(task)
-            elif task.endswith((".yaml", ".yml")) and not Path(task).is_file():
-                return [
-                    problem_line(field, task, _missing("file", task), "name a file, or a task of the harness")
-                ]
-        except ValueError as error:
-            return [f"{field} = {error}"]
-        return []
-
     questions = [
-        _Question(f"evaluate.tasks.{number}", task, partial(ask, f"evaluate.tasks.{number}", task))
+        _Question(f"evaluate.tasks.{number}", task, partial(task_problems, f"evaluate.tasks.{number}", task))
         for number, task in enumerate(config.evaluate.tasks)
     ]
     return _answers(questions, config.data)
+
+
+def task_problems(field: str, task: str) -> list[str]:
+    try:
+        if is_request_file(task):
+            first_request(task)
+        elif task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+            remedy = "name a file, or a task of the harness"
+            return [problem_line(field, task, _missing("file", task), remedy)]
+    except ValueError as error:
+        return [f"{field} = {error}"]
+    return []
 
 
 def validation_fields(data: DataConfig) -> dict[str, str]:

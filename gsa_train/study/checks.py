@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from gsa_train.config.file_checks import task_problems
 from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.config.study import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
+from gsa_train.metrics.progress import compact
 
 WIKITEXT = "wikitext:"
 """Before the place of a text that is read as WikiText is (gsa_train/evaluation/text.py)."""
@@ -163,6 +165,10 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
             yield problem_line(
                 f"{where}.evaluations", name, "the study has no such evaluation", "name one of its"
             )
+        in_words = [compact(tokens) for tokens in metric.at_tokens]
+        for words in sorted({each for each in in_words if in_words.count(each) > 1}):
+            wrong = f"two of them are {words} in the columns' headings, by which values are told apart"
+            yield problem_line(f"{where}.at_tokens", metric.at_tokens, wrong, "leave one out")
         if not metric.key:
             yield problem_line(f"{where}.key", metric.key, "nothing there", "name what is compared")
         if metric.source == "evaluation" and not study.evaluations:
@@ -179,13 +185,20 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Local texts of evaluations that are not there, which would be found only once a run has been trained."""
-    return [
+    """Local texts and tasks of evaluations that are not there, which would be found only once a run has been
+    trained."""
+    texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
         for number, each in enumerate(study.evaluations)
         for name, place in each.data.items()
         if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
     ]
+    fields = {
+        f"evaluations.{number}.tasks.{place}": task
+        for number, each in enumerate(study.evaluations)
+        for place, task in enumerate(each.tasks)
+    }
+    return texts + [line for field, task in fields.items() for line in task_problems(field, task)]
 
 
 def has_points(metric: MetricConfig) -> bool:

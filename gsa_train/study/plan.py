@@ -32,17 +32,13 @@ class StudyPlan:
     """Not to be done here: they need checkpoints of finished runs that are not in this folder."""
 
 
-def plan_study(
-    states: Sequence[JobState], failures: Mapping[str, str], retry_failed: bool = False
-) -> StudyPlan:
-    """Sort the jobs.
-
+def check_unchanged(states: Sequence[JobState]) -> None:
+    """
     Args:
-        failures: job -> why it failed.
-        retry_failed: what failed is due again.
+        states: of all jobs of the study, also where only some are asked for: the report is of all.
 
     Raises:
-        StudyError: a job that began with another config or another command; names each field.
+        StudyError: a job began with another config or another command; names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:
@@ -56,6 +52,17 @@ def plan_study(
                 *(f"{in_words(folders)}: {change}" for change, folders in changed.items()),
             ])
         )  # fmt: skip
+
+
+def plan_study(
+    states: Sequence[JobState], failures: Mapping[str, str], retry_failed: bool = False
+) -> StudyPlan:
+    """Sort the jobs.
+
+    Args:
+        failures: job -> why it failed.
+        retry_failed: what failed is due again.
+    """
     finished, failed, due, blocked, lacking = [], [], [], [], []
     without_training = {
         state.job.run.name

@@ -18,7 +18,7 @@ from gsa_train.model.flops import count_parameters
 from gsa_train.run import exit_codes
 from gsa_train.study.headline import load_headline
 from gsa_train.study.jobs import Job, jobs_of
-from gsa_train.study.plan import Ended, StudyError, judge, next_job, plan_study
+from gsa_train.study.plan import Ended, StudyError, check_unchanged, judge, next_job, plan_study
 from gsa_train.study.states import (
     FAILURES,
     JobState,
@@ -163,6 +163,14 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
             {"selections": {"seq_len_tokens": 64, "runs": ["one-seed7"]}},
             "selections.runs = ['one-seed7']: the study has no such run",
         ),
+        (
+            {"evaluations": [{"name": "e", "tasks": ["piqa", "/no/where.jsonl"]}]},
+            "evaluations.0.tasks.1 = /no/where.jsonl",
+        ),
+        (
+            {"metrics": [{"key": "loss", "at_tokens": [10_000_000, 20_000_000, 10_010_000]}]},
+            "metrics.0.at_tokens = [10000000, 20000000, 10010000]: two of them are 10M in",
+        ),
         ({"config": "no.yaml"}, "all arms: cannot be read"),
         ({"data_parallel": 0}, "data_parallel = 0: below 1"),
     ],
@@ -252,10 +260,10 @@ def test_what_is_finished_is_not_repeated_and_what_failed_waits_to_be_asked(runs
 def test_a_changed_config_is_refused_by_its_fields(runs: Sequence[StudyRun]) -> None:
     states = [JobState(job(runs[0]), True, ("phases.0.lr: 0.1 -> 0.2",)), JobState(job(runs[1]), False)]
     with pytest.raises(StudyError, match=r"one-seed1: phases\.0\.lr: 0\.1 -> 0\.2"):
-        plan_study(states, {})
+        check_unchanged(states)
     moved = [JobState(job(run), True, ("data.train_dir: a -> b",)) for run in runs[:2]]
     with pytest.raises(StudyError, match=r"one-seed1 and 1 more: data\.train_dir: a -> b$"):
-        plan_study(moved, {})
+        check_unchanged(moved)
 
 
 def test_jobs_start_in_order_where_devices_are_free_and_training_is_over(runs: Sequence[StudyRun]) -> None:

@@ -215,6 +215,18 @@ def test_a_call_does_the_arms_and_seeds_that_are_named(call: Call, study: Study)
         chosen(states, None, [3])
 
 
+def test_a_changed_arm_is_noticed_beside_those_that_are_named(
+    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(study.runs[0])
+    config = study.runs[0].folder / "config.yaml"
+    config.write_text(config.read_text().replace("grad_clip: 1.0", "grad_clip: 2.0"))
+    for words in (("--arms", "two"), ("--report", "--arms", "two")):
+        assert call(*words) == exit_codes.REFUSED, "the report has all arms"
+        assert "one-seed1: train.grad_clip: 2.0 -> 1.0" in capsys.readouterr().err
+    assert call.started == []
+
+
 # ---- another machine
 
 
@@ -262,7 +274,11 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(
 
 
 def test_the_pack_is_written_where_the_report_fails(
-    call: Call, study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call,
+    study: Study,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no space left")
@@ -270,8 +286,8 @@ def test_the_pack_is_written_where_the_report_fails(
     monkeypatch.setattr(command, "write_study_report", fail)
     packed = tmp_path / "study.tar.gz"
     for words in ((), ("--report",)):
-        with pytest.raises(OSError, match="no space left"):
-            call(*words, "--pack", str(packed))
+        assert call(*words, "--pack", str(packed)) == exit_codes.REFUSED
+        assert "stopped: no space left; " in capsys.readouterr().err
         with tarfile.open(packed) as file:
             assert f"small/{study.runs[-1].name}/summary.json" in file.getnames()
         packed.unlink()
