@@ -32,6 +32,12 @@ def notes(results: Results) -> list[str]:
         lines.append(
             f"{len(missing)} of {len(results.runs)} runs are not finished and in no mean: {'; '.join(said)}."
         )
+    lines += [
+        f"The records of {each.run.name} end at step {each.records_end_at} of {each.run.steps}, though it is finished: "
+        "its values are of before, and what is equal for all runs ends there. Bring its metrics.jsonl again, or train it again."
+        for each in results.values
+        if each.records_end_at is not None
+    ]
     for what, found in (
         ("commits", {short(commit) for each in results.finished for commit in each.commits}),
         ("devices", {device for each in results.finished for device in each.devices}),

@@ -82,7 +82,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """Write the record with the runs that are finished in folders here. Returns its files, none where no run is
     finished, and what is not or no longer in it, in words.
 
-    A run that began with another config than the study now asks for is not that arm: it is left out.
+    Left out is a run that began with another config than the study now asks for, as it is not that arm, and one whose
+    records are cut off.
 
     A recorded run whose folder is not here has no value but the recorded ones. While there is such a run, all are
     compared where it was: a new run that ended before has no value there.
@@ -92,7 +93,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """
     record, files = read_record(study, out), files_of(study, out)
     finished = (values for run in study.runs if (values := RunValues(run)).complete and values.tokens)
-    here, said = _without_changed({values.run.name: values for values in finished})
+    here, said = _usable({values.run.name: values for values in finished})
     runs = {**record.runs, **{name: _thinned(facts_of(values, {})) for name, values in here.items()}}
     kept = record.runs.keys() - here.keys()
     equal = record.equal if kept else equal_of(list(runs.values()))
@@ -123,11 +124,17 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     return [files.values, files.runs, files.curves], said
 
 
-def _without_changed(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
-    """Runs that began, as did those with whose weights they began, with the configs that the study asks for; and which
-    of them did not, in words."""
+def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
+    """Runs that have records up to their end and began, as did those with whose weights they began, with the configs
+    that the study asks for; and which of them are others, in words."""
     kept, left_out = {}, []
     for name, values in here.items():
+        if values.records_end_at is not None:
+            left_out.append(
+                f"left out {values.run.folder}: it is finished, and its records end at step {values.records_end_at} of "
+                f"{values.run.steps}; bring its metrics.jsonl again, or train it again"
+            )
+            continue
         began = ((run, list(changed_fields(run))) for run in (values.run, *values.run.before))
         run, changes = next((each for each in began if each[1]), (values.run, []))
         if not changes:

@@ -46,6 +46,13 @@ class RunValues:
     def summary(self) -> dict[str, Any]:
         return read_json(self.run.folder / "summary.json")
 
+    @property
+    def records_end_at(self) -> int | None:
+        """Step at which the records of a finished run end before its last one, as in a copy that was cut off; None
+        where they do not."""
+        last = int(self.records[-1]["step"]) if self.records else 0
+        return last if self.complete and last < self.run.steps else None
+
     @cached_property
     def own_tokens(self) -> Points:
         """(step, tokens trained on) of this run alone."""

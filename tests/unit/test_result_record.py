@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from gsa_train.commands.results import main
+from gsa_train.study.notes import notes
 from gsa_train.study.record import MOST_POINTS, read_record, recorded_results
 from gsa_train.study.study_file import Study, load_study
+from gsa_train.study.tables import read_results
 from helpers.result_pages import finish, lines_of, study_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,6 +270,23 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
     monkeypatch.setattr("sys.argv", [*sys.argv, "gsa.k_base=512"])  # as the second had it
     assert len(left_out()) == 2, "both with seed 1"
     assert {run for run, _, _ in values(folder)} == {"one-seed2"}
+
+
+def test_a_run_whose_records_are_cut_off_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(folder, metrics=[{"key": "loss"}])
+    finish(folder, "one", 1, 20.0)
+    finish(folder, "two", 1, 18.0)
+    cut = folder / "runs" / "small" / "two-seed1" / "metrics.jsonl"
+    cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:-1])[:-9])
+    assert main() == 0
+    assert "two-seed1: it is finished, and its records end at step 5 of 10; " in capsys.readouterr().out
+    assert list(values(folder)) == [("one-seed1", "loss", "at 100 tokens")], (
+        "not at 50, where the other's end"
+    )
+    (line,) = (line for line in notes(read_results(small(folder), {})) if "two-seed1" in line)
+    assert line.startswith("The records of two-seed1 end at step 5 of 10")
 
 
 def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
