@@ -34,7 +34,8 @@ def notes(results: Results) -> list[str]:
         )
     lines += [
         f"The records of {each.run.name} end at step {each.records_end_at} of {each.run.steps}, though it is finished: "
-        "its values are of before, and what is equal for all runs ends there. Bring its metrics.jsonl again, or train it again."
+        "its values are of before, and what is equal for all runs ends there. Bring its metrics.jsonl again, or train "
+        "it again."
         for each in results.values
         if each.records_end_at is not None
     ]
