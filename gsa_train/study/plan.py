@@ -33,12 +33,13 @@ class StudyPlan:
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:
-    """
+    """No job began with another config or command than the study file now asks for.
+
     Args:
         states: of all jobs of the study, also where only some are asked for: the report is of all.
 
     Raises:
-        StudyError: a job began with another config or another command; names each field.
+        StudyError: one did; names each field.
     """
     changed: dict[str, list[Path]] = {}
     for state in states:
