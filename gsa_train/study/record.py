@@ -19,7 +19,7 @@ from gsa_train.files import write_atomically
 from gsa_train.report.charts import thin
 from gsa_train.study.columns import Equal, columns_of, equal_of
 from gsa_train.study.facts import RunFacts, facts_of
-from gsa_train.study.states import changed_fields
+from gsa_train.study.states import TEXT_FIELDS, changed_fields
 from gsa_train.study.study_file import Study, StudyRun
 from gsa_train.study.tables import VALUES_HEAD, Results, csv_text, values_csv
 from gsa_train.study.values import LossPoint, RunValues
@@ -126,7 +126,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
     """Runs that have records up to their end and began, as did those with whose weights they began, with the configs
-    that the study asks for; and which of them are others, in words."""
+    that the study asks for, wherever its text lay; and which of them are others, in words."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:
@@ -135,7 +135,7 @@ def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[s
                 f"{values.run.steps}; bring its metrics.jsonl again, or train it again"
             )
             continue
-        began = ((run, list(changed_fields(run))) for run in (values.run, *values.run.before))
+        began = ((run, list(changed_fields(run, TEXT_FIELDS))) for run in (values.run, *values.run.before))
         run, changes = next((each for each in began if each[1]), (values.run, []))
         if not changes:
             kept[name] = values

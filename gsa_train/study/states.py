@@ -24,6 +24,8 @@ FAILURES = "failures.jsonl"
 PLACE_FIELDS = ("run.dir",)
 """Of no meaning to what a run computes: it differs where the study is started from another folder. So does the front of
 `checkpoint.initial_weights`, where that is another run of the study."""
+TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
+"""Where the text lies differs from machine to machine; that it is the same, its fingerprint tells."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def is_complete(run: StudyRun) -> bool:
     return bool(read_json(run.folder / "summary.json").get("steps") == run.steps)
 
 
-def changed_fields(run: StudyRun) -> Iterator[str]:
+def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[str]:
     """Of the config with which the run was started last, beside the one that the study asks for."""
     path = run.folder / "config.yaml"
     if not path.is_file():
@@ -73,7 +75,7 @@ def changed_fields(run: StudyRun) -> Iterator[str]:
         for fields in (before, now):
             fields[FIELD] = str(fields[FIELD]).removeprefix(f"{fields['run.dir']}/")
     for field in {**before, **now}:
-        if field not in PLACE_FIELDS and before.get(field) != now.get(field):
+        if field not in (*PLACE_FIELDS, *apart_from) and before.get(field) != now.get(field):
             yield f"{field}: {before.get(field)} -> {now.get(field)}"
 
 

@@ -253,6 +253,10 @@ def test_a_run_that_began_with_another_config_is_no_run_of_the_arm(
     ask(folder, arms=[{"name": "one"}, {"name": "two", "initial_weights": "one"}])
     finish(folder, "one", 1, 20.0)
     finish(folder, "two", 1, 18.0)
+    config = folder / "runs" / "small" / "one-seed1" / "config.yaml"
+    there = config.read_text().replace("data/sample/", "/of/another/machine/")
+    assert "tokenizer: /of/another/machine/tokenizer.model" in there
+    config.write_text(there)
     assert left_out() == []
     ask(folder, arms=[{"name": "one", "set": {"gsa.k_base": 512}}, {"name": "two"}])
     finish(folder, "one", 2, 21.0)
