@@ -11,7 +11,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_gsa import GSAConfig
 from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
-from .indexer_gsa import GSAIndexer, indexer_loss, key_groups, mean_attention, rotate, select_keys
+from .indexer_gsa import (
+    GSAIndexer,
+    indexer_loss,
+    key_groups,
+    mean_attention,
+    rotate,
+    select_keys,
+    token_order,
+)
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
 
@@ -178,7 +186,7 @@ class GSAAttention(nn.Module):
             return result, None, call.selection, call.loss
 
         assert attention_mask is not None
-        loss = leaders = None
+        loss = first = leaders = None
         attended = attention_mask
         if (
             self.indexer is not None
@@ -189,14 +197,18 @@ class GSAAttention(nn.Module):
         elif self.indexer is not None:
             assert tokens is not None
             assert rows is not None
-            if self.config.index_block_size > 1:
-                leaders = slots - position_ids % self.config.index_block_size
+            order = None
+            if max(self.config.index_block_size, self.config.index_pool) > 1:
+                order = token_order(attention_mask[:, 0], slots)
+            if order is not None and self.config.index_block_size > 1:
+                first = (order.numbers[:, slots] - position_ids % self.config.index_block_size).clamp(min=0)
+                leaders = order.slots_of(first)
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 in_first_block = position_ids < self.config.index_block_size
-                selecting = self.indexer.from_cache(tokens, rows, leaders, in_first_block)
+                selecting = self.indexer.from_cache(tokens, rows, first, in_first_block, order)
                 groups = None
-                if self.config.index_pool > 1:
-                    groups = key_groups(self.config.index_pool, slots, position_ids, k.shape[2])
+                if order is not None and self.config.index_pool > 1:
+                    groups = key_groups(self.config.index_pool, slots, position_ids, order)
                     selecting = selecting._replace(keys=groups.mean(selecting.keys))
                 scores = self.indexer.scores(selecting)
             selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders, groups)

@@ -51,20 +51,47 @@ class KeyGroups(NamedTuple):
         return (chosen | (of_keys == self.of_queries[..., None])) & visible
 
 
-def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, keys: int) -> KeyGroups:
+class TokenOrder(NamedTuple):
+    """The tokens of each sequence, numbered from 0: padding may be anywhere between them."""
+
+    slots: torch.Tensor
+    """int64 [B, Lk], of each number; padding comes last"""
+    numbers: torch.Tensor
+    """int64 [B, Lk], of each slot; of padding that of the token in front of it"""
+    real: torch.Tensor
+    """bool [B, Lk], no padding"""
+
+    def slots_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.slots.gather(1, numbers.clamp(min=0))
+
+
+def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
+    """
+    Args:
+        visible: bool [B, L, Lk], the keys that each query may see
+        slots: int64 [L], of the tokens of this forward pass
+    """
+    # With a cache a row is one document, whose last token is no padding; without, padding does not see itself.
+    whole = visible.shape[-1] == len(slots)
+    real = visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]
+    return TokenOrder((~real).sort(dim=-1, stable=True).indices, real.cumsum(-1) - 1, real)
+
+
+def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, order: TokenOrder) -> KeyGroups:
     """
     Args:
         slots: int64 [L], of the tokens of this forward pass
         position_ids: int64 [B, L], theirs
-        keys: in the cache, or of this pass
     """
-    own = slots - position_ids % size
-    if keys == len(slots):
-        return KeyGroups(size, own.clamp(min=0), own)
-    # With a cache a row is one document, whose last token is no padding.
-    every = torch.arange(keys, device=slots.device)
-    positions = every - (slots[-1] - position_ids[:, -1:])
-    return KeyGroups(size, (every - positions % size).clamp(min=0), own)
+    keys, queries = order.numbers, order.numbers[:, slots]
+    positions = position_ids
+    if keys.shape[1] != len(slots):
+        positions = keys - (queries[:, -1:] - position_ids[:, -1:])
+    of_keys = order.slots_of(keys - positions % size)
+    every = torch.arange(keys.shape[1], device=slots.device)
+    return KeyGroups(
+        size, torch.where(order.real, of_keys, every), order.slots_of(queries - position_ids % size)
+    )
 
 
 class GSAIndexer(nn.Module):
@@ -169,27 +196,30 @@ class GSAIndexer(nn.Module):
         rows: torch.Tensor,
         leaders: torch.Tensor | None,
         in_first_block: torch.Tensor | None = None,
+        order: TokenOrder | None = None,
     ) -> IndexedTokens:
         """Rows of the cache [B, Lk, width] -> its keys, and what each query selects with.
 
         Args:
             tokens: of this forward pass
-            leaders: int64 [B, L], slot of the first query of each query's block; None where blocks are of one
+            leaders: int64 [B, L], number of the first query of each query's block; None where blocks are of one
             in_first_block: bool [B, L], of a sequence; what `index_block_query: previous_mean` asks for
+            order: of the tokens; None: their numbers are their slots
         """
         if leaders is None:
             return tokens._replace(keys=rows)
         first, size = self.head_dim, self.heads * self.head_dim
 
-        def of_slots(slots: torch.Tensor) -> torch.Tensor:
+        def rows_of(numbers: torch.Tensor) -> torch.Tensor:
+            slots = numbers if order is None else order.slots_of(numbers)
             return rows.gather(1, slots[..., None].expand(-1, -1, rows.shape[-1]))
 
-        of_leaders = of_slots(leaders)
+        of_leaders = rows_of(leaders)
         if self.by_previous_block:
             assert in_first_block is not None
             total = torch.zeros_like(of_leaders, dtype=torch.float32)
             for behind in range(self.block_size, 0, -1):
-                total = total + of_slots((leaders - behind).clamp(min=0)).float()
+                total = total + rows_of((leaders - behind).clamp(min=0)).float()
             mean = (total / self.block_size).to(rows.dtype)
             of_leaders = torch.where(in_first_block[..., None], of_leaders, mean)
         queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))

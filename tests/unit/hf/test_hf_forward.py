@@ -147,20 +147,26 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     assert not torch.allclose(one[:, 20:], two[:, 20:])
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "previous-mean", "pool"])
+@pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
-    """Neither variances nor selections nor blocks see it."""
+    """Neither variances nor selections nor blocks nor groups see it."""
     model, lengths, room = tiny_model(name), (30, 23, 9), 30
     rows = [distinct_tokens(1, length, seed=length) for length in lengths]
     tokens, mask = torch.zeros(3, room, dtype=torch.long), torch.zeros(3, room, dtype=torch.long)
-    places = [slice(room - n, room) if side == "left" else slice(0, n) for n in lengths]
+    places = [slots_of_tokens(side, length, room) for length in lengths]
     for row, (place, alone) in enumerate(zip(places, rows, strict=True)):
         tokens[row, place], mask[row, place] = alone[0], 1
     with torch.no_grad():
         together = model(tokens, attention_mask=mask).logits
         for row, (place, alone) in enumerate(zip(places, rows, strict=True)):
             torch.testing.assert_close(together[row, place], model(alone).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
+    if side == "between":
+        return torch.randperm(room, generator=torch.Generator().manual_seed(length))[:length].sort().values
+    return torch.arange(length) + (room - length if side == "left" else 0)
 
 
 @pytest.mark.parametrize("name", ["gsa", "blocks"])

@@ -53,6 +53,19 @@ def test_a_row_of_a_batch_is_that_prompt_alone() -> None:
     assert torch.equal(together[1, 5:], alone[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
+@pytest.mark.parametrize("name", ["blocks", "previous-mean", "pool"])
+def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
+    """Whether they cut a block or a group of keys."""
+    model, prompt = tiny_model(name), distinct_tokens(1, 14)
+    tokens, mask = torch.zeros(2, 1, 20, dtype=torch.long)
+    slots = [0, 1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 16, 18, 19]
+    tokens[0, slots], mask[0, slots] = prompt[0], 1
+    made = model.generate(tokens, attention_mask=mask, max_new_tokens=20, do_sample=False, **options)
+    alone = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(made[:, 20:], alone[:, 14:])
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_beams(name: str, static: bool) -> None:
