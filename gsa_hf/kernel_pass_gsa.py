@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,6 +22,8 @@ class KernelMemory:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
         self._selections: dict[tuple[Any, ...], Any] = {}
         self._of_blocks = WeakTensorKeyDictionary()
+        self.padded_behind: WeakSet[Cache] = WeakSet()
+        """Caches with padding behind a sequence, which a next token would stand behind."""
 
     def workspace(self, batch: int, length: int, heads: int, kv_heads: int, size: int, device: Any) -> Any:
         """Scratch memory for one token of `batch` sequences of up to `length`; layers run one after the other."""
@@ -136,6 +139,11 @@ def make_kernel_pass(
     batch, length = inputs.shape[:2]
     past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
     if cache is not None and length == 1:
+        if cache in memory.padded_behind:
+            raise ValueError(
+                "one token follows padding behind a sequence with attn_implementation 'gsa'; pad in front, or pass "
+                "'sdpa'"
+            )
         return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
     found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)
     block = config.index_block_size
@@ -145,6 +153,8 @@ def make_kernel_pass(
             f"'gsa'; pass pieces of a multiple of {block} tokens, one token at a time, or 'sdpa'"
         )
     lengths = torch.full((batch,), length, device=inputs.device)
+    if cache is not None:
+        memory.padded_behind.discard(cache)
     if padding is not None:
         padding = padding.bool()
         starts, real = padding.int().argmax(1), padding.sum(1)
@@ -157,6 +167,8 @@ def make_kernel_pass(
                 f"{length} tokens follow {found.past} in a cache with padding in front and attn_implementation 'gsa'; "
                 "pass one token at a time, or 'sdpa'"
             )
+        if cache is not None and bool((starts + real < found.past + length).any()):
+            memory.padded_behind.add(cache)
         if not found.past:
             _place(found, starts, real)
             lengths = real

@@ -212,3 +212,8 @@ def test_what_the_kernels_cannot_run() -> None:
         model(tokens, **held)
         with pytest.raises(ValueError, match="2 tokens follow 20 in the cache with index_block_size 16"):
             model(tokens[:, :2], **held)
+        held[CACHE_ARGUMENT] = a_cache(model, "dynamic")
+        model(tokens, attention_mask=mask.flip(1), **held)
+        mask = torch.nn.functional.pad(mask.flip(1), (0, 1), value=1)
+        with pytest.raises(ValueError, match="one token follows padding behind a sequence"):
+            model(tokens[:, :1], attention_mask=mask, **held)
