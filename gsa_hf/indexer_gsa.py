@@ -146,36 +146,40 @@ class GSAIndexer(nn.Module):
         if self.weights_proj is None:
             weights = keys.new_full((*keys.shape[:2], self.heads), self.weight_logit)
         else:
-            weights = nn.functional.linear(hidden_states, self.weights_proj.weight)
+            weights = nn.functional.linear(hidden_states, parameter_of(self.weights_proj, "weight"))
         return IndexedTokens(queries, keys, weights)
 
     @property
     def weight_bias(self) -> torch.Tensor | None:
         """c, [HI]"""
-        return None if self.weights_proj is None else self.weights_proj.bias
+        return None if self.weights_proj is None else parameter_of(self.weights_proj, "bias")
+
+    @property
+    def bias_of_scores(self) -> torch.Tensor | None:
+        """b, [HI]"""
+        return parameter_of(self, "score_bias")
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
         """I of every query and key, visible or not: fp32 [B, L, Lk]."""
         keys = tokens.keys.float().transpose(1, 2)
-        weights = tokens.weights.float()
-        if self.weight_bias is not None:
-            weights = weights + self.weight_bias.float()
+        weights, weight_bias, score_bias = tokens.weights.float(), self.weight_bias, self.bias_of_scores
+        if weight_bias is not None:
+            weights = weights + weight_bias.float()
+        if score_bias is not None:
+            score_bias = score_bias.float()
         if self.activation == "sigmoid":
             weights = torch.sigmoid(weights)
         scores = keys.new_zeros(*weights.shape[:2], keys.shape[-1])
         for head in range(self.heads):  # one [L, Lk] product is alive at a time
             product = tokens.queries[:, :, head].float() @ keys * self.head_dim**-0.5
-            if self.score_bias is None:
-                product = torch.relu(product)
-            else:
-                product = torch.sigmoid(product + self.score_bias[head].float())
+            product = torch.relu(product) if score_bias is None else torch.sigmoid(product + score_bias[head])
             scores = scores + weights[:, :, head, None] * product
         return scores
 
     def inverse_temperature(self) -> float | torch.Tensor:
         """beta of softmax(beta * I) in the loss."""
         if self.log_inverse_temperature is not None:
-            return self.log_inverse_temperature.float().exp()[0]
+            return parameter_of(self, "log_inverse_temperature").float().exp()[0]
         return float(self.temperature)
 
     # What the cache holds of a token. With blocks also what makes the selection of its block again, should the token
@@ -233,6 +237,18 @@ class GSAIndexer(nn.Module):
         if self.variance_ema.dtype != torch.float32:
             self.variance_ema = before.to(self.variance_ema.device)
         return self
+
+
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """A parameter, or None, read outside of its module's forward pass: weights that accelerate offloads (`device_map`)
+    are on the device during that alone."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return getattr(module, name)
+    hook.pre_forward(module)
+    found = getattr(module, name)
+    hook.post_forward(module, None)
+    return found
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

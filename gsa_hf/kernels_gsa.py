@@ -182,7 +182,7 @@ def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, wei
         queries,
         keys,
         weights,
-        indexer.score_bias,
+        indexer.bias_of_scores,
         indexer.weight_bias,
         indexer.activation,
         indexer.inverse_temperature(),

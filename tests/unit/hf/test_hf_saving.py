@@ -69,6 +69,24 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
+def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
+    """accelerate has them at hand in the forward pass of the module that they belong to alone."""
+    pytest.importorskip("accelerate")
+    model, tokens = tiny_model(name), distinct_tokens(2, 20)
+    model.save_pretrained(tmp_path / "model")
+    device_map = {f"model.{part}": "cpu" for part, _ in model.model.named_children()}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={**device_map, "model.layers": "disk", "lm_head": "cpu"},
+        offload_folder=tmp_path / "waiting",
+        attn_implementation="eager",
+    )
+    assert loaded.model.layers[0].self_attn.indexer.score_bias.is_meta
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     model, tokens = tiny_model("blocks-rope-reuse", attention="sdpa"), distinct_tokens(2, 14)
