@@ -98,6 +98,12 @@ def _problems(found: Any, length: int) -> list[str]:
         lines.append(f"hidden_act = {found.hidden_act}: a GSA model has silu")
     if problem := other_rope(found.rope_parameters or {}):
         lines.append(problem)
+    part = (found.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    if part != 1 and kind not in OUTPUT_GATED:
+        lines.append(
+            f"rope_parameters.partial_rotary_factor = {part}: {kind} of transformers turns all channels all the same; "
+            "give a model without"
+        )
     kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
     window = getattr(found, "sliding_window", None)
     windowed = "sliding_attention" in kinds or kind == "mistral"

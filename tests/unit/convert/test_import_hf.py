@@ -202,6 +202,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "truncate": False}},
         "rope_parameters.truncate = false: YaRN of a GSA model has whole channels",
     ),
+    "rope of a part": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor = 0.5: llama of transformers turns all channels",
+    ),
     "sliding window": (
         {"model_type": "mistral", "sliding_window": 16},
         "sliding_window = 16: shorter than the 64 tokens of a sequence.*pass --seq-len-tokens 16 or less",
