@@ -85,7 +85,12 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Contexts that are too long lose their beginning."""
         pieces = []
-        for _strings, context, continuation in requests:
+        for strings, context, continuation in requests:
+            if not continuation:
+                raise ValueError(
+                    f"the continuation {strings[1]!r} of {strings[0][-20:]!r} has no tokens of its own: the tokenizer "
+                    "joins the two; let the task's target_delimiter be a space"
+                )
             if len(continuation) > self.max_length:
                 raise ValueError(
                     f"a continuation has {len(continuation)} tokens; give max_length of at least that"

@@ -102,6 +102,12 @@ def test_log_likelihoods_request_by_request(models: tuple[GSATrainLM, HFLM, Path
     assert len({round(answer[0], 3) for answer in found}) > len(found) // 2
 
 
+def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM, Path]) -> None:
+    """It would have the probability 1."""
+    with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no tokens of its own"):
+        models[0].loglikelihood(requests("loglikelihood", ("def main(", "):")))
+
+
 def test_a_greedy_continuation_is_told(models: tuple[GSATrainLM, HFLM, Path]) -> None:
     ours, _, _ = models
     prompt = ours.tok_encode("The sky is")
