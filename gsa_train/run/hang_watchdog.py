@@ -308,14 +308,14 @@ class HangWatchdog:
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
-        print(text, file=sys.stderr, end="", flush=True)
+        _say(text)
 
         def write() -> None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / REPORT).write_text(text)
             except OSError as error:  # a full disk must not keep the ranks from ending
-                print(f"rank {self._rank}: no report: {error}", file=sys.stderr, flush=True)
+                _say(f"rank {self._rank}: no report: {error}\n")
 
         _for_a_while(write)
         return name
@@ -336,16 +336,29 @@ class HangWatchdog:
             with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            print(f"rank {self._rank}: no stacks: {error}", file=sys.stderr, flush=True)
+            _say(f"rank {self._rank}: no stacks: {error}\n")
 
     def _end(self, why: str) -> NoReturn:
         """At once, with all children: the main thread may never come back to see an exception."""
-        said = f"rank {self._rank} on {self._host} ends: {why}"
-        print(said, file=sys.stderr, flush=True)
-        tell_torchrun(said)
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-        os._exit(self.exit_code)
+        try:
+            said = f"rank {self._rank} on {self._host} ends: {why}"
+            _say(f"{said}\n")
+            tell_torchrun(said)
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):  # it has just ended by itself
+                    child.kill()
+        finally:  # nothing else would end this process
+            os._exit(self.exit_code)
+
+
+def _say(text: str) -> None:
+    """To stderr, which may be of a pipe that went with torchrun, of a full disk, or of a file system that hangs."""
+
+    def write() -> None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, end="", flush=True)
+
+    _for_a_while(write)
 
 
 def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from gsa_train.config import ParallelConfig
@@ -233,3 +237,46 @@ def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
         watched.watch._write_report("a fault")
         assert came_back == []
     comes_back.set()
+
+
+class Stderr(io.StringIO):
+    """Whose writes do something else."""
+
+    def __init__(self, on_write: Callable[[], object]) -> None:
+        super().__init__()
+        self.on_write = on_write
+
+    def write(self, text: str) -> int:
+        self.on_write()
+        return len(text)
+
+
+def break_pipe() -> None:
+    raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stderr", ["of a pipe that is gone", "of a file system that hangs"])
+def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
+    stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torchrun is gone, so may be the reader of its pipe, and nobody else ends the rank."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
+    watched.watch.close()
+    comes_back = threading.Event()
+    codes, killed = list[int](), list[int]()
+
+    def ended() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    children = [SimpleNamespace(kill=ended), SimpleNamespace(kill=lambda: killed.append(2))]
+    monkeypatch.setattr("gsa_train.run.hang_watchdog.ALERT_SECONDS", 0.05)
+    with monkeypatch.context() as patched:
+        on_write = break_pipe if stderr == "of a pipe that is gone" else lambda: comes_back.wait(60)
+        patched.setattr("sys.stderr", Stderr(on_write))
+        patched.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children))
+        patched.setattr(os, "_exit", codes.append)
+        watched.watch._write_report("a fault")
+        watched.watch._end("torchrun is gone")
+        comes_back.set()
+    assert (codes, killed) == ([1], [2])
+    assert list(tmp_path.glob(f"*/{REPORT}"))
