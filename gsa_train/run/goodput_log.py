@@ -62,7 +62,7 @@ class GoodputLog:
             self._file.write(dict(line))
         self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._note("start", step, began=self.clock.began)
-        self.beat(step, self.clock.now())
+        self._say_alive(step, self.clock.now())
 
     def note(self, step: int, phase: str) -> None:
         """So many steps are done."""
@@ -109,8 +109,11 @@ class GoodputLog:
 
         Args:
             step: done so far.
-            progress: Unix seconds at which the main thread last went on.
+            progress: when the main thread last went on, by `time.monotonic`.
         """
+        self._say_alive(step, self.clock.unix_at(progress))
+
+    def _say_alive(self, step: int, progress: float) -> None:
         with self._alive_lock:
             if self._alive is None or self._over:
                 return
@@ -127,7 +130,7 @@ class GoodputLog:
 
     def close(self) -> None:
         """The process leaves, after an `end` or by an error."""
-        self.beat(*self._newest_beat)
+        self._say_alive(*self._newest_beat)
         if self._file is not None:
             self._file.close()
             self._file = None

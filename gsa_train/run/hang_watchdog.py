@@ -166,7 +166,7 @@ class HangWatchdog:
         self.on_hang: Callable[[int, str], None] | None = None
         """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
         self.on_beat: Callable[[int, float], None] | None = None
-        """Takes steps done and when the main thread last went on (Unix seconds), with each heartbeat. In its own
+        """Takes steps done and when the main thread last went on (of `time.monotonic`), with each heartbeat. In its own
         thread, not while the last call is under way: it writes, and a file system that stands still is no frozen rank.
         """
         self.exit_code = FAILED
@@ -256,7 +256,7 @@ class HangWatchdog:
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
         self._count += 1
         if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
-            place = self._place[0], time.time() - time.monotonic() + self._progress_at
+            place = self._place[0], self._progress_at
             self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
             with suppress(
                 RuntimeError

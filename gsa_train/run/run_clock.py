@@ -48,7 +48,11 @@ class RunClock:
         """Seconds of training that `share_out` has left as such."""
 
     def now(self) -> float:
-        return self._offset + time.monotonic()
+        return self.unix_at(time.monotonic())
+
+    def unix_at(self, monotonic: float) -> float:
+        """Of a moment that `time.monotonic` told."""
+        return self._offset + monotonic
 
     def begin(self, activity: str) -> None:
         """The main thread does this from now on: one of goodput.account.ACTIVITIES."""

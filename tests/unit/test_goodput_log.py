@@ -40,6 +40,9 @@ class Clock(RunClock):
     def now(self) -> float:
         return self.at
 
+    def unix_at(self, monotonic: float) -> float:
+        return monotonic
+
     def wait(self, seconds: float, activity: str) -> None:
         """So long with this activity."""
         self.begin(activity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from gsa_train.config import ParallelConfig
+from gsa_train.goodput.ledger import read_account
+from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_limit import (
     ACTIVITIES,
     FEWEST_STEPS,
@@ -25,6 +28,7 @@ from gsa_train.run.hang_limit import (
     watch_compilation,
 )
 from gsa_train.run.hang_watchdog import REPORT, Age, Beat, HangWatchdog, find_fault, limit_for_all
+from gsa_train.run.run_clock import RunClock
 
 LONGEST = 600.0
 STEP_SECONDS = 40.0
@@ -218,6 +222,29 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(
     watched.watch._beat()
     watched.watch._telling.join()
     assert told == [0, 0]
+
+
+def test_a_system_clock_that_is_set_changes_no_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an hour, while the run trains: neither what it notes nor its signs of life jump."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
+    watched.watch.close()
+    log = GoodputLog(RunClock())
+    log.open(tmp_path, 0, [], [], is_complete=False)
+    watched.watch.on_beat = log.beat
+    set_to = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: set_to)
+    log.clock.begin("training")
+    watched.watch.heartbeat(1, "training")
+    watched.watch._beat()
+    assert watched.watch._telling is not None
+    watched.watch._telling.join()
+    account = read_account(tmp_path)
+    assert account is not None
+    assert account.starts[0].ended == "lost"
+    assert account.wall_seconds < 3600
+    log.close()
 
 
 def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
