@@ -187,6 +187,8 @@ class HangWatchdog:
         self._ages: list[Age] = []
         self._place = (step, 0)
         self._progress_at = time.monotonic()
+        self._step_seconds = 0.0
+        """Of the step under way, in the parts that logs leave of it."""
         self._compiles = False
         self._over = threading.Event()
         self._beat()
@@ -196,9 +198,12 @@ class HangWatchdog:
 
     def heartbeat(self, step: int, activity: str) -> None:
         """The main thread goes on: what it begins, after how many steps."""
-        now, before = time.monotonic(), self._place[1]
+        now, (of_step, before) = time.monotonic(), self._place
         if ACTIVITIES[before] == STEP:
-            self._limit.add(now - self._progress_at)
+            self._step_seconds += now - self._progress_at
+        if step != of_step and self._step_seconds > 0:
+            self._limit.add(self._step_seconds)
+            self._step_seconds = 0.0
         self._place = (step, ACTIVITIES.index(activity))
         self._progress_at, self._compiles = now, False
         self._progress += 1
@@ -206,6 +211,7 @@ class HangWatchdog:
     def begin_phase(self) -> None:
         """Its steps may take much longer than those of the phase before."""
         self._limit.forget()
+        self._step_seconds = 0.0
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:

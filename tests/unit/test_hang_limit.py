@@ -61,6 +61,31 @@ def test_steps_of_another_phase_have_a_limit_of_their_own(
     watched.watch.close()
 
 
+def test_a_step_counts_once_however_often_it_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the loop tells: records are written within a step. Else the last 32 steps are the last ten."""
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
+    watched.watch.close()
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    for step in range(RECENT_STEPS):
+        watched.watch.heartbeat(step, "reading text")
+        clock += 100
+        watched.watch.heartbeat(step, "training")
+        clock += 20 if step == 0 else 2
+        for _ in range(3):
+            with watched.watch.during("logging"):
+                clock += 50
+            clock += 1
+        assert watched.watch._limit.seconds == (LONGEST if step < FEWEST_STEPS else 5 * 23)
+    for step in range(RECENT_STEPS, RECENT_STEPS + 2):
+        watched.watch.heartbeat(step, "reading text")
+        watched.watch.heartbeat(step, "training")
+        clock += 2
+    assert watched.watch._limit.seconds == LEAST_SECONDS
+
+
 def test_a_fixed_limit_follows_nothing() -> None:
     limit = step_limit(ParallelConfig(timeout_minutes=10, hang_limit_seconds=25))
     assert limit.seconds == 25
