@@ -127,6 +127,19 @@ def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
     note_bad_nodes(["node3", "node7"])
     assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\n"
 
+    read_text = Path.read_text
+
+    def while_another_node_notes(path: Path, *args: Any, **kwargs: Any) -> str:
+        known = read_text(path, *args, **kwargs)
+        with path.open("a") as file:
+            file.write("node9\n")
+        return known
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", while_another_node_notes)
+        note_bad_nodes(["node5"])
+    assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\nnode9\nnode5\n"
+
 
 def test_the_command_names_a_bad_device_by_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

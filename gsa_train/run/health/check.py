@@ -162,4 +162,6 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
     path = Path(folder) / BAD_NODES
     with contextlib.suppress(OSError):  # the message has them
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
-        path.write_text("".join(f"{name}\n" for name in dict.fromkeys([*known, *nodes])), encoding="utf-8")
+        new = [name for name in dict.fromkeys(nodes) if name not in known]
+        with path.open("a", encoding="utf-8") as file:  # behind what other nodes note at the same moment
+            file.write("".join(f"{name}\n" for name in new))
