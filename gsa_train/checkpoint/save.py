@@ -68,7 +68,7 @@ class SaveResult:
     stall_seconds: float
     """What this rank's training waited."""
     save_seconds: float
-    """From the beginning until `latest` named it."""
+    """From the beginning until `latest` named it, or until it had failed."""
     warnings: list[str] = field(default_factory=list)
     """What did not work, beside the save itself."""
 
@@ -287,25 +287,25 @@ class CheckpointSaver:
         dist.all_gather_object(gathered, mine, group=self._group)
         ranks: list[Written] = gathered
         errors = [error for written in ranks for error in written.errors]
-        outcome: list[Any] = [(errors[0] if errors else None, 0, [])]
+        outcome: list[Any] = [(errors[0] if errors else None, None, 0, [])]
         if self._parallel.is_main:
             if not errors:
                 with ThreadPoolExecutor(1) as thread:  # whatever goes wrong, the other ranks hear of it
                     task = thread.submit(self._publish, save, ranks)
                 failure = task.exception()
-                outcome = [(f"rank {rank}: {failure!r}", 0, []) if failure else (None, *task.result())]
+                outcome = [(f"rank {rank}: {failure!r}", None, 0, []) if failure else (None, *task.result())]
             if outcome[0][0] is not None:
                 shutil.rmtree(save.folder, ignore_errors=True)
         dist.broadcast_object_list(outcome, src=0, group=self._group)
-        error, size, warnings = outcome[0]
-        return _result(save, error, size, warnings)
+        return _result(save, *outcome[0])
 
-    def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[int, list[str]]:
-        """Size in bytes, warnings."""
+    def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[float, int, list[str]]:
+        """Seconds until `latest` named it, size in bytes, warnings."""
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
         write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
         final = step_folder(self.checkpoints, save.state.step)
         publish(save.folder, final)
+        seconds = time.perf_counter() - save.began  # old checkpoints may take longer to delete
         config = self._config
         warnings = prune(
             self.checkpoints,
@@ -315,10 +315,12 @@ class CheckpointSaver:
             self._reach_steps,
             config.keep_every_steps,
         )
-        return sum(record.bytes for record in files.values()), warnings
+        return seconds, sum(record.bytes for record in files.values()), warnings
 
 
-def _result(save: _Save, error: str | None, size: int = 0, warnings: Sequence[str] = ()) -> SaveResult:
+def _result(
+    save: _Save, error: str | None, seconds: float | None = None, size: int = 0, warnings: Sequence[str] = ()
+) -> SaveResult:
     return SaveResult(
         step=save.state.step,
         phase=save.state.phase_name,
@@ -326,7 +328,7 @@ def _result(save: _Save, error: str | None, size: int = 0, warnings: Sequence[st
         error=error,
         bytes=size,
         stall_seconds=save.stall_seconds,
-        save_seconds=time.perf_counter() - save.began,
+        save_seconds=time.perf_counter() - save.began if seconds is None else seconds,
         warnings=list(warnings),
     )
 

@@ -103,8 +103,8 @@ def log_save(run: Run, result: SaveResult) -> None:
     if result.error is None:
         log.log({**record, "checkpoint_bytes": result.bytes})
         log.message(
-            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB; training waited {result.stall_seconds:.2f} s "
-            f"of {result.save_seconds:.2f} s)"
+            f"saved {result.folder} ({result.bytes / 1e9:.3g} GB, durable after {result.save_seconds:.2f} s; training "
+            f"waited {result.stall_seconds:.2f} s)"
         )
     else:
         log.log({**record, "checkpoint_error": result.error, "checkpoint_failures": saver.failures})

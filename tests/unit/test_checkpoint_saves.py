@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -150,6 +151,23 @@ def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_p
         threading.Timer(0.1, go_on.set).start()
         saver.close()  # without a word to other ranks: as when an exception ends this one
     assert is_intact(tmp_path / "step_00000001")
+
+
+def test_a_save_has_taken_the_time_until_it_is_durable_however_long_old_ones_take_to_delete(
+    make_saver, trained, monkeypatch
+):
+    durable_at = []
+
+    def prune_slowly(*_):
+        durable_at.append(time.perf_counter())
+        time.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(save, "prune", prune_slowly)
+    saver, before = make_saver(), time.perf_counter()
+    saver.begin(run_state(7), *trained)
+    (result,) = saver.ended(now=7, wait=True)
+    assert 0 < result.save_seconds <= durable_at[0] - before
 
 
 def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_saver, trained):
