@@ -43,7 +43,7 @@ from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import Start, choose_again, choose_start, open_batches, run_dir, start_from
 from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
-from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
+from gsa_train.run.finish import draw, finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.folder import RunFolder, open_run_folder
 from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
@@ -110,9 +110,10 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         run.services.saver.close()  # whatever stops the training, the save under way is finished
         run.services.profiler.close()
         run.services.goodput.close()
-    lock.close()
     run.services.stop_vote.close()
     leave_world(run.services.watchdog)
+    draw(run)
+    lock.close()
 
 
 def warn_of_cpus(config: Config, parallel: Parallel) -> None:

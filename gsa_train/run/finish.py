@@ -1,4 +1,4 @@
-"""The end of a run: last validation, baselines, summary, plots; or a stop before it."""
+"""The end of a run: last validation, baselines, summary, and plots once the ranks have left; or a stop before it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gsa_train.trainer import validate
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
-    """Write summary.json and plots, and print the summary. Collective.
+    """Write summary.json, and print it. Collective.
 
     Raises:
         Stopped: asked to in the validation; the next start ends the run again.
@@ -70,15 +70,21 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
                 log.message(f"{label:>20}  {'--' if number is None else number}")
         log.message(goodput.in_words())
         _say_where_wandb_is(run)
-        if run.config.logging.plots:
-            # matplotlib: half a second, which no other rank and no start has to pay.
-            from gsa_train.report.plots import write_plots
-
-            folder = run_dir(run.config)
-            with _goes_on_without(run, "plots and report"):
-                for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
-                    log.message(f"wrote {path}")
     dist.barrier()
+
+
+def draw(run: Run) -> None:
+    """Plots and report, by the main rank, of a run that is over. Call it once the process group is left: they may take
+    minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
+    if not run.parallel.is_main or not run.config.logging.plots:
+        return
+    # matplotlib: half a second, which no other rank and no start has to pay.
+    from gsa_train.report.plots import write_plots
+
+    folder = run_dir(run.config)
+    with _goes_on_without(run, "plots and report"):
+        for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
+            run.services.log.message(f"wrote {path}")
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def _end_account(run: Run, reason: str) -> None:
 
 @contextmanager
 def _goes_on_without(run: Run, what: str) -> Iterator[None]:
-    """The other ranks wait at the end, and the exit code says what to do next: no file is worth either."""
+    """The exit code says what to do next, and in a stop the other ranks wait: no file is worth either."""
     try:
         yield
     except (OSError, ImportError) as error:  # a full disk; a checkout newer than the packages beside it

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from gsa_train.report import plots
+from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
 from gsa_train.run.state import Run
+from helpers.single_rank import SPARSE, tiny_config
+from helpers.tiny_run import tiny_run
 
 
 def run_that_hears(messages: list[str]) -> Run:
@@ -29,3 +35,26 @@ def test_a_report_that_cannot_be_written_is_told_and_ends_nothing(error: Excepti
 def test_a_mistake_in_the_report_is_no_missing_file() -> None:
     with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "the report"):
         raise ValueError("a mistake")
+
+
+def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a watch, for which more than `parallel.timeout_minutes` at the end is a hang."""
+    drawn: list[Path] = []
+
+    def write(folder: Path) -> list[Path]:
+        drawn.append(folder)
+        return [folder / "plots" / "loss.png"]
+
+    monkeypatch.setattr(plots, "write_plots", write)
+    monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
+    monkeypatch.setattr(finish, "validate", lambda *_: {})
+    monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
+    model: Any = None
+    run = tiny_run(config, model)
+    finish.finish(run, SPARSE)
+    assert drawn == []
+    finish.draw(run)
+    assert drawn == [tmp_path / "a"]
+    finish.draw(replace(run, parallel=replace(run.parallel, rank=1)))
+    assert drawn == [tmp_path / "a"]
