@@ -193,6 +193,9 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
     if isinstance(value, dict):
         problems.add(path, text, "sets several fields at once", "write one key=value for each field")
         return
+    if _has_comment(text):  # `run.name="trial #2"`, of which the shell takes the quotes, would be the run `trial`
+        problems.add(path, text, "a comment from # on, as YAML reads it", "put the value in quotes")
+        return
 
     keys = path.split(".")
     node: Any = tree
@@ -200,7 +203,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         where = ".".join(keys[:depth])
         is_last = depth == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 known = ", ".join(str(index) for index in range(len(node))) or "it is empty"
                 problems.add(path, text, f"{where} has no item {key}", f"choose one of its items: {known}")
                 return
@@ -208,13 +211,20 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         elif isinstance(node, dict):
             index = key
             if not is_last and node.get(key) is None:
-                node[key] = [] if keys[depth + 1].isdigit() else {}
+                node[key] = [] if keys[depth + 1].isdecimal() else {}
         else:
             problems.add(path, text, f"{where} is not a section", f"correct {where} first")
             return
         if is_last:
             node[index] = value
         node = node[index]
+
+
+def _has_comment(text: str) -> bool:
+    """Whether YAML drops what stands behind the value."""
+    node = yaml.compose(text, _TextLoader)
+    end = 0 if node is None else node.end_mark.index
+    return text[end:].lstrip().startswith("#")
 
 
 # ---- tree -> dataclass

@@ -75,8 +75,11 @@ def test_an_override_may_replace_the_list_of_phases(write):
 
 
 def test_an_override_may_hold_equals_signs_and_addresses(write):
-    config = load_config(write(PHASE), ["data.train_dir=s3://bucket/a=1", "run.name= padded "])
+    config = load_config(
+        write(PHASE), ["data.train_dir=s3://bucket/a=1", "run.name= padded ", "data.tokenizer='a #1'"]
+    )
     assert config.data.train_dir == "s3://bucket/a=1"
+    assert config.data.tokenizer == "a #1"
     assert config.run.name == "padded"
 
 
@@ -237,6 +240,10 @@ def test_weights_of_sources_have_any_names(write):
         ("=3", ["not of the form key=value"]),
         ("run.name=[a", ["run.name = [a", "not readable as YAML"]),
         ("model={num_layers: 2}", ["model", "several fields at once"]),
+        ("run.name=trial #2", ["run.name = trial #2", "a comment from # on", "in quotes"]),
+        ("run.name=#2", ["run.name = #2", "a comment from # on"]),
+        ("evaluate.prompts=[a, b] # c", ["evaluate.prompts", "a comment from # on"]),
+        ("phases.².steps=1", ["phases has no item ²"]),
     ],
 )
 def test_a_mistake_names_field_value_and_remedy(write, override, fragments):
