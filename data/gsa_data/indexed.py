@@ -188,9 +188,19 @@ class IndexedReader:
         except OSError as error:
             raise DataFault(f"indexed dataset {path.with_suffix('')} cannot be read ({error})") from error
         counters["shards_read"] += 1
-        # A document begins where its first sequence does; after the last one the file ends.
-        begins = np.append(index.pointers, size)[index.first_sequences] // ids.itemsize
-        return _IndexedLines(self, str(path), ids, begins[:-1][part::parts], begins[1:][part::parts])
+        firsts = index.first_sequences
+        begins, ends = (_places(index, each[part::parts], size) for each in (firsts[:-1], firsts[1:]))
+        return _IndexedLines(self, str(path), ids, begins, ends)
+
+
+def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
+    """Where sequences begin, in ids; behind the last one the file ends. Only of these: of all of a dataset they would
+    be gigabytes for each lane."""
+    places = np.full(len(sequences), size_bytes, np.int64)
+    is_before = sequences < index.header.sequences
+    places[is_before] = index.pointers[sequences[is_before]]
+    places //= index.header.id_type.itemsize
+    return places
 
 
 class _IndexedLines:

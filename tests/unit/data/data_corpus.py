@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer, merge_states
+from gsa_data.reader import ShardLines, ShardReader
 
 WORDS = ["gate", "sparse", "query", "key", "value", "head", "token", "lane", "shard", "seed", "rank", "model"]
 
@@ -33,6 +36,16 @@ def write_corpus(root: Path, num_shards: int, documents_per_shard: int) -> None:
     for shard in range(num_shards):
         numbers = range(shard * documents_per_shard, (shard + 1) * documents_per_shard)
         write_shard(root / "chunk1" / f"s{shard}.jsonl.zst", [line(document(number)) for number in numbers])
+
+
+def held_by_parts(reader: ShardReader, relpath: str, parts: int) -> tuple[list[ShardLines], int]:
+    """A shard's parts, opened one after another and kept, as lanes do; and the bytes that they hold in memory."""
+    reader.open(relpath, 0, parts, Counter())  # what is done once
+    tracemalloc.start()
+    opened = [reader.open(relpath, part, parts, Counter()) for part in range(parts)]
+    held_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return opened, held_bytes
 
 
 class Run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_corpus import Run, document, read_run
+from data_corpus import Run, document, held_by_parts, read_run
 
 from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, read_validation_set
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
@@ -65,6 +65,14 @@ def test_every_document_once_an_epoch(
     read = documents_of(corpus, tokenizer, 240)
     assert sorted(read[:120]) == sorted(read[120:]) == sorted(written)
     assert read[:120] != read[120:]
+
+
+def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_indexed(tmp_path, "a", [np.array([5, tokenizer.eos_id])] * 40_000)
+    reader = shard_reader(open_corpus(str(tmp_path)), tokenizer, Reading())
+    parts, held_bytes = held_by_parts(reader, "a.bin", 20)
+    assert sum(map(len, parts)) == 40_000
+    assert held_bytes < 2 * 16 * 40_000  # begin and end of each document: with the whole table 320,000 bytes a part
 
 
 def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:

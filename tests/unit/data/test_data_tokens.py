@@ -13,11 +13,11 @@ import bench_reading
 import numpy as np
 import orjson
 import pytest
-from data_corpus import Run, document, line, read_run, write_corpus, write_shard
+from data_corpus import Run, document, held_by_parts, line, read_run, write_corpus, write_shard
 
 import gsa_data.token_files
 from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
-from gsa_data.corpus import open_corpus
+from gsa_data.corpus import open_corpus, shard_reader
 from gsa_data.faults import Reading
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
 from gsa_data.token_files import MANIFEST_NAME, TokenFolder
@@ -45,6 +45,14 @@ def until_second_epoch(corpus: Manifest | TokenFolder, tokenizer: Tokenizer, con
         run.step(64, micro_batch_size=8)
     run.close()
     return run
+
+
+def test_a_part_holds_its_own_lines_only(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_shard(tmp_path / "s.jsonl.zst", [line(f"{number}") for number in range(5000)])
+    folder = prepare_tokens(str(tmp_path), tokenizer, tmp_path / "out", 1, Reading())
+    parts, held_bytes = held_by_parts(shard_reader(folder, tokenizer, Reading()), "s.jsonl.zst", 20)
+    assert sum(map(len, parts)) == 5000
+    assert held_bytes < 2 * 5 * 8 * 5000  # five columns of int64: with the whole table 160,000 bytes a part
 
 
 # The same as streaming
