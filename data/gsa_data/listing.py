@@ -110,7 +110,12 @@ def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iter
         if kind == "directory" and path != folder:
             yield from _remote_files(filesystem, base, path, pulse)
         elif kind == "file":
-            yield path[len(base) :].lstrip("/"), int(info.get("size") or 0)
+            size = info.get("size")
+            if size is None and path.endswith(FORMATS + OTHER_FORMATS + INDEXED):
+                size = filesystem.size(path)  # a web server's listing names files only
+                if size is None:
+                    raise DataFault(f"{path}: its server does not say how large it is; copy the shards, or mount them")
+            yield path[len(base) :].lstrip("/"), int(size or 0)
 
 
 def count_endings(paths: Iterable[str]) -> str:

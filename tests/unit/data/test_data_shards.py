@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import Counter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,22 @@ def test_any_fsspec_address_works() -> None:
     manifest = build_manifest("memory://gsa_data_test")
     assert [path for path, _ in manifest.shards] == ["x/s0.jsonl.zst"]
     assert read_lines(manifest, "x/s0.jsonl.zst", FAIL, Counter()) == LINES
+
+
+def test_a_web_server_lists_names_without_sizes(shard: Path) -> None:
+    pytest.importorskip("aiohttp")
+    handler = partial(SilentHandler, directory=str(shard.parents[1]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        manifest = build_manifest(f"http://127.0.0.1:{server.server_port}/")
+        assert manifest.shards == (("chunk1/s0.jsonl.zst", shard.stat().st_size),)
+        assert read_lines(manifest, "chunk1/s0.jsonl.zst", FAIL, Counter()) == LINES
+        server.shutdown()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_reads_all_lines_of_all_frames(shard: Path) -> None:
