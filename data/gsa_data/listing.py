@@ -114,7 +114,9 @@ def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iter
             if size is None and path.endswith(FORMATS + OTHER_FORMATS + INDEXED):
                 size = filesystem.size(path)  # a web server's listing names files only
                 if size is None:
-                    raise DataFault(f"{path}: its server does not say how large it is; copy the shards, or mount them")
+                    raise DataFault(
+                        f"{path}: its server does not tell the size; copy the shards, or mount them"
+                    )
             yield path[len(base) :].lstrip("/"), int(size or 0)
 
 

@@ -193,7 +193,8 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
     if isinstance(value, dict):
         problems.add(path, text, "sets several fields at once", "write one key=value for each field")
         return
-    if _has_comment(text):  # `run.name="trial #2"`, of which the shell takes the quotes, would be the run `trial`
+    # The shell takes the quotes of `run.name="trial #2"`, which would be the run `trial`.
+    if _has_comment(text):
         problems.add(path, text, "a comment from # on, as YAML reads it", "put the value in quotes")
         return
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import builtins
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,25 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
     assert [sampled(large, place * SAMPLE_BYTES) for place in range(9)] == [
         place in (0, 4, 8) for place in range(9)
     ]
+
+
+def test_samples_of_many_shards_do_not_wait_for_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network file system an opening takes milliseconds, and each start opens every shard."""
+    for number in range(64):
+        (tmp_path / f"{number}.jsonl").write_bytes(bytes(4 * SAMPLE_BYTES + number))
+    corpus, plain_open = open_corpus(str(tmp_path)), open
+
+    def slow_open(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(".jsonl"):
+            time.sleep(0.02)
+        return plain_open(path, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", slow_open)
+    began = time.perf_counter()
+    assert len(sample_contents(corpus, READING)["files"]) == 64
+    assert time.perf_counter() - began < 64 * 0.02
 
 
 def test_which_files_changed_is_said_in_a_line() -> None:

@@ -72,7 +72,8 @@ def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Pat
     reader = shard_reader(open_corpus(str(tmp_path)), tokenizer, Reading())
     parts, held_bytes = held_by_parts(reader, "a.bin", 20)
     assert sum(map(len, parts)) == 40_000
-    assert held_bytes < 2 * 16 * 40_000  # begin and end of each document: with the whole table 320,000 bytes a part
+    # Begin and end of each document; with the whole table it would be 320,000 bytes a part.
+    assert held_bytes < 2 * 16 * 40_000
 
 
 def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
