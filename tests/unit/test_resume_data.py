@@ -218,6 +218,24 @@ def test_ranks_that_see_other_validation_text_are_refused(
         shared_validation_sets(with_data(config, validation_dir="/no/such"), tokenizer, single_rank())
 
 
+def test_a_start_warns_of_validation_text_that_is_trained_on(
+    tmp_path: Path, config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(config, None, tokenizer)
+    assert "scored on" not in caplog.text
+    train = Path(config.data.train_dir)
+    write_text(train / "held_out", "new")
+    (tmp_path / "link").symlink_to(train)
+    sets = {
+        "inside": f"{train}/held_out/",
+        "same": str(tmp_path / "link"),
+        "other": write_text(tmp_path / "o", "o"),
+    }
+    opened(with_data(config, validation_sets=sets), None, tokenizer)
+    warned = [record.args for record in caplog.records if "scored on" in record.message]
+    assert warned == [("data.validation_sets.inside",), ("data.validation_sets.same",)]
+
+
 def test_a_start_warns_once_of_lost_newlines(
     tmp_path: Path, config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
