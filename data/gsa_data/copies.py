@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from gsa_data.fetch import Pulse
 from gsa_data.listing import FORMATS
+from gsa_data.parquet import has_no_rows
 from gsa_data.unpack import unpack
 
 COMPARED_BYTES = 1 << 20
@@ -18,17 +19,24 @@ Shard = tuple[str, int]
 """Path and size in bytes."""
 
 
-def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse) -> dict[str, str]:
-    """Shards below the folder `base` that have the text of one before them: {copy: what is wrong with it}.
+class Copy(NamedTuple):
+    trouble: str
+    """What is wrong with it, in words."""
+    has_text: bool
+    """False for a file without a document, of which filters and Spark write many alike."""
+
+
+def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse) -> dict[str, Copy]:
+    """Shards below the folder `base` that have the text of one before them, by their paths.
 
     Reads only those that share their size, or their name up to the ending of the format.
     """
     same_content = {
-        copy: f"{copy} is a copy of {original} (same size, same first and last MiB)"
-        for copy, original in _same_content(filesystem, base, shards, pulse)
+        copy: Copy(f"{copy} is a copy of {original} (same size, same first and last MiB)", has_text)
+        for copy, original, has_text in _same_content(filesystem, base, shards, pulse)
     }
     same_text = {
-        copy: f"{copy} is a copy of {original} (same text at their beginning)"
+        copy: Copy(f"{copy} is a copy of {original} (same text at their beginning)", True)
         for copy, original in _same_text(filesystem, base, shards, pulse)
     }
     return same_text | same_content
@@ -36,8 +44,8 @@ def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Puls
 
 def _same_content(
     filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse
-) -> Iterator[tuple[str, str]]:
-    """(copy, original) among files of one size."""
+) -> Iterator[tuple[str, str, bool]]:
+    """(copy, original, whether they hold text) among files of one size."""
     by_size: dict[int, list[str]] = {}
     for relpath, size_bytes in shards:
         by_size.setdefault(size_bytes, []).append(relpath)
@@ -54,7 +62,15 @@ def _same_content(
             digest = hashlib.sha256(bytes(ranges[2 * number]) + bytes(ranges[2 * number + 1])).digest()
             original = first_with.setdefault((size_bytes, digest), relpath)
             if original != relpath:
-                yield relpath, original
+                is_whole = size_bytes <= COMPARED_BYTES
+                yield relpath, original, not (is_whole and _is_empty(bytes(ranges[2 * number]), relpath))
+
+
+def _is_empty(content: bytes, relpath: str) -> bool:
+    if relpath.endswith(".parquet"):
+        return has_no_rows(content, relpath)
+    text, whole = unpack(content, relpath)
+    return whole and not text.strip()
 
 
 def _same_text(

@@ -21,6 +21,15 @@ def require_pyarrow(shard: str) -> Any:
     return pyarrow
 
 
+def has_no_rows(packed: bytes, shard: str) -> bool:
+    """Whether a shard is whole, and empty."""
+    arrow = require_pyarrow(shard)
+    try:
+        return int(arrow.parquet.read_metadata(arrow.BufferReader(packed)).num_rows) == 0
+    except (arrow.ArrowException, OSError):
+        return False
+
+
 def parquet_rows(
     packed: bytes, text_column: str, shard: str
 ) -> tuple[list[tuple[bytes | None, bytes | None]], str]:

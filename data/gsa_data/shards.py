@@ -83,18 +83,19 @@ def manifest_of(
             break
     filesystem, base = file_system(root, reading)
     copies = retried(lambda pulse: find_copies(filesystem, base.rstrip("/"), shards, pulse), root, reading)
-    for trouble in copies.values():
-        if reading.on_bad_shard == "fail":
-            more = f", and {len(copies) - 1} more such" if len(copies) > 1 else ""
-            raise DataFault(
-                f"data folder {root!r} holds a shard twice: {trouble}{more}; remove one of the two{reading.or_skip}"
-            )
+    troubles = [copy.trouble for copy in copies.values() if copy.has_text]
+    if troubles and reading.on_bad_shard == "fail":
+        more = f", and {len(troubles) - 1} more such" if len(troubles) > 1 else ""
+        raise DataFault(
+            f"data folder {root!r} holds a shard twice: {troubles[0]}{more}; remove one of the two{reading.or_skip}"
+        )
+    for trouble in troubles:
         warn_once(f"data folder {root!r}: left out, {trouble}")
     return Manifest(
         root,
-        tuple(shard for shard in shards if shard[0] not in copies),
+        tuple(shard for shard in shards if shard[0] not in copies),  # the same under either policy
         text_field,
-        tuple(sorted(copies)),
+        tuple(sorted(copies)) if reading.on_bad_shard == "skip" else (),
         is_chat,
     )
 

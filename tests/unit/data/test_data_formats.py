@@ -271,6 +271,26 @@ def test_a_copied_shard_is_refused_or_left_out(tmp_path: Path, tokenizer: Tokeni
     assert again.state()["counters"]["shards_duplicate"] == 1  # and not once per start
 
 
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.zst", "jsonl.gz", "parquet"])
+def test_empty_shards_are_no_copies(tmp_path: Path, form: str) -> None:
+    """Filters and Spark write a file for each part, and those without a document are alike."""
+    content = {
+        "jsonl": b"\n",
+        "jsonl.zst": zstandard.compress(b""),
+        "jsonl.gz": gzip.compress(b"", mtime=0),
+        "parquet": parquet({"text": pa.array([], pa.string())}),
+    }[form]
+    for name in "abc":
+        (tmp_path / f"{name}.{form}").write_bytes(content)
+    write_shard(tmp_path / "d.jsonl.zst", [line(document(1))])
+    failing, skipping = (
+        build_manifest(str(tmp_path), reading=Reading(policy)) for policy in ("fail", "skip")
+    )
+    assert [path for path, _ in failing.shards] == [f"a.{form}", "d.jsonl.zst"]
+    assert failing.fingerprint == skipping.fingerprint
+    assert (failing.duplicates, skipping.duplicates) == ((), (f"b.{form}", f"c.{form}"))
+
+
 @pytest.mark.parametrize("changed_byte", [0, (1 << 20) - 1, (5 << 20) - 1])
 def test_shards_of_one_size_are_compared_by_their_ends(tmp_path: Path, changed_byte: int) -> None:
     content = np.random.default_rng(0).integers(97, 122, 5 << 20, dtype=np.uint8)
