@@ -24,6 +24,10 @@ from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading
 from gsa_data.shards import DataFault, build_manifest
 
+LONGEST_LINE_BYTES = 4192
+"""The default of sentencepiece's max_sentence_length; its BPE cannot count places in words of more than 65535
+characters."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -66,6 +70,20 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
     return 0
 
 
+def pieces_of(line: str) -> Iterator[str]:
+    """A line, cut at spaces where it is longer than sentencepiece learns from: it would pass over all of it."""
+    if len(line.encode()) <= LONGEST_LINE_BYTES:
+        if line:
+            yield line
+        return
+    begin, most = 0, LONGEST_LINE_BYTES // 4  # characters, of up to four bytes
+    while begin < len(line):
+        space = line.rfind(" ", begin, begin + most) if begin + most < len(line) else -1
+        end = space if space > begin else begin + most
+        yield line[begin:end]
+        begin = end + (end == space)  # sentencepiece puts a space before each piece
+
+
 def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
     """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2.
 
@@ -78,7 +96,8 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
         for relpath, _ in manifest.shards:
             for document in read_documents(manifest, relpath, reading, Counter()):
                 if isinstance(document, Document):
-                    yield from (line for line in document.text_utf8.decode().split("\n") if line)
+                    for line in document.text_utf8.decode().split("\n"):
+                        yield from pieces_of(line)
 
     if out.is_dir():
         raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")

@@ -14,6 +14,7 @@ from verify import verify_corpus
 import gsa_data
 from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest
 from gsa_data.documents import Document
+from gsa_data.prepare import pieces_of
 
 DOCUMENTS = [Document(f"{document(number)} {'long enough ' * 20}".encode(), "A") for number in range(300)]
 
@@ -143,6 +144,24 @@ def test_text_that_makes_no_tokenizer(
     assert out.read_bytes() == b"the one before"
     assert main(["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(tmp_path)]) == 1
     assert f"--out {tmp_path}: a folder" in capsys.readouterr().err
+
+
+def test_a_tokenizer_learns_from_long_lines(tmp_path: Path) -> None:
+    """sentencepiece passes over lines of more than 4192 bytes, of which web text and Chinese have many."""
+    word = "\u6f22" * 3000
+    lines = ["", "a b", "quartz sphinx " * 400, word, f" {'x' * 5000}  y"]
+    pieces = [list(pieces_of(each)) for each in lines]
+    assert pieces[:2] == [[], ["a b"]]
+    assert all(len(piece.encode()) <= 4192 for each in pieces for piece in each)
+    assert " ".join(pieces[2]) == lines[2]
+    assert "".join(pieces[3]) == word
+    assert "".join(pieces[4]).count("x") == 5000
+    write_shard(tmp_path / "s.jsonl.zst", [line("a b"), line("quartz sphinx " * 400)])
+    assert (
+        main(["tokenizer", "--shards", str(tmp_path), "--out", str(tmp_path / "t"), "--vocab-size", "285"])
+        == 0
+    )
+    assert len(Tokenizer(str(tmp_path / "t")).encode("quartz sphinx")) == 2
 
 
 def test_gsa_data_stands_alone() -> None:
