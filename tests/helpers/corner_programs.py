@@ -22,23 +22,14 @@ MOST_PROGRAMS = 2**31 - 1, 65535, 65535
 
 def run_corners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", _launch)
-    multiply = interpreter.InterpreterBuilder.create_mul
-
-    def checked(self: Any, left: Any, right: Any) -> Any:
-        if left.dtype.scalar == core.int32:
-            exact = left.data.astype(np.int64) * right.data.astype(np.int64)
-            fits = exact == exact.astype(np.int32)
-            doubled = right.data.size == 1 and right.data.item() == 2  # bits of a mask, and no offset
-            assert doubled or fits.all(), f"{left.data.max()} * {right.data.max()} does not fit int32"
-        return multiply(self, left, right)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_mul", checked)
 
 
 def _launch(self: Any, *given: Any, **named: Any) -> None:
     """`GridExecutor.__call__` without copies of the arguments, which would touch all of their memory."""
     names = inspect.getfullargspec(self.fn).args
     scope = interpreter._patch_lang(self.fn)
+    for operator in ("__mul__", "__rmul__"):
+        scope.set_attr(core.tensor, operator, _checked(getattr(core.tensor, operator)))
     try:
         bound = inspect.getcallargs(self.fn, *given, **{n: x for n, x in named.items() if n in names})
         bound = {n: x if n in self.constexprs else interpreter._implicit_cvt(x) for n, x in bound.items()}
@@ -52,3 +43,19 @@ def _launch(self: Any, *given: Any, **named: Any) -> None:
             self.fn(**bound)
     finally:
         scope.restore()
+
+
+def _checked(multiply: Any) -> Any:
+    """The operator of tensors, that fails where a product of two int32 does not fit."""
+
+    def call(self: Any, other: Any, **kwargs: Any) -> Any:
+        product = multiply(self, other, **kwargs)
+        number = other.value if isinstance(other, core.constexpr) else other
+        doubled = isinstance(number, int) and number == 2  # bits of a mask, and no offset
+        if product.dtype.scalar == core.int32 and not doubled:
+            factor = number.handle.data if isinstance(number, core.tensor) else number
+            exact = self.handle.data.astype(np.int64) * factor
+            assert (exact == product.handle.data).all(), f"{exact.max()} does not fit int32"
+        return product
+
+    return call

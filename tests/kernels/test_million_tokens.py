@@ -13,9 +13,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from gsa_kernels import indexer_scores
 from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
+from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.attention.triton_gathered_backward import _launch
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
@@ -93,15 +97,37 @@ def last_list() -> KeyLists:
     )
 
 
-@pytest.fixture(scope="module")
-def attended() -> tuple[torch.Tensor, ...]:
-    """q, k, v, and the gradient of the output."""
-    return (
+@pytest.fixture(scope="module", params=["tokens first", "heads first"])
+def attended(request: pytest.FixtureRequest) -> tuple[torch.Tensor, ...]:
+    """q, k, v, and the gradient of the output, in either order in memory."""
+    given = (
         of_tokens(HEADS, LAST, 0),
         of_tokens(KV_HEADS, KEYS, 1),
         of_tokens(KV_HEADS, KEYS, 2),
         of_tokens(HEADS, LAST, 3),
     )
+    if request.param == "tokens first":
+        return given
+    return tuple(map(with_heads_first, given, (LAST, KEYS, KEYS, LAST)))
+
+
+def with_heads_first(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same values at these tokens, as a model has them whose q is [B, H, L, D]."""
+    other = reserved(1, whole.shape[2], LENGTH, SIZE).transpose(1, 2)
+    for head in range(whole.shape[2]):
+        other[0, rows, head] = whole[0, rows, head]
+    return other
+
+
+def test_a_product_that_does_not_fit_is_found() -> None:
+    with pytest.raises(AssertionError, match="4160749568 does not fit int32"):
+        _multiply_kernel[(1,)](torch.zeros(32, dtype=torch.int64), LENGTH * SIZE)
+
+
+@triton.jit
+def _multiply_kernel(out, stride):
+    heads = tl.arange(0, 32)
+    tl.store(out + heads, heads * stride)
 
 
 def few(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -145,6 +171,20 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     lse[0, :, LAST] = logits.logsumexp(-1).float().flatten(0, 1)
     probs = head_sum_probs_lists(q, k, lse, lists, torch.tensor([TILES - 1], dtype=torch.int32))
     torch.testing.assert_close(probs[0, 0].mT.double(), logits.softmax(-1).sum((0, 1)), atol=1e-4, rtol=1e-4)
+
+
+def test_dense_attention_with_heads_first_in_memory() -> None:
+    """Of one key-value head, whose gate is 2^32 elements; the last tile is a document of its own."""
+    tile = torch.arange(LENGTH - 64, LENGTH)
+    q, gate = (with_heads_first(of_tokens(HEADS, tile, seed), tile) for seed in (0, 2))
+    k, v = of_tokens(1, tile, 1), of_tokens(1, tile, 3)
+    starts = reserved(1, LENGTH, dtype=torch.int32)
+    starts[0, tile] = LENGTH - 64
+    out, _ = attention_forward(AttentionInputs(q, k, v, gate.unflatten(2, (1, HEADS))), None, starts)
+    queries, keys, values, opening = (x[0, tile, -1].double() for x in (q, k, v, gate))
+    logits = (queries @ keys.mT * SIZE**-0.5).masked_fill(torch.ones(64, 64).triu(1) > 0, -torch.inf)
+    wanted = logits.softmax(-1) @ values * opening.sigmoid()
+    torch.testing.assert_close(out[0, tile, -1].double(), wanted, atol=2e-2, rtol=0)
 
 
 def test_rows_of_the_backward_pass() -> None:

@@ -174,7 +174,7 @@ def _forward_kernel(
     q_tile = tl.load(q_pointers) if EVEN else tl.load(q_pointers, mask=valid[:, None], other=0.0)
     if HAS_GATE:
         gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
-        gate += head % GROUP * stride_gh
+        gate += head64 % GROUP * stride_gh
         if GATE_FIRST:
             # Long before they are needed, so that nothing waits for them.
             gate_logits = _load_gate(gate, local, member, stride_gl, stride_gh, valid, D, EVEN)

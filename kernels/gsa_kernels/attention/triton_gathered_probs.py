@@ -153,7 +153,7 @@ def _sum_of_heads(
     """[entries, QUERIES]: the probabilities of MEMBERS query heads, summed."""
     head = kv_head * GROUP + member
     valid = (member < GROUP) & (query < length)
-    q_tile = tl.load(q_rows + head[:, None] * stride_qh, mask=valid[:, None], other=0.0)
+    q_tile = tl.load(q_rows + head.to(tl.int64)[:, None] * stride_qh, mask=valid[:, None], other=0.0)
     # Infinite for heads that are not there: their probabilities are 0.
     lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
     lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * LOG2_E
@@ -195,7 +195,7 @@ def _gathered_probs_kernel(
             q_rows = q + batch * stride_qb + query.to(tl.int64)[:, None] * stride_ql + dims[None, :]
             total = tl.zeros([ENTRIES, QUERIES], tl.float32)
             for kv_head in range(KV_HEADS):
-                k_tile = tl.load(k_rows + kv_head * stride_kh)
+                k_tile = tl.load(k_rows + tl.cast(kv_head, tl.int64) * stride_kh)
                 if UNROLLED:
                     for first_member in tl.static_range(0, GROUP, MEMBERS):
                         total += _sum_of_heads(
