@@ -255,7 +255,10 @@ class GatedSparseAttention(nn.Module):
             moved = self._buffers[name]
             assert buffer is not None
             assert moved is not None
-            self._buffers[name] = buffer.to(moved.device)
+            if buffer.is_meta:  # has no values to keep: `to_empty` leaves memory as it is, and 0 is where both begin
+                self._buffers[name] = torch.zeros_like(buffer, device=moved.device)
+            else:
+                self._buffers[name] = buffer.to(moved.device)
         return self
 
 

@@ -302,6 +302,17 @@ def test_what_a_layer_starts_with() -> None:
     assert (paper.n_indexer_heads, paper.d_indexer, paper.gate_bias_init) == (4, 64, 0)
 
 
+def test_a_layer_made_on_the_meta_device() -> None:
+    layer = GatedSparseAttention(GSAConfig(24, 2, 2, **RULE))
+    with torch.device("meta"):
+        empty = GatedSparseAttention(layer.config)
+    empty.to(torch.bfloat16).to_empty(device="cpu").float().load_state_dict(layer.state_dict())
+    assert empty.variance_sum.tolist() == [0, 0]  # in no state_dict
+    assert empty.variance_ema.dtype == torch.float32
+    x = torch.randn(1, 9, 24)
+    assert torch.equal(empty(x)[0], layer(x)[0])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
