@@ -116,3 +116,12 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
             f"inverse_temperature has shape {tuple(inverse_temperature.shape)}; pass one element"
         )
     return inverse_temperature
+
+
+def check_differentiated_once() -> None:
+    """In the backward pass of a kernel, which leaves no graph behind: a second derivative would be a wrong one."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "create_graph is True, and the kernels have no second derivatives; pass False, or use plain torch "
+            "(implementation='reference')"
+        )

@@ -255,7 +255,8 @@ class GatedSparseAttention(nn.Module):
             moved = self._buffers[name]
             assert buffer is not None
             assert moved is not None
-            if buffer.is_meta:  # has no values to keep: `to_empty` leaves memory as it is, and 0 is where both begin
+            # A meta tensor has no values to keep: memory of `to_empty` is as it was, and both begin at 0.
+            if buffer.is_meta:
                 self._buffers[name] = torch.zeros_like(buffer, device=moved.device)
             else:
                 self._buffers[name] = buffer.to(moved.device)

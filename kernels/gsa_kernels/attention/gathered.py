@@ -7,7 +7,7 @@ import torch
 from gsa_kernels.attention.inputs import AttentionInputs, checked_inputs
 from gsa_kernels.attention.triton_gathered_backward import gathered_backward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_differentiated_once, check_shape
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import GATHERED_GRADIENT_BYTES, TILE_SIZES
 
@@ -66,6 +66,7 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
+        check_differentiated_once()
         q, k, v, gate_logits, out, lse, *saved = ctx.saved_tensors
         lists = replace(ctx.lists, **dict(zip(_LIST_TENSORS, saved, strict=True)))
         inputs = AttentionInputs(q, k, v, gate_logits)

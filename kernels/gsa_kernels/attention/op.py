@@ -5,6 +5,7 @@ import torch
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE, AttentionInputs, checked_inputs
 from gsa_kernels.attention.triton_backward import attention_backward
 from gsa_kernels.attention.triton_forward import attention_forward
+from gsa_kernels.checks import check_differentiated_once
 from gsa_kernels.types import Geometry
 
 
@@ -68,6 +69,7 @@ class _MaskedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
+        check_differentiated_once()
         q, k, v, gate_logits, packed_mask, document_starts, out, lse = ctx.saved_tensors
         inputs = AttentionInputs(q, k, v, gate_logits)
         return *attention_backward(grad, inputs, out, lse, packed_mask, document_starts), None, None

@@ -16,7 +16,7 @@ from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs, checke
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_backward_keys import backward_keys
 from gsa_kernels.attention.triton_forward import attention_forward
-from gsa_kernels.checks import check_at_least
+from gsa_kernels.checks import check_at_least, check_differentiated_once
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.hopper.triton_block_target import sum_over_query_blocks
@@ -126,6 +126,7 @@ class _AttentionWithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_differentiated_once()
         settings: Settings = ctx.settings
         q, k, v, gate_logits, *of_indexer, packed_mask, document_starts, log_sum, out, lse = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.checks import check_at_least, check_differentiated_once, check_shape
 
 ROWS, WARPS = 16, 4
 """Tokens and warps of a program."""
@@ -75,6 +75,7 @@ class _SplitProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_differentiated_once()
         queries, keys, weights = (grad.contiguous() for grad in grads)
         batch, length = keys.shape[:2]
         together = keys.new_empty(length, batch, ctx.columns)

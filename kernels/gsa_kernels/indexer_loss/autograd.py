@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.checks import beta_tensor, check_kernel_dtype, count_queries
+from gsa_kernels.checks import beta_tensor, check_differentiated_once, check_kernel_dtype, count_queries
 from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -70,6 +70,7 @@ class LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Gradients:
+        check_differentiated_once()
         scale = upstream[0]
         if scale is None:
             return (None,) * 8

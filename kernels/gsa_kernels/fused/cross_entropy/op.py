@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 from gsa_kernels.fused.cross_entropy.triton_rows import row_statistics, write_gradient
 
 
@@ -65,6 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_differentiated_once()
         logits, targets, maximum, total = ctx.saved_tensors
         out = logits if ctx.overwrite_logits else torch.empty_like(logits)
         write_gradient(logits, targets, maximum, total, grad.float().contiguous(), ctx.first_column, out)

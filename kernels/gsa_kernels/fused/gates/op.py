@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 
 BLOCK, WARPS = 4096, 8
 """Elements and warps of a program: 32 bytes a load and thread in bf16."""
@@ -44,6 +44,7 @@ class _SigmoidGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_differentiated_once()
         x, logits = ctx.saved_tensors
         grad_x, grad_logits = torch.empty_like(x), torch.empty_like(logits)
         if x.numel():

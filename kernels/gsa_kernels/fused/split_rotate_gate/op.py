@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 from gsa_kernels.fused.gates.rows import take_projection
 from gsa_kernels.fused.split_rotate_gate.triton_heads import heads_backward_kernel, heads_kernel
 from gsa_kernels.limits import HEAD_SIZES
@@ -113,6 +113,7 @@ class _SplitRotateGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_differentiated_once()
         cos, sin, *gated = ctx.saved_tensors
         gate_logits, v = gated or (None, None)
         length, batch, kv_heads, group, size = ctx.shape

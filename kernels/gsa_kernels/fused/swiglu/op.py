@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype
 
 # Measured on an H200 with [16384, 2 * 5504] in bf16.
 ROWS, COLUMNS, WARPS = 4, 512, 4
@@ -41,6 +41,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        check_differentiated_once()
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         if grad.numel():

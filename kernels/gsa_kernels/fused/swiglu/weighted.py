@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.checks import check_kernel_dtype, check_shape
+from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 
 # Not tuned on a GPU yet: rows of some hundred columns, as experts have, leave few lanes of the last block idle.
 ROWS, COLUMNS, WARPS = 8, 256, 4
@@ -47,6 +47,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_differentiated_once()
         x, weights = ctx.saved_tensors
         grad_x, grad_weights = torch.empty_like(x), torch.zeros_like(weights)
         rows, columns = grad.shape
