@@ -14,6 +14,7 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode import op as decode
 from gsa_kernels.decode.state import LayerCache
+from gsa_kernels.devices import launching_on
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.indexer_loss.groups import group_indexer_loss
@@ -69,10 +70,11 @@ def sparse_attention(
     geometry: Geometry,
     gate_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if selection is not None and selection.key_lists is not None:
-        return gathered_attention(q, k, v, selection.key_lists, gate_logits)
-    packed_mask = None if selection is None else selection.packed_mask
-    return masked_attention(q, k, v, packed_mask, geometry, gate_logits)
+    with launching_on(q, "q"):
+        if selection is not None and selection.key_lists is not None:
+            return gathered_attention(q, k, v, selection.key_lists, gate_logits)
+        packed_mask = None if selection is None else selection.packed_mask
+        return masked_attention(q, k, v, packed_mask, geometry, gate_logits)
 
 
 def indexer_loss(
@@ -84,11 +86,12 @@ def indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if geometry.key_pool > 1:
-        return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
-    if selection is not None and selection.key_lists is not None:
-        return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)
-    return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
+    with launching_on(q, "q"):
+        if geometry.key_pool > 1:
+            return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
+        if selection is not None and selection.key_lists is not None:
+            return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)
+        return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
 
 
 def _loss_by_lists(
@@ -144,11 +147,13 @@ def sparse_attention_with_loss(
     loss: FusedLoss,
     gate_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
+    with launching_on(q, "q"):
+        return attention_with_indexer_loss(q, k, v, selection, geometry, loss, gate_logits)
 
 
 def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    return masked_log_sums(q, k, packed_mask)
+    with launching_on(q, "q"):
+        return masked_log_sums(q, k, packed_mask)
 
 
 @torch.no_grad()
