@@ -268,6 +268,8 @@ def _check_selection(
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     length = q.shape[1]
     check_shape("k", k, "[B, query_start + L, Hkv, D]", (len(q), geometry.query_start + length, None, None))
+    if geometry.document_starts is not None:
+        check_shape("document_starts", geometry.document_starts, "[B, L]", (len(q), length))
     if selection is None:
         return
     if selection.packed_mask is not None:

@@ -301,6 +301,10 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
             "document_starts has shape",
             lambda: chosen(Geometry(torch.zeros(2, 3, dtype=torch.int32, device=DEVICE))),
         ),
+        "documents of one sequence alone": (
+            r"document_starts has shape \(1, 40\)",
+            lambda: attend(None, Geometry(torch.zeros(1, 40, dtype=torch.int32, device=DEVICE))),
+        ),
         "keys of others": ("k has shape", lambda: attend(None, Geometry(query_start=8))),
         "a selection of others": (
             "selection.packed_mask has shape",

@@ -39,7 +39,13 @@ def test_errors() -> None:
     unread = Attended(mask)
     calls: list[tuple[Indexer, Target, Attended, str]] = [
         (replace(indexer, keys=indexer.keys[:, 1:]), given, unread, "queries has 10 rows; pass 9"),
-        (replace(indexer, keys=indexer.keys.bfloat16()), given, unread, r"pass torch\.float32, as"),
+        (replace(indexer, keys=indexer.keys.bfloat16()), given, unread, "pass one dtype for both"),
+        (
+            replace(indexer, head_weight_logits=indexer.head_weight_logits.double()),
+            given,
+            unread,
+            r"indexer\.head_weight_logits has dtype torch\.float64",
+        ),
         (halved(torch.float16), given, unread, "float16; pass bfloat16 or float32, or use implementation"),
         (halved(torch.float64), given, unread, "float64; pass bfloat16 or float32, or use implementation"),
         (indexer, given, Attended(mask[:, 1:]), "packed_mask has shape"),

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from gsa_kernels.checks import beta_tensor, check_differentiated_once, check_kernel_dtype, count_queries
+from gsa_kernels.checks import beta_tensor, check_differentiated_once, count_queries
+from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
 from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -49,11 +50,7 @@ def check_indexer(indexer: Indexer, query_start: int, selection_block: int) -> t
             f"indexer.queries has {num_rows} rows; pass {wanted}, for the queries at {query_start} .. {num_keys - 1}"
             + (f", one for each {selection_block}" if selection_block > 1 else "")
         )
-    check_kernel_dtype("indexer.queries", indexer.queries)
-    if indexer.keys.dtype != indexer.queries.dtype:
-        raise ValueError(
-            f"indexer.keys has dtype {indexer.keys.dtype}; pass {indexer.queries.dtype}, as indexer.queries has"
-        )
+    check_indexer_dtypes(indexer)
     return batch, num_rows, length
 
 
