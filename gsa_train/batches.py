@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from gsa_data.stream import (
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet, read_validation_set
 from gsa_train.config import Config
-from gsa_train.config.file_checks import validation_fields
+from gsa_train.config.file_checks import trained_validation_fields
 from gsa_train.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -123,16 +122,6 @@ def _open(config: Config, folder: str, reading: Reading) -> Corpus:
     if config.data.format == "chat":
         return open_chat(folder, _chat_template(config), reading)
     return open_corpus(folder, config.data.text_field, reading)
-
-
-def fields_of_trained_text(config: Config, corpus: Corpus) -> list[str]:
-    """Fields of the validation sets that are the folder of the training corpus, or lie in what is read of it."""
-    train = Path(config.data.train_dir).resolve()
-    reads_below = isinstance(corpus, Manifest | ChatFolder)
-    places = {field: Path(folder).resolve() for field, folder in validation_fields(config.data).items()}
-    return [
-        field for field, place in places.items() if place == train or (reads_below and train in place.parents)
-    ]
 
 
 def _chat_template(config: Config) -> ChatTemplate:
@@ -224,7 +213,8 @@ class TrainBatches:
             if self._parallel.reads_data or self._parallel.is_main:
                 corpus = open_training_corpus(self._config)
                 if self._parallel.is_main:
-                    for field in fields_of_trained_text(self._config, corpus):
+                    reads_below = isinstance(corpus, Manifest | ChatFolder)
+                    for field in trained_validation_fields(self._config.data, reads_below):
                         logger.warning(
                             "%s: it lies in data.train_dir, so the model is trained on the text that it is scored on",
                             field,

@@ -93,6 +93,15 @@ def validation_fields(data: DataConfig) -> dict[str, str]:
     return {f"data.validation_sets.{name}": folder for name, folder in data.validation_sets.items()}
 
 
+def trained_validation_fields(data: DataConfig, reads_below: bool) -> list[str]:
+    """Fields of the validation sets that are `data.train_dir`, or lie in it where its corpus `reads_below` it."""
+    train = Path(data.train_dir).resolve()
+    places = {field: Path(folder).resolve() for field, folder in validation_fields(data).items()}
+    return [
+        field for field, place in places.items() if place == train or (reads_below and train in place.parents)
+    ]
+
+
 def longest_read_seconds(data: DataConfig) -> float:
     """From the first try of one read to its last failure, as gsa_data.faults.Reading.longest_wait_seconds."""
     doubled = range(min(data.read_retries, DOUBLED_WAITS))

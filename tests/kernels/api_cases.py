@@ -31,6 +31,33 @@ class Case:
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, SIZE)
 
 
+HALF, SHARE = RowSample(0.5, seed=1), RowSample(0.5, seed=3, share=(0, 2))
+CASES = {
+    "packed mask, a share of the rows": Case(rows=SHARE, query_start=32),
+    "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
+    "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
+    "key lists, half of the rows": Case("gathered", rows=HALF),
+    "shared": Case("gathered", selection_block=16, local_window=16),
+    "shared, documents, later queries": Case("gathered", 16, True, selection_block=16, local_window=20),
+    "shared, packed mask": Case("masked", selection_block=16, local_window=16),
+    "shared, packed mask, documents, later queries": Case(
+        "masked", 16, True, selection_block=16, local_window=20
+    ),
+    "dense": Case(dense=True, documents=True),
+    "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
+    "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
+    "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
+    "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
+    "heads of 256, shared": Case(
+        "gathered", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)
+    ),
+    "heads of 256, shared, packed mask": Case(
+        "masked", 0, True, selection_block=32, local_window=40, heads=(8, 1, 256)
+    ),
+    "heads of 256, dense, blocks": Case(dense=True, selection_block=16, local_window=16, heads=(12, 1, 256)),
+}
+
+
 @dataclass(frozen=True)
 class Problem:
     q: torch.Tensor

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("triton")
 
 from api_cases import (
     BATCH,
+    CASES,
     DEVICE,
     EMA,
     HEADS,
@@ -21,50 +21,20 @@ from api_cases import (
     LENGTH,
     RULE,
     SIZE,
-    WIDE,
     Case,
     Problem,
     mask_of,
     problem,
     select,
 )
-from triton.runtime.interpreter import GridExecutor
 
 from gsa_kernels import api, limits, operations_triton, sampling, types
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
-from gsa_kernels.devices import interpreted
 from gsa_kernels.indexer_loss import triton_gathered_launch
 from gsa_kernels.key_lists import triton_reduce_keys
 from gsa_kernels.packed_mask import pack_mask
-from gsa_kernels.selection import lists_op, op
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, RowSample, Selection
-
-HALF, SHARE = RowSample(0.5, seed=1), RowSample(0.5, seed=3, share=(0, 2))
-CASES = {
-    "packed mask, a share of the rows": Case(rows=SHARE, query_start=32),
-    "packed mask, documents, relu": Case("masked", 16, documents=True, local_window=3, activation="relu"),
-    "key lists, documents, relu": Case("gathered", 16, documents=True, activation="relu"),
-    "key lists, half of the rows": Case("gathered", rows=HALF),
-    "shared": Case("gathered", selection_block=16, local_window=16),
-    "shared, documents, later queries": Case("gathered", 16, True, selection_block=16, local_window=20),
-    "shared, packed mask": Case("masked", selection_block=16, local_window=16),
-    "shared, packed mask, documents, later queries": Case(
-        "masked", 16, True, selection_block=16, local_window=20
-    ),
-    "dense": Case(dense=True, documents=True),
-    "dense, later queries, relu": Case(dense=True, query_start=16, activation="relu"),
-    "dense, blocks": Case(dense=True, selection_block=16, local_window=16),
-    "heads of 256, packed mask": Case("masked", 16, documents=True, local_window=3, heads=WIDE),
-    "heads of 256, key lists": Case("gathered", documents=True, local_window=3, heads=(8, 1, 256)),
-    "heads of 256, shared": Case(
-        "gathered", 16, True, selection_block=16, local_window=20, heads=(8, 1, 256)
-    ),
-    "heads of 256, shared, packed mask": Case(
-        "masked", 0, True, selection_block=32, local_window=40, heads=(8, 1, 256)
-    ),
-    "heads of 256, dense, blocks": Case(dense=True, selection_block=16, local_window=16, heads=(12, 1, 256)),
-}
 
 
 def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
@@ -425,55 +395,3 @@ def test_lists_are_turned_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["launch", "launch", "backward"]
     for name, value in alone.items():
         assert torch.equal(value.nan_to_num(), shared[name].nan_to_num()), name
-
-
-@pytest.mark.skipif(not interpreted(), reason="of the interpreter")
-@pytest.mark.parametrize("name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense"])
-def test_kernels_are_launched_on_the_device_of_their_tensors(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may be another than the current one, as in a model that several GPUs share. In a backward pass it is
-    autograd that makes it the current one."""
-    within: list[str] = []
-
-    @contextmanager
-    def enter(_tensor: torch.Tensor, name: str = "") -> Iterator[None]:
-        within.append(name)
-        yield
-        within.pop()
-
-    def launch(self: GridExecutor, *given: Any, **named: Any) -> Any:
-        assert within, self.fn.__name__
-        return run(self, *given, **named)
-
-    run = GridExecutor.__call__
-    for module in (operations_triton, op, lists_op):
-        monkeypatch.setattr(module, "launching_on", enter)
-    monkeypatch.setattr(GridExecutor, "__call__", launch)
-    case = dataclasses.replace(CASES[name], rows=RowSample())
-    given = problem(case)
-    selection = None if case.dense else select(case, given, "triton")
-    named: Any = {"implementation": "triton"}
-    out, lse = api.sparse_attention(
-        given.q, given.k, given.v, selection, given.geometry, given.gate_logits, **named
-    )
-    api.indexer_loss(given.indexer, given.q, given.k, lse, selection, given.geometry, **named)
-    assert out.isfinite().all()
-    if selection is not None and selection.packed_mask is not None:
-        api.sampled_lse(given.q, given.k, selection.packed_mask, **named)
-
-
-@pytest.mark.parametrize(
-    "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
-)
-def test_no_second_derivatives(name: str) -> None:
-    """They would be wrong: the kernels leave no graph behind."""
-    case = CASES[name]
-    given = problem(case)
-    selection = None if case.dense else select(case, given, "triton")
-    named: Any = {"implementation": "triton"}
-    out, lse = api.sparse_attention(given.q, given.k, given.v, selection, given.geometry, **named)
-    loss, _ = api.indexer_loss(given.indexer, given.q, given.k, lse, selection, given.geometry, **named)
-    for result, leaf in ((out.sum(), given.q), (loss, given.indexer.queries)):
-        with pytest.raises(ValueError, match="create_graph is True"):
-            torch.autograd.grad(result, leaf, create_graph=True)

@@ -1,0 +1,73 @@
+"""Where the kernels behind `gsa_kernels.api` are launched, and that they are differentiated once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from api_cases import CASES, problem, select
+from triton.runtime.interpreter import GridExecutor
+
+from gsa_kernels import api, operations_triton
+from gsa_kernels.devices import interpreted
+from gsa_kernels.selection import lists_op, op
+from gsa_kernels.types import RowSample
+
+
+@pytest.mark.skipif(not interpreted(), reason="of the interpreter")
+@pytest.mark.parametrize("name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense"])
+def test_kernels_are_launched_on_the_device_of_their_tensors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be another than the current one, as in a model that several GPUs share. In a backward pass it is
+    autograd that makes it the current one."""
+    within: list[str] = []
+
+    @contextmanager
+    def enter(_tensor: torch.Tensor, name: str = "") -> Iterator[None]:
+        within.append(name)
+        yield
+        within.pop()
+
+    def launch(self: GridExecutor, *given: Any, **named: Any) -> Any:
+        assert within, self.fn.__name__
+        return run(self, *given, **named)
+
+    run = GridExecutor.__call__
+    for module in (operations_triton, op, lists_op):
+        monkeypatch.setattr(module, "launching_on", enter)
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    case = dataclasses.replace(CASES[name], rows=RowSample())
+    given = problem(case)
+    selection = None if case.dense else select(case, given, "triton")
+    named: Any = {"implementation": "triton"}
+    out, lse = api.sparse_attention(
+        given.q, given.k, given.v, selection, given.geometry, given.gate_logits, **named
+    )
+    api.indexer_loss(given.indexer, given.q, given.k, lse, selection, given.geometry, **named)
+    assert out.isfinite().all()
+    if selection is not None and selection.packed_mask is not None:
+        api.sampled_lse(given.q, given.k, selection.packed_mask, **named)
+
+
+@pytest.mark.parametrize(
+    "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
+)
+def test_no_second_derivatives(name: str) -> None:
+    """They would be wrong: the kernels leave no graph behind."""
+    case = CASES[name]
+    given = problem(case)
+    selection = None if case.dense else select(case, given, "triton")
+    named: Any = {"implementation": "triton"}
+    out, lse = api.sparse_attention(given.q, given.k, given.v, selection, given.geometry, **named)
+    loss, _ = api.indexer_loss(given.indexer, given.q, given.k, lse, selection, given.geometry, **named)
+    for result, leaf in ((out.sum(), given.q), (loss, given.indexer.queries)):
+        with pytest.raises(ValueError, match="create_graph is True"):
+            torch.autograd.grad(result, leaf, create_graph=True)
