@@ -75,8 +75,8 @@ def main() -> int:
         raise
     except OSError as error:  # a full disk
         print(
-            f"stopped: {error}; what was under way was told to save and end. Make room, or put right what is wrong "
-            "there; then the same command goes on",
+            f"stopped: {error}. Jobs under way were told to save and end. Free space on the disk, or mend what else "
+            "the error names; then the same command goes on",
             file=sys.stderr,
         )
         return exit_codes.REFUSED

@@ -75,6 +75,7 @@ def check_tasks(config: Config) -> list[str]:
 
 
 def task_problems(field: str, task: str) -> list[str]:
+    """What is wrong with a file that the field names as a task; a name of the harness is taken as it is."""
     try:
         if is_request_file(task):
             first_request(task)

@@ -34,7 +34,7 @@ def notes(results: Results) -> list[str]:
         )
     lines += [
         f"The records of {each.run.name} end at step {each.records_end_at} of {each.run.steps}, though it is finished: "
-        "its values are of before, and what is equal for all runs ends there. Bring its metrics.jsonl again, or train "
+        "its values are of that step, and no run is compared at later tokens. Copy its whole metrics.jsonl, or train "
         "it again."
         for each in results.values
         if each.records_end_at is not None

@@ -132,7 +132,7 @@ def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[s
         if values.records_end_at is not None:
             left_out.append(
                 f"left out {values.run.folder}: it is finished, and its records end at step {values.records_end_at} of "
-                f"{values.run.steps}; bring its metrics.jsonl again, or train it again"
+                f"{values.run.steps}; copy its whole metrics.jsonl, or train it again"
             )
             continue
         began = ((run, list(changed_fields(run, TEXT_FIELDS))) for run in (values.run, *values.run.before))
@@ -142,8 +142,8 @@ def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[s
             continue
         left_out.append(
             f"left out {values.run.folder}, as {run.folder} began with another config than the study asks for: "
-            f"{'; '.join(changes)}; put the study file back, give the arm another name, or give the key=value words "
-            "with which the study was started"
+            f"{'; '.join(changes)}; put the study file back, give the arm another name, or give the overrides "
+            "(key=value) with which the study was started"
         )
     return kept, left_out
 

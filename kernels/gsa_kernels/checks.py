@@ -119,7 +119,13 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 
 
 def check_differentiated_once() -> None:
-    """In the backward pass of a kernel, which leaves no graph behind: a second derivative would be a wrong one."""
+    """For the backward pass of a kernel, which leaves no graph behind: a second derivative would be a wrong one.
+
+    torch's `once_differentiable` refuses only where the upstream gradient needs a gradient; that of a sum does not.
+
+    Raises:
+        ValueError: autograd was asked for a graph of the gradients.
+    """
     if torch.is_grad_enabled():
         raise ValueError(
             "create_graph is True, and the kernels have no second derivatives; pass False, or use plain torch "

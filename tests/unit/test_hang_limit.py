@@ -331,4 +331,7 @@ def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
         watched.watch._end("torchrun is gone")
         comes_back.set()
     assert (codes, killed) == ([1], [2])
+    for thread in threading.enumerate():  # whoever writes the report was waited for no longer than for stderr
+        if thread.daemon and thread.name.endswith("(write)"):
+            thread.join(60)
     assert list(tmp_path.glob(f"*/{REPORT}"))

@@ -287,7 +287,7 @@ def test_the_pack_is_written_where_the_report_fails(
     packed = tmp_path / "study.tar.gz"
     for words in ((), ("--report",)):
         assert call(*words, "--pack", str(packed)) == exit_codes.REFUSED
-        assert "stopped: no space left; " in capsys.readouterr().err
+        assert "stopped: no space left. " in capsys.readouterr().err
         with tarfile.open(packed) as file:
             assert f"small/{study.runs[-1].name}/summary.json" in file.getnames()
         packed.unlink()
