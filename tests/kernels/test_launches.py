@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from api_cases import CASES, problem, select
+import api_cases
+from api_cases import CASES, Case, problem, select
 from triton.runtime.interpreter import GridExecutor
 
 from gsa_kernels import api, operations_triton
@@ -55,6 +56,42 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(
     assert out.isfinite().all()
     if selection is not None and selection.packed_mask is not None:
         api.sampled_lse(given.q, given.k, selection.packed_mask, **named)
+
+
+def one_step(case: Case) -> list[torch.Tensor | None]:
+    """Output, loss and every gradient, on `api_cases.DEVICE`."""
+    given = problem(case)
+    selection = None if case.dense else select(case, given, "triton")
+    out, lse = api.sparse_attention(
+        given.q, given.k, given.v, selection, given.geometry, given.gate_logits, implementation="triton"
+    )
+    loss, _ = api.indexer_loss(
+        given.indexer, given.q, given.k, lse, selection, given.geometry, implementation="triton"
+    )
+    leaves = list(given.leaves().values())
+    return [out, loss, *torch.autograd.grad(out.float().square().sum() + loss, leaves, allow_unused=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    "name", ["packed mask, a share of the rows", "shared, documents, later queries", "dense"]
+)
+def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first GPU is the current one."""
+    case = dataclasses.replace(CASES[name], rows=RowSample())
+    steps = []
+    for device in ("cuda:0", "cuda:1"):
+        monkeypatch.setattr(api_cases, "DEVICE", device)
+        steps.append(one_step(case))
+    for first, second in zip(*steps, strict=True):
+        if first is None:
+            assert second is None
+            continue
+        assert second.device == torch.device("cuda:1")
+        assert torch.equal(first, second.to("cuda:0"))
 
 
 @pytest.mark.parametrize(
