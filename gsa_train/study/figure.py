@@ -52,19 +52,21 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 def write_study_figure(results: Results, path: Path) -> Path:
     """Draw a row for each arm with a dot for each run, of the first metric that any finished run has, and the losses by
-    tokens beside it. Without such a metric the figure is empty."""
+    tokens beside it, where those of half the arms are recorded. Without such a metric the figure is empty."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
     figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
-    dots, losses = figure.subplots(1, 2)
-    for ax in (dots, losses):
+    with_losses = sum(any(run.losses for run in row.runs) for row in rows)
+    axes = figure.subplots(1, 2 if 2 * with_losses >= len(rows) else 1, squeeze=False)[0]
+    for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
     last = max(1, len(rows) - 1)
     colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
     if rows:
-        _draw_dots(dots, rows, colors, title)
-        _draw_losses(losses, rows, colors)
+        _draw_dots(axes[0], rows, colors, title)
+    if rows and len(axes) > 1:
+        _draw_losses(axes[1], rows, colors)
     figure.savefig(path)
     return path
 

@@ -100,7 +100,7 @@ def losses_in_words(results: Results) -> list[str]:
         return ["The runs' losses are not recorded: the figure stays as it was made from their folders."]
     return [
         f"The losses of {without} of the {of_all} finished runs are not recorded: an arm without any has no line in "
-        "the figure."
+        "the figure, which shows no losses at all if that is most of the arms."
     ]
 
 

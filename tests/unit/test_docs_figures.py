@@ -151,17 +151,25 @@ def test_the_tables_of_readme_have_the_numbers_of_the_benches(
 def test_readme_has_the_perplexities_and_the_speed_of_the_350m_study() -> None:
     found = values_of(ROOT / "docs/results/four_models_350m.csv")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = (line for line in text.splitlines() if line.startswith("- **The selection that we recommend**"))
+    starts = ("- **The selection that we recommend**", "- **The paper's selection**")
+    lines = [line for line in text.splitlines() if line.startswith(starts)]
     perplexity = {arm: value for (arm, key), value in found.items() if key == "val_perplexity"}
     speed = {arm: value for (arm, key), value in found.items() if key == "tokens_per_second"}
     numbers = [
         perplexity["block_32"],
+        perplexity["standard"],
+        speed["standard"] / speed["block_32"],
         perplexity["gated_only"],
         speed["gated_only"] / speed["block_32"],
-        perplexity["gsa"],
         perplexity["window_alone"],
+        perplexity["gsa"],
+        perplexity["sparse_only"],
+        speed["sparse_only"] / speed["block_32"],
     ]
-    assert re.findall(r"\d+\.\d+", line) == [f"{number:.2f}" for number in numbers]
+    assert re.findall(r"\d+\.\d+", " ".join(lines)) == [f"{number:.2f}" for number in numbers]
+    (gates,) = (line for line in text.splitlines() if line.startswith("- **Gates**"))
+    spikes = [found[arm, "spikes"] for arm in ("gated_only", "standard")]
+    assert "spikes of the loss, {:.0f} for {:.0f}".format(*spikes) in gates
 
 
 def test_no_number_of_a_page_stands_twice() -> None:

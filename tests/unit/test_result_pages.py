@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from gsa_train.commands.results import main
 from gsa_train.config import Config, GSAConfig, ModelConfig
@@ -84,6 +85,20 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
     assert of_loss == [("two", (15.0, 17.0), 16.0), ("one", (25.0,), 25.0)]
     for shown in (results, replace(results, columns=())):
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("without", "panels"), [((), 2), (("one",), 2), (("one", "two"), 1)])
+def test_losses_are_shown_where_those_of_half_the_arms_are_recorded(
+    folder: Path, without: tuple[str, ...], panels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arm in ("one", "two"):
+        finish(folder, arm, 1, 20.0)
+    results = read_results(load_study(folder / "studies" / "small.yaml", need_data=False), {})
+    runs = tuple(replace(each, losses=()) if each.run.arm in without else each for each in results.runs)
+    seen: list[int] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _path: seen.append(len(figure.axes)))
+    write_study_figure(replace(results, runs=runs), folder / "dots.png")
+    assert seen == [panels]
 
 
 def test_wrong_folders_and_damaged_benches_write_no_pages(

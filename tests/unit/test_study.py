@@ -374,7 +374,7 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_shipped_headline_is_accepted() -> None:
     studies = [load_study(ROOT / "studies" / "four_models_350m.yaml", need_data=False)]
     headline = load_headline(ROOT / "studies" / "headline.yaml", studies)
-    wanted = ["gated_only", "block_32", "gsa", "window_alone"]
+    wanted = ["standard", "gated_only", "block_32", "gsa", "window_alone", "sparse_only"]
     assert list(headline.arms.values()) == [("four_models_350m", arm) for arm in wanted]
 
 
