@@ -219,9 +219,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
 
     inputs = from_query(make_inputs(batch, length, *heads, head_size, dtype, device), empty)
     attends = [in_segments(attend, segments, monkeypatch) for segments in (1, 2, 3)]
-    check(inputs, mask[:, empty:], *attends[1:])
-    grad = torch.randn_like(inputs[0])
-    whole, *others = (differentiated(each, inputs, grad) for each in attends)
+    whole, *others = check(inputs, mask[:, empty:], *attends)
     for other in others:
         for name, value, want in zip(NAMES, other, whole, strict=True):
             if name != "grad_q":
