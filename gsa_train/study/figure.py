@@ -65,8 +65,8 @@ def write_study_figure(results: Results, path: Path) -> Path:
     colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
     if rows:
         _draw_dots(axes[0], rows, colors, title)
-    if rows and len(axes) > 1:
-        _draw_losses(axes[1], rows, colors)
+        for ax in axes[1:]:
+            _draw_losses(ax, rows, colors)
     figure.savefig(path)
     return path
 
