@@ -21,7 +21,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-import
 # The packages by name, as pyproject.toml has them; then what users start.
 TYPES = $(BIN)/mypy && $(BIN)/mypy launch/*.py data/*.py benchmarks/*.py examples/*.py
 
-.PHONY: setup pretrain check test test-slurm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
+.PHONY: setup pretrain check test test-nightly test-slurm test-gpu golden golden-reference chaos bench bench-models bench-step bench-table bench-node layouts-gpu docs clean
 
 setup: .venv/.ready
 
@@ -40,12 +40,16 @@ pretrain: setup
 check: setup
 	$(LINT)
 	$(TYPES)
-	$(PYTEST) --workers $(CORES) -m 'not slow and not gpu' tests/unit tests/kernels
+	$(PYTEST) --workers $(CORES) -m 'not slow and not nightly and not gpu' tests/unit tests/kernels
 
-test: setup
+# What CI runs. Its share of the tests: each feature by itself, and the pairs that have gone wrong before.
+test: SHARE = not nightly and not gpu
+# All of it, and every other combination of layouts, options and faults: 4 minutes more on two cores.
+test-nightly: SHARE = not gpu
+test test-nightly: setup
 	$(LINT)
 	{ $(TYPES); } & types=$$!; \
-		$(PYTEST) --workers $(WORKERS) -m 'not gpu' --durations=15 $(TESTS); \
+		$(PYTEST) --workers $(WORKERS) -m '$(SHARE)' --durations=15 $(TESTS); \
 		tests=$$?; wait $$types && exit $$tests
 
 # The page of all config fields, from the dataclasses that hold them.

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from gsa_train.model import query_sample
-from helpers.expert_layouts import BOUNDARIES, CASES, RESHARDED, WORLD, train
+from helpers.expert_layouts import (
+    BOUNDARIES,
+    CASES,
+    NIGHTLY,
+    NIGHTLY_BOUNDARIES,
+    NIGHTLY_RESHARDED,
+    RESHARDED,
+    WORLD,
+    train,
+)
 from helpers.layout_cases import SAMPLE
 from helpers.layout_comparison import TIES, assert_carries_weights_over, assert_goes_on, assert_same
 from helpers.runs import run_script
 from helpers.single_rank import single_rank
+from helpers.tiers import chosen, with_nightly
 
 pytestmark = pytest.mark.slow
 _one_rank: dict[str, list[dict[str, Any]]] = {}
@@ -23,8 +34,14 @@ CLEAR_MARGIN = 3e-5
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("expert_layouts")
+    wanted = {
+        "trained": chosen(request, test_training_is_that_of_one_rank.__name__),
+        "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
+        "crossed": chosen(request, test_fp32_weights_go_on_in_the_next_phase.__name__),
+    }
+    (folder / "wanted.json").write_text(json.dumps(wanted))
     run_script(["tests/helpers/expert_layouts.py", str(folder)], folder / "log", ranks=WORLD)
     return json.loads((folder / "results.json").read_text())
 
@@ -41,11 +58,13 @@ def one_rank(name: str) -> list[dict[str, Any]]:
 
 
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
-    """In no layer of any run: otherwise the comparisons would depend on the processor."""
-    assert results["margin"] > CLEAR_MARGIN
+    """In no layer of any run here: otherwise the comparisons would depend on the processor."""
+    if not results["trained"]:
+        pytest.skip("no layout was chosen beside it")
+    assert math.inf > results["margin"] > CLEAR_MARGIN
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
     """Every number of every step of both phases and of the validation, and the routers' loads or biases at the end."""
     *found, balances = results["trained"][name]
@@ -58,17 +77,19 @@ def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
     assert names <= found[-1].keys()  # of the validation, and so compared
 
 
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize("name", with_nightly(RESHARDED, NIGHTLY_RESHARDED))
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
     assert_goes_on(results["resumed"][name], RESHARDED[name])
 
 
 def test_a_load_sends_no_rank_the_experts_of_another(results: Any) -> None:
+    if not results["resumed"]:
+        pytest.skip("no checkpoint was chosen beside it")
     assert results["loads"]["sent"] > 0
     assert results["loads"]["unwanted"] == 0
 
 
-@pytest.mark.parametrize("name", BOUNDARIES)
+@pytest.mark.parametrize("name", with_nightly(BOUNDARIES, NIGHTLY_BOUNDARIES))
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
     """To the last bit, whether it begins in the same process or from the checkpoint before it."""
     assert_carries_weights_over(results["crossed"][name])

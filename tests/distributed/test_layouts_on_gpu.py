@@ -86,7 +86,11 @@ def test_where_no_layout_fits_the_reason_of_each_is_told(
     ("options", "layouts"),
     [
         ([], ["tp 2, sp", "pp 2"]),
-        (["--experts"], ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"]),
+        pytest.param(
+            ["--experts"],
+            ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tmp_path: Path) -> None:

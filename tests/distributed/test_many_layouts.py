@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from gsa_data.pack import document_ids
-from helpers.layout_cases import BOUNDARIES, CASES, EQUAL, LENGTH, RESHARDED, WORLD
+from helpers.layout_cases import (
+    BOUNDARIES,
+    CASES,
+    EQUAL,
+    LENGTH,
+    NIGHTLY,
+    NIGHTLY_BOUNDARIES,
+    NIGHTLY_RESHARDED,
+    RESHARDED,
+    WORLD,
+)
 from helpers.layout_comparison import (
     assert_carries_weights_over,
     assert_goes_on,
@@ -20,33 +30,42 @@ from helpers.layout_comparison import (
 from helpers.many_layouts import blocks
 from helpers.runs import run_script
 from helpers.single_rank import EOS
+from helpers.tiers import chosen, with_nightly
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("many_layouts")
+    equal = chosen(request, test_what_only_moves_work_changes_no_bit.__name__)
+    trained = {*chosen(request, test_training_is_that_of_one_rank.__name__), *equal, *map(EQUAL.get, equal)}
+    wanted = {
+        "trained": [name for name in CASES if name in trained],
+        "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
+        "crossed": chosen(request, test_fp32_weights_go_on_in_the_next_phase.__name__),
+    }
+    (folder / "wanted.json").write_text(json.dumps(wanted))
     run_script(["tests/helpers/many_layouts.py", str(folder)], folder / "log", ranks=WORLD)
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
     assert_trains_as_one_rank(CASES[name], results["trained"][name])
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", with_nightly(EQUAL, NIGHTLY & EQUAL.keys()))
 def test_what_only_moves_work_changes_no_bit(name: str, results: Any) -> None:
     assert results["trained"][name] == results["trained"][EQUAL[name]]
 
 
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize("name", with_nightly(RESHARDED, NIGHTLY_RESHARDED))
 def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
     assert_goes_on(results["resumed"][name], RESHARDED[name])
 
 
-@pytest.mark.parametrize("name", BOUNDARIES)
+@pytest.mark.parametrize("name", with_nightly(BOUNDARIES, NIGHTLY_BOUNDARIES))
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
     """To the last bit, whether it begins in the same process or from the checkpoint before it."""
     assert_carries_weights_over(results["crossed"][name])

@@ -11,7 +11,7 @@ from helpers.layout_comparison import TIES, assert_same, assert_trains_as_one_ra
 from helpers.runs import run_script
 from helpers.three_way_layouts import CASES, CHAIN, CHAINED, WORLD
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 SIZES = {
     "tensor x pipeline x context": (2, 2, 1, 2),

@@ -1,6 +1,6 @@
 """Mixtures of experts in many layouts, in one world of four ranks: `expert_layouts.py FOLDER`.
 
-As many_layouts.py does with dense models. Writes FOLDER/results.json.
+As many_layouts.py does with dense models, those that FOLDER/wanted.json names. Writes FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -86,6 +86,18 @@ CASES = {
     "context x expert": Case({"context": 2, "expert": 2}, DROPPING, PAIRS),
     "context x tensor x expert": Case({"context": 2, "tensor": 2, "expert": 4}, DROPPING, PAIRS),
 }
+NIGHTLY = {
+    "expert, overlapped",
+    "expert, two optimizer instances, overlapped",
+    "expert, recomputed layers",
+    "tensor x expert",
+    "tensor x expert on all ranks",
+    "tensor, split experts",
+    "tensor, whole experts, replicated optimizer",
+    "interleaved x expert",
+    "context x tensor x expert",
+}
+"""Each of them combines or enlarges what the others have one by one."""
 
 RESHARDED = {
     "expert": Reshard(
@@ -104,7 +116,9 @@ RESHARDED = {
     ),
     "one by one": Reshard({"tensor": 2}, [{"expert": 2, "distributed_optimizer": False}], ONE_BY_ONE),
 }
+NIGHTLY_RESHARDED = {"split experts", "one by one"}
 BOUNDARIES = {"expert": {"expert": 2}, "tensor x expert": {**TENSOR_2_EXPERT_2, **INSTANCES, **OVERLAP}}
+NIGHTLY_BOUNDARIES = {"expert"}
 
 
 class Balances:
@@ -174,9 +188,10 @@ def measured_loads() -> Iterator[dict[str, int]]:
         yield found
 
 
-def train_all() -> dict[str, list[dict[str, Any]]]:
+def train_all(names: list[str]) -> dict[str, list[dict[str, Any]]]:
     trained = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         parallel = init_parallel(case.config(**case.train).parallel, seed=1)
         trained[name] = train(case, parallel)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
@@ -184,9 +199,10 @@ def train_all() -> dict[str, list[dict[str, Any]]]:
     return trained
 
 
-def resume_all(folder: Path) -> dict[str, list[tuple[str, list[dict[str, Any]]]]]:
+def resume_all(folder: Path, names: list[str]) -> dict[str, list[tuple[str, list[dict[str, Any]]]]]:
     resumed: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
-    for name, case in RESHARDED.items():
+    for name in names:
+        case = RESHARDED[name]
         for number, layout in enumerate((case.writer, *case.readers)):
             sections = {**case.sections, "model": {**case.sections["model"], "num_layers": case.layers}}
             config = Case(layout, sections).config(**pairs(layout))
@@ -197,9 +213,10 @@ def resume_all(folder: Path) -> dict[str, list[tuple[str, list[dict[str, Any]]]]
     return resumed
 
 
-def cross_all(folder: Path) -> dict[str, list[tuple[list[dict[str, Any]], bool]]]:
+def cross_all(folder: Path, names: list[str]) -> dict[str, list[tuple[list[dict[str, Any]], bool]]]:
     crossed: dict[str, list[tuple[list[dict[str, Any]], bool]]] = {}
-    for name, layout in BOUNDARIES.items():
+    for name in names:
+        layout = BOUNDARIES[name]
         config = Case(layout, BALANCED).config(precision="bf16", **pairs(layout))
         for resumes in (False, True):
             parallel = init_parallel(config.parallel, seed=1)
@@ -216,11 +233,15 @@ def main(folder: Path) -> None:
         setattr(query_sample, name, value)
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+    wanted = json.loads((folder / "wanted.json").read_text())
+    results: dict[str, Any] = {}
     with measured_margin() as margins, measured_loads() as loads:
-        results: dict[str, Any] = {"trained": train_all(), "resumed": resume_all(folder), "loads": loads}
+        results["trained"] = train_all(wanted["trained"])
+        results["resumed"] = resume_all(folder, wanted["resumed"])
+        results["loads"] = loads
     every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, min(margins))
-    results |= {"margin": min(every), "crossed": cross_all(folder)}
+    dist.all_gather_object(every, min(margins, default=math.inf))
+    results |= {"margin": min(every), "crossed": cross_all(folder, wanted["crossed"])}
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     shutdown_parallel()

@@ -179,6 +179,25 @@ CASES = {
     "deepspeed 3 x tensor, tied": Case({"tensor": 2, **ZERO_3}, TIED, steps=MORE_STEPS),
 }
 
+NIGHTLY = {
+    "context on all ranks",
+    "context, indexer norm",
+    "context, recomputed layers",
+    "context, replicated optimizer",
+    "context x interleaved",
+    "tensor, dense baseline",
+    "tensor x pipeline, options",
+    "tensor without sequence, shared gates",
+    "deepspeed 1 x tensor, G5",
+    "tensor and sequence on all ranks",
+    "pipeline on all ranks",
+    "pipeline on all ranks, interleaved",
+    "interleaved",
+    "interleaved, overlapped",
+    "deepspeed 1 x tensor, options",
+}
+"""Each of them combines or enlarges what the others have one by one."""
+
 EQUAL = {
     "tensor without sequence, overlapped": "tensor without sequence",
     "interleaved, overlapped": "interleaved",
@@ -232,6 +251,9 @@ RESHARDED = {
 }
 
 
+NIGHTLY_RESHARDED = {"pipeline, tied", "context", "free gates", "a rank without a parameter"}
+
+
 def pairs(layout: dict[str, Any]) -> dict[str, int]:
     """PAIRS where model and context leave few replicas: each has a micro-batch, or two for a pipeline."""
     return PAIRS if {"context", "tensor"} & layout.keys() else {}
@@ -243,4 +265,5 @@ BOUNDARIES = {
     "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
 }
 """In bf16, where one phase's optimizer cuts its fp32 weights otherwise than the next one's."""
+NIGHTLY_BOUNDARIES = {"two optimizer instances"}
 BASE = dataclasses.replace(SPARSE, train="base")

@@ -1,4 +1,4 @@
-"""Many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
+"""Many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`, whose wanted.json names them.
 
 Starting a rank takes longer than the steps of a tiny model, so the ranks stay and change their layout. What model,
 context and pipeline sizes leave of the world is data parallel. Writes FOLDER/results.json.
@@ -261,14 +261,17 @@ def main(folder: Path) -> None:
     # Overlapped reductions go in several buckets, as those of large models do.
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
+    wanted = json.loads((folder / "wanted.json").read_text())
     trained, resumed, crossed = {}, {}, {}
-    for name, case in CASES.items():
+    for name in wanted["trained"]:
+        case = CASES[name]
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
         trained[name] = train_case(config, parallel, case.steps, samples=True)
         print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
         leave_layout()
-    for name, case in RESHARDED.items():
+    for name in wanted["resumed"]:
+        case = RESHARDED[name]
         for number, layout in enumerate((case.writer, *case.readers)):
             sections = {
                 **case.sections,
@@ -279,7 +282,8 @@ def main(folder: Path) -> None:
             records = go_on(config, case.phase, parallel, folder / name, number)
             resumed.setdefault(name, []).append([str(layout), records])
             leave_layout()
-    for name, layout in BOUNDARIES.items():
+    for name in wanted["crossed"]:
+        layout = BOUNDARIES[name]
         config = Case(layout).config(precision="bf16", **pairs(layout))
         for resumes in (False, True):
             parallel = init_parallel(config.parallel, seed=1)

@@ -47,7 +47,7 @@ STARTS = [
 ]
 """The layouts of the starts that are killed, with readers of a data group and blocks that they read ahead."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def start_as(

@@ -42,6 +42,7 @@ def test_a_flipped_bit_of_an_expert_is_found_among_its_replicas(tmp_path: Path) 
     assert (event["step"], event["ranks"], event["corruption"]) == (8, [0, 2], "weights")
 
 
+@pytest.mark.nightly
 def test_experts_one_by_one_resume_a_run_of_grouped_ones(tmp_path: Path) -> None:
     """Who computes may change; the checkpoint is the same."""
     grouped = finished(*TWO_RANKS, ranks=2)

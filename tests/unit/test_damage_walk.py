@@ -140,6 +140,7 @@ def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starts, "source_commit", lambda source: "0" * 40)
 
 
+@pytest.mark.nightly
 def test_every_file_of_a_run_folder(
     runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
 from gsa_train.memory.selection import listing_bytes, selecting_bytes
 from gsa_train.memory.sizes import sizes_of
 from helpers.runs import REPOSITORY, run_script
+from helpers.tiers import chosen, with_nightly
 
 GSA, STANDARD = "configs/gsa_1.7b.yaml", "configs/standard_1.7b.yaml"
 GSA_7B, GSA_128K = "configs/gsa_7b.yaml", "configs/gsa_1.7b_128k.yaml"
@@ -217,6 +218,29 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     ),
 }
 
+NIGHTLY = CASES.keys() - {
+    "one rank",
+    "one rank, warm-up",
+    "one short sequence, parts of the gradients of K and V",
+    "recompute full",
+    "recompute selective",
+    "data 2, distributed optimizer",
+    "tensor 2 with sequence parallelism",
+    "context 2",
+    "first stage of 2",
+    "last stage of 2",
+    "interleaved, last stage",
+    "groups of keys",
+    "standard",
+    "operations one by one",
+    "shared selections",
+    "shared selections over lists",
+    "experts, first stage of 2, expert 2",
+    "128K tokens, context 8",
+}
+COMPARED = ["one rank", "recompute full", "first stage of 2", "last stage of 2"]
+"""With each other."""
+
 
 # Queries of one layer's selection, and overrides: the whole sequence and runs of it, smaller budgets, and such large
 # ones that all scores are kept.
@@ -247,13 +271,17 @@ TWO_STEPS: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def traced(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, int]]:
     """In a process of their own: the kernels are imported for tensors of CPUs there."""
+    wanted = {*COMPARED, *chosen(request, test_the_dry_run_says_what_the_step_takes.__name__)}
+    steps = {name: case for name, case in CASES.items() if name in wanted}
     folder = tmp_path_factory.mktemp("memory")
     file, out = folder / "cases.json", folder / "bytes.json"
     names = ("config", "overrides", "rank", "world_size", "phase")
     cases = [
-        dict(zip(names, (case[0], overrides_of(case), *case[2:]), strict=True)) for case in CASES.values()
+        dict(zip(names, (case[0], overrides_of(case), *case[2:]), strict=True)) for case in steps.values()
     ]
     for start, stop, overrides in SELECTIONS.values():
         case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
@@ -265,7 +293,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     command = ["tests/helpers/memory_trace.py", str(file), str(out)]
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
     run_script(command, folder / "log", ranks=1, launcher="python", environment=on_cpus)
-    return dict(zip([*CASES, *SELECTIONS, *TWO_STEPS], json.loads(out.read_text()), strict=True))
+    return dict(zip([*steps, *SELECTIONS, *TWO_STEPS], json.loads(out.read_text()), strict=True))
 
 
 FEW = ["model.num_layers=2", "train.global_batch_size=8"]
@@ -276,7 +304,7 @@ def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:
     return [*FEW, *case[1]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
     """What the step adds to parameters and their state: not more than 3% short, since a run would be out of memory that
     was to fit, nor 9% over; these within 0.5%. Workspaces of cuBLAS are not in a trace."""
@@ -313,6 +341,7 @@ def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, 
 
 def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:
     """Not vacuous: activations and logits are most of the peak, and differ between the cases."""
-    assert traced["one rank"]["peak"] > 1.4 * traced["one rank"]["static"]
-    assert traced["recompute full"]["peak"] < traced["one rank"]["peak"]
-    assert traced["last stage of 2"]["peak"] > traced["first stage of 2"]["peak"]
+    one_rank, recomputed, first_stage, last_stage = (traced[name] for name in COMPARED)
+    assert one_rank["peak"] > 1.4 * one_rank["static"]
+    assert recomputed["peak"] < one_rank["peak"]
+    assert last_stage["peak"] > first_stage["peak"]

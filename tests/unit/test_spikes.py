@@ -233,6 +233,7 @@ def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
 # --- against OLMo-core's rule -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
     assert sum(map(len, traces().values())) > 24000
     for name in traces().keys() - set(WITH_FAULTS):  # those below
@@ -241,6 +242,7 @@ def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
         assert found == ALARMS.get(name, []), name
 
 
+@pytest.mark.nightly
 def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
     """Seen with -s, and of all runs by `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults`."""
     for name in WITH_FAULTS:

@@ -131,7 +131,11 @@ ACTIONS = (
 BASE = dataclasses.replace(SPARSE, train="base")
 
 
-@pytest.mark.parametrize("phase", [BASE, WARM_UP, SPARSE], ids=["sparse base", "warm-up", "sparse"])
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param(BASE, marks=pytest.mark.nightly), pytest.param(WARM_UP, marks=pytest.mark.nightly), SPARSE],
+    ids=["sparse base", "warm-up", "sparse"],
+)
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
     """DeepSpeed records in which order a pass uses the weights, and stops where a later one uses others."""
     series, outside = [], set()
@@ -190,7 +194,16 @@ class LeavesOut(SpikeDetector):
         return verdict._replace(applied=torch.zeros_like(verdict.applied))
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        pytest.param(1, False, marks=pytest.mark.nightly),
+        pytest.param(2, False, marks=pytest.mark.nightly),
+        (2, True),
+        (3, False),
+        pytest.param(3, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
     """One step, a spike, one whose gradients are not finite, one more: as if those between had not been."""
     after = []

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.tiers import with_nightly
+
 ROOT = Path(__file__).parents[3]
 CASES = {
     "text, one worker": [
@@ -25,7 +27,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES, {"text, one worker"}))
 def test_the_resident_memory_stays_flat(name: str, sample_folder: Path, tmp_path: Path) -> None:
     """In a process of its own: this one has free memory, in which a leak would not show."""
     corpus = [
