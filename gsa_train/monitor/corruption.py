@@ -154,7 +154,8 @@ class CorruptionCheck:
         if (
             self._noting and group.grad_reduce_handle is None
         ):  # else this reduction is under way, and the call does nothing
-            self._gradient_bits += bits_of(bucket.grad_data for bucket in group.buckets)
+            gradients = (bucket.grad_data for bucket in group.buckets)
+            self._gradient_bits += bits_of(gradients, self._parallel.device)
         return reduce(*args, **kwargs)
 
     def _bits(self, computed: Computed) -> torch.Tensor:
@@ -181,7 +182,7 @@ class CorruptionCheck:
         dense += [a.variance.ema for a in self._model.attentions if a.variance is not None]
         dense += [held for router in self._model.routers for held in router.balance()]
         experts = [p.detach() for p in parameters if is_of_expert(p)]
-        bits = torch.stack([bits_of(dense), bits_of(experts)]).to(self._parallel.device)
+        bits = torch.stack([bits_of(each, self._parallel.device) for each in (dense, experts)])
         sums = self._gather(bits)
         differing = self._odd_ones_out([row[0] for row in sums], [p.of_dense_weights for p in self._places])
         if self._model.mcore_config.moe.experts > 0:
@@ -220,13 +221,13 @@ class CorruptionCheck:
             raise CorruptionFound(text)
 
 
-def bits_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """int64, 0-d: sum of the bit patterns of all elements as integers. Nothing is copied."""
-    sums = []
+def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """int64, 0-d, on `device`: sum of the bit patterns of all elements as integers; 0 of none. Nothing is copied."""
+    sums = [torch.zeros((), dtype=torch.int64, device=device)]
     for tensor in tensors:
         integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
         sums.append(tensor.view(integers).sum(dtype=torch.int64))
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+    return torch.stack(sums).sum()
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.monitor.corruption import bits_of, odd_ones_out
+from gsa_train.monitor import corruption
+from gsa_train.monitor.corruption import odd_ones_out
+
+
+def bits_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return corruption.bits_of(tensors, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -25,6 +30,14 @@ def test_every_single_bit_counts(dtype: torch.dtype) -> None:
 def test_nan_and_infinity_are_bits_like_all_others() -> None:
     assert bits_of([torch.tensor([torch.nan])]) == bits_of([torch.tensor([torch.nan])])
     assert bits_of([torch.tensor([torch.inf])]) != bits_of([torch.tensor([-torch.inf])])
+
+
+def test_sums_of_none_and_of_some_are_on_one_device() -> None:
+    """A model without experts has none of theirs, and what is on two devices cannot be put together."""
+    device = torch.device("meta")  # any but the CPU, where each tensor is made that is not told where
+    some = [torch.zeros(3, device=device)]
+    together = torch.stack([corruption.bits_of(some, device), corruption.bits_of([], device)])
+    assert together.device == device
 
 
 @pytest.mark.parametrize(
