@@ -137,8 +137,8 @@ def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
 
 def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
     drawn = [(name, series(records, key)) for key, name in panel.lines.items() if has(records, key)]
-    values = (value for _, (_, ys) in drawn for value in ys)
-    if panel.scale == "log" and any(0 < value < math.inf for value in values):
+    values = [value for _, (_, ys) in drawn for value in ys if math.isfinite(value)]
+    if panel.scale == "log" and any(value > 0 for value in values):
         ax.set_yscale("log", nonpositive="mask")
     for index, (name, (steps, ys)) in enumerate(drawn):
         width = 1.5 + 2.5 * (len(drawn) - 1 - index) if panel.overlapping else 1.5

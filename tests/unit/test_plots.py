@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 
 from gsa_train.commands.plot import main
 from gsa_train.report import plots
@@ -122,6 +123,19 @@ def test_small_counts_are_written_out(tmp_path, monkeypatch):
     assert labels
     assert not any("m" in label for label in labels)
     assert "10k" in [label.get_text() for label in axes_of["throughput"][0].get_yticklabels()]
+
+
+@pytest.mark.parametrize("rates", [[12000.0], [None, None, 12000.0], [math.nan, math.inf, 12000.0]])
+def test_large_counts_are_short_whatever_comes_before_them(rates):
+    panel = next(panel for panel in PANELS if "tokens_per_second" in panel.lines)
+    phases = ["warm-up", "warm-up", "sparse"][-len(rates) :]
+    records = [
+        {"step": step, "phase": phase, "tokens_per_second": rate}
+        for step, (phase, rate) in enumerate(zip(phases, rates, strict=True), 1)
+    ]
+    ax = Figure().add_subplot()
+    plots._draw(ax, panel, records)
+    assert ax.yaxis.get_major_formatter()(12000) == "12k"
 
 
 def test_a_line_for_each_validation_set_and_source():
