@@ -198,7 +198,17 @@ FILES = (
     "alive.json",
     "report.html",
 )
-OUTPUTS = (*FILES, "tensorboard", "plots", "profile", "checkpoints", "faults")
+OUTPUTS = (
+    *FILES,
+    "tensorboard",
+    "plots",
+    "profile",
+    "checkpoints",
+    "faults",
+    "evaluations",
+    "analysis",
+)
+"""Of a run; the last two of its checkpoints, which the next report would show as this run's."""
 
 
 def _move_aside(run_dir: Path) -> None:
