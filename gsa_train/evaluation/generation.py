@@ -38,6 +38,7 @@ def continue_prompts(
     **sampling: Any,
 ) -> list[str]:
     """The text of each continuation up to an EOS, or up to where it first spells one of `stops`, which is left out.
+    No token is written that the tokenizer does not have, as the end of a padded vocabulary.
 
     Args:
         prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
@@ -49,6 +50,7 @@ def continue_prompts(
             raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
         return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
     settings = {"do_sample": False, **sampling}
+    left_out = [*settings.pop("suppress_tokens", ()), *range(tokenizer.vocab_size, model.config.vocab_size)]
     texts = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in tqdm(range(0, len(order), batch_size), "generate", leave=False, disable=None):
@@ -66,6 +68,7 @@ def continue_prompts(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_id,
             eos_token_id=tokenizer.eos_id,
+            suppress_tokens=left_out or None,
             use_cache=True,
             stopping_criteria=[_AtStops(tokenizer, stops, length)] if stops else None,
             **settings,
@@ -86,7 +89,7 @@ def _without_cache(
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
-        tokens.append(int(model.lm_head(hidden[:, -1]).argmax(-1)))
+        tokens.append(int(model.lm_head(hidden[:, -1])[:, : tokenizer.vocab_size].argmax(-1)))
         new = np.array(tokens[len(prompt) :], np.int32)
         if new[-1] == tokenizer.eos_id or any(stop in tokenizer.decode(new) for stop in stops):
             break

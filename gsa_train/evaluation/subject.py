@@ -126,7 +126,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": list(settings),
-        "config": _config_of(subject),
+        "config": _config_of(subject, settings),
     }
     logger.info(
         "%s: %d parameters in %s, attention by %s on %s",
@@ -175,11 +175,12 @@ def _checkpoints_model(
     return model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
 
 
-def _config_of(subject: Subject) -> dict[str, Any]:
-    """For results.json."""
+def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
+    """As it was scored, for results.json."""
     if isinstance(subject.model, TrainedModel):
         assert subject.config is not None
-        return {section: dataclasses.asdict(getattr(subject.config, section)) for section in ("model", "gsa")}
+        config = with_settings(subject.config, settings)
+        return {section: dataclasses.asdict(getattr(config, section)) for section in ("model", "gsa")}
     content: dict[str, Any] = subject.model.config.to_diff_dict()
     return {name: value for name, value in content.items() if name != "transformers_version"}
 

@@ -117,6 +117,22 @@ def test_labels_and_continuations_are_those_of_transformers(
         continue_prompts(other.model, other.tokenizer, prompts, 2, do_sample=True)
 
 
+@pytest.mark.parametrize("of_training", [False, True])
+def test_no_token_is_written_that_the_tokenizer_does_not_have(
+    of_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a vocabulary padded to a round number."""
+    config = evaluated_config(model={"vocab_size": 4224})
+    model = evaluated_model(config)
+    with torch.no_grad():
+        model.gpt.output_layer.weight[4096:] *= 100
+    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"] * of_training)
+    subject = load_subject(Source(run=save_run(model, config, tmp_path / "run")))
+    assert subject.tokenizer.vocab_size == 4096
+    (text,) = continue_prompts(subject.model, subject.tokenizer, [[5, 9, 31]], 6)
+    assert text
+
+
 def test_the_command_scores_it_and_says_what_runs(
     runs: dict[str, tuple[Any, Any, Path]],
     monkeypatch: pytest.MonkeyPatch,
@@ -132,6 +148,9 @@ def test_the_command_scores_it_and_says_what_runs(
     assert evaluated("--name", "own", "--max-tokens", str(LENGTH)) == 0
     results = json.loads((folder / "evaluations" / "own" / "results.json").read_text())
     assert results["model"]["config"]["gsa"]["key_gate"] is True
+    assert evaluated("--name", "fewer", "--max-tokens", str(LENGTH), "gsa.k_base=4") == 0
+    fewer = json.loads((folder / "evaluations" / "fewer" / "results.json").read_text())["model"]["config"]
+    assert fewer["gsa"] == {**results["model"]["config"]["gsa"], "k_base": 4}
     assert results["model"]["attention"] == "sdpa"
     assert results["model"]["parameters"] == sum(
         parameter.numel() for parameter in runs["pool"][0].gpt.parameters()
