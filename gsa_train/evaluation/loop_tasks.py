@@ -46,6 +46,8 @@ def prepare_tasks(
                 )
         except ValueError as error:
             raise TaskError(f"evaluate.tasks.{number} = {error}") from error
+        except OSError as error:  # as of a data set that the harness does not find
+            raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
         found[prepared.name] = prepared
     return list(found.values())
 
