@@ -27,7 +27,8 @@ class Sample:
     prompt: str
     answers: list[str]
     depth: float | None = None
-    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end."""
+    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end; in an essay that of the end of
+    the sentence that it stands behind."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def niah(
         else:
             others = distinct(rng, keys, size, set(names))
             units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
-        text = _hide(units, needles, places, at_sentences=haystack == "essay")
+        text, hidden_at = _hide(units, needles, places, at_sentences=haystack == "essay")
         asked = names[:num_queries]
         listed = " and ".join([", ".join(asked[:-1]), asked[-1]] if len(asked) > 1 else asked)
         what = f"{values[:-1]} of {listed}" if num_values * num_queries == 1 else f"{values} of {listed}"
@@ -92,7 +93,7 @@ def niah(
             f"The text below has secret {values} in it. Remember them; a question about them follows.\n\n{text}\n\n"
             f"Question: what secret {what} does the text name?\nAnswer: the text names the secret {what}:"
         )
-        depth = places[0] if len(places) == 1 else None
+        depth = hidden_at[0] / max(1, len(units)) if len(hidden_at) == 1 else None
         return Sample(prompt, [value for name in asked for value in hidden[name]], depth)
 
     return make
@@ -110,19 +111,22 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
-) -> str:
-    """The units with needles at their shares of the length, in an essay behind the sentence there."""
+) -> tuple[str, list[int]]:
+    """The units with needles at their shares of the length, in an essay behind the sentence there; and how many units
+    stand before each needle."""
     inside: dict[int, list[str]] = {}
+    hidden_at = []
     for needle, share in zip(needles, places, strict=True):
         place = math.floor(share * (len(units) + 1))
         while at_sentences and 0 < place < len(units) and not units[place - 1].endswith(SENTENCE_ENDS):
             place += 1
         inside.setdefault(place, []).append(needle)
+        hidden_at.append(place)
     parts: list[str] = []
     for place in range(len(units) + 1):
         parts += inside.get(place, [])
         parts += units[place : place + 1]
-    return " ".join(parts)
+    return " ".join(parts), hidden_at
 
 
 def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
@@ -135,7 +139,8 @@ def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list
     lines = [f"VAR {names[0]} = {value}."]
     lines += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
     places = sorted(rng.random() for _ in lines)
-    return _hide([NOISE[place % len(NOISE)] for place in range(size)], lines, places), value, names
+    text, _ = _hide([NOISE[place % len(NOISE)] for place in range(size)], lines, places)
+    return text, value, names
 
 
 def variable_tracking(rng: random.Random, size: int, _: Material) -> Sample:
