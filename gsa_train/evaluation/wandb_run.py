@@ -42,9 +42,8 @@ def log_to_wandb(
         return None
     import wandb
 
-    about = {
-        key: value for key, value in results.items() if key not in ("data", "requests", "tasks", "ruler")
-    }
+    scored = ("data", "requests", "tasks", "ruler", "ruler_gold")
+    about = {key: value for key, value in results.items() if key not in scored}
 
     def init(mode: str) -> Run:
         return wandb.init(

@@ -30,6 +30,8 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
         found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
     ruler = results.get("ruler", {})
     found |= {f"ruler/{length}": mean for length, mean in ruler.get("mean", {}).items()}
+    gold = results.get("ruler_gold", {})
+    found |= {f"ruler_bits_per_byte/{length}": mean for length, mean in gold.get("mean", {}).items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 

@@ -51,6 +51,12 @@ RESULTS: dict[str, Any] = {
     "ruler": RULER,
     "requests": {"piqa_rc": {"accuracy": 0.5, "length_normalised_accuracy": 0.75, "bits_per_byte": 1.25}},
     "tasks": {"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.01}}},
+    "ruler_gold": {
+        "bits_per_byte": {"1000": {"vt": 1.5}},
+        "mean": {"1000": 1.5},
+        "tasks": ["vt"],
+        "samples": 3,
+    },
 }
 CALLS = [
     ("pathlib.Path.write_text", 0),
@@ -145,6 +151,7 @@ def test_scores_in_short() -> None:
         "acc/arc": 0.25,
         "ruler/1000": 100.0,
         "ruler/2000": 33.3,
+        "ruler_bits_per_byte/1000": 1.5,
     }
 
 
@@ -182,6 +189,7 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
         "training_run",
         "trained1",
         "eval/perplexity/wiki",
+        "eval/ruler_bits_per_byte/1000",
         "eval/needle",
     )
     deadline = time.monotonic() + 60  # W&B's own process writes the file, some time after it said it finished
