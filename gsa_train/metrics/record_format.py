@@ -36,9 +36,9 @@ Record = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 TEXTS = frozenset(
-    "phase event validation_set signal action reason file checkpoint_name checkpoint_error".split()  # noqa: SIM905
+    "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
 )
-"""Keys of strings that are no numbers, whatever they say."""
+"""Keys of strings that are no numbers, whatever they say; the last two of samples, which a model writes."""
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
 """Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
 there to be compared. Neither do they of PICTURES."""

@@ -239,6 +239,13 @@ def test_a_file_that_cannot_be_made_costs_its_samples_alone(
     assert [each["step"] for each in read_records(tmp_path / "samples.jsonl")] == [4]
 
 
+def test_a_text_that_spells_a_number_stays_a_text(tmp_path: Path) -> None:
+    sample = {"prompt": "Infinity", "text": "NaN", "ended": True}
+    record = {"event": "samples", "step": 1, "phase": "a", "samples": [sample]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_records(tmp_path / "samples.jsonl") == [record]
+
+
 def test_texts_keep_their_lines() -> None:
     record = record_of(1, "a\n# b")
     record["samples"].append({"prompt": "p", "text": "", "ended": True})
