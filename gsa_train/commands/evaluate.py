@@ -72,7 +72,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         action="store_true",
         help="score the run's validation sets beside tasks and RULER, too",
     )
-    text.add_argument("--text-field", default="text", help="of JSON lines or Parquet (default: text)")
+    text.add_argument(
+        "--text-field",
+        default="",
+        help="of JSON lines or Parquet (default: text; of the run's own validation, data.text_field)",
+    )
     text.add_argument("--context-length", type=positive, metavar="TOKENS", help="(default: as in training)")
     text.add_argument(
         "--stride",

@@ -16,13 +16,13 @@ import numpy as np
 from gsa_data.corpus import open_corpus
 from gsa_data.tokenize import check_text
 from gsa_data.validation import validation_documents
+from gsa_train.batches import reading_of
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import not_in_hf
 from gsa_train.evaluation.attention_pictures import write_pictures
 from gsa_train.evaluation.attention_record import HeadMaps, check_place, record_attention
 from gsa_train.evaluation.results import circumstances, result_folder
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
-from gsa_train.evaluation.text import READING
 from gsa_train.evaluation.trained_model import TrainedModel
 from gsa_train.files import read_named
 
@@ -120,8 +120,9 @@ def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) ->
         if subject.config.data.format == "chat":
             raise ValueError("the run's validation text is conversations: give --text or --file")
         place = next(iter(subject.config.data.validation_folders.values()))
-        corpus = open_corpus(place, subject.config.data.text_field, READING)
-        documents = islice(validation_documents(corpus, subject.tokenizer, READING), MOST_DOCUMENTS)
+        reading = reading_of(subject.config)
+        corpus = open_corpus(place, subject.config.data.text_field, reading)
+        documents = islice(validation_documents(corpus, subject.tokenizer, reading), MOST_DOCUMENTS)
         tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
         origin = "a validation document"
     if len(tokens) < LEAST_TOKENS:

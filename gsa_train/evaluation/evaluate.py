@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from gsa_data.faults import Reading
+from gsa_train.batches import reading_of
+from gsa_train.config import Config
 from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text, token_losses
 from gsa_train.evaluation.request_files import is_request_file, score
@@ -25,8 +29,9 @@ from gsa_train.evaluation.ruler_score import (
     score_ruler,
 )
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
-from gsa_train.evaluation.text import WIKITEXT, TextOptions, read_text, words_of
+from gsa_train.evaluation.text import READING, WIKITEXT, TextOptions, read_text, words_of
 from gsa_train.evaluation.wandb_run import log_to_wandb
+from gsa_train.metrics.wandb_sink import wandb_mode
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
 
     Raises:
         ValueError, DataFault, OSError: something cannot be read, or the name is in use.
+        WandbRefused: WANDB_MODE has no mode of W&B.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -48,6 +54,8 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     execution = Execution(arguments.device, arguments.attention, arguments.dtype)
     subject = load_subject(source, arguments.settings, execution)
     folder = result_folder(arguments.name, subject.run_dir, arguments.out)
+    if subject.config is not None:  # refused now, not behind hours of scoring
+        wandb_mode(arguments.wandb or subject.config.logging.wandb, os.environ)
     results: dict[str, Any] = {
         "name": arguments.name,
         "model": subject.about,
@@ -135,14 +143,18 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[st
         raise ValueError(
             f"--stride {arguments.stride}: above the context length {context_length}; give at most that"
         )
+    how = _reading(arguments, None)
     if not places:
         if subject.config is None:
             raise ValueError("nothing to do: give --data PLACE")
+        if subject.config.data.format == "chat":
+            raise ValueError(
+                "the run's validation sets are conversations, which only training scores: give --data PLACE"
+            )
         places = subject.config.data.validation_folders
         max_tokens = max_tokens or subject.config.evaluate.max_blocks * context_length
-    options = TextOptions(
-        context_length, arguments.stride, max_tokens, subject.attend_across_documents, arguments.text_field
-    )
+        how = _reading(arguments, subject.config)
+    options = TextOptions(context_length, arguments.stride, max_tokens, subject.attend_across_documents, *how)
     for name, place in places.items():
         text = read_text(place, subject.tokenizer, options)
         logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
@@ -150,13 +162,26 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[st
         yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}
 
 
+def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str, Reading]:
+    """Field of the text, and limits of reading it: both decide which text a folder holds.
+
+    Args:
+        config: of the run whose own text it is; None: it is of no run.
+    """
+    if config is None:
+        return arguments.text_field or "text", READING
+    return arguments.text_field or config.data.text_field, reading_of(config)
+
+
 def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     """All tasks for which there is text, or those that were asked for."""
     model, tokenizer = subject.model, subject.tokenizer
     haystack: str | None = arguments.haystack
-    if haystack is None and subject.config is not None:
+    how = _reading(arguments, None)
+    if haystack is None and subject.config is not None and subject.config.data.format != "chat":
         haystack = next(iter(subject.config.data.validation_folders.values()))
-    essay = words_of(haystack, tokenizer, max(arguments.ruler), arguments.text_field) if haystack else []
+        how = _reading(arguments, subject.config)
+    essay = words_of(haystack, tokenizer, max(arguments.ruler), *how) if haystack else []
     questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
     without = {"essay"} if not essay else set()
     without |= {"qa_1", "qa_2"} - questions.keys()

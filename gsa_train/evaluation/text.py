@@ -54,6 +54,8 @@ class TextOptions:
     max_tokens: int | None
     attend_across_documents: bool
     text_field: str = "text"
+    reading: Reading = READING
+    """What is left out is decided here, too: that of a run for the sets of a run."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
@@ -66,7 +68,7 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     """
     if place.startswith(WIKITEXT):
         return _wikitext(Path(place.removeprefix(WIKITEXT)), tokenizer, options)
-    corpus = open_corpus(place, options.text_field, READING)
+    corpus = open_corpus(place, options.text_field, options.reading)
     if options.stride is None:
         most = -(-options.max_tokens // options.context_length) if options.max_tokens else sys.maxsize
         found = read_validation_set(
@@ -75,14 +77,14 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
             tokenizer,
             options.context_length,
             most,
-            READING,
+            options.reading,
             options.attend_across_documents,
             split_by_source=False,
         )
         return Text(packed(found.text, tokenizer.eos_id, options), found.text.text_bytes)
     pieces: list[Piece] = []
     text_bytes = tokens = 0
-    for document in validation_documents(corpus, tokenizer, READING):
+    for document in validation_documents(corpus, tokenizer, options.reading):
         inside = document.tokens[:-1]
         if options.max_tokens:
             inside = inside[: options.max_tokens - tokens]
@@ -96,7 +98,9 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     return Text(pieces, text_bytes)
 
 
-def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str) -> list[str]:
+def words_of(
+    place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading = READING
+) -> list[str]:
     """The first words, `count` or fewer, of what `read_text` can read: what white space separates.
 
     Raises:
@@ -105,7 +109,7 @@ def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str) -> l
     if place.startswith(WIKITEXT):
         texts: Iterable[str] = wikitext_articles(Path(place.removeprefix(WIKITEXT)))
     else:
-        documents = validation_documents(open_corpus(place, text_field, READING), tokenizer, READING)
+        documents = validation_documents(open_corpus(place, text_field, reading), tokenizer, reading)
         texts = (tokenizer.decode(document.tokens[:-1]) for document in documents)
     found: list[str] = []
     for text in texts:

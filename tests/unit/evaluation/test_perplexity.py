@@ -21,6 +21,7 @@ from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
 from gsa_hf import GSAConfig
+from gsa_train.batches import read_validation_sets
 from gsa_train.commands import evaluate as command
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluate import evaluate
@@ -101,6 +102,47 @@ def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_pat
     assert found["tokens"] == validation.text.scored_tokens
     assert found["loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-5)
+
+
+def test_the_runs_own_text_is_read_as_the_run_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another field, and without the documents that are too long for it."""
+    place = tmp_path / "validation"
+    place.mkdir()
+    texts = ["A long document, which is left out. " * 20, *["Short ones are read. " * 9] * 200]
+    (place / "a.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    data = {"validation_dir": str(place), "text_field": "content", "max_document_bytes": 300}
+    config = evaluated_config(evaluate={"max_blocks": BLOCKS}, data=data)
+    model = evaluated_model(config)
+    run_dir, tokenizer = save_run(model, config, tmp_path / "run"), Tokenizer(TOKENIZER)
+    sets = read_validation_sets(config, tokenizer)
+    expected = evaluate(model, sets, tokenizer.eos_id, config, single_rank())["validation_loss"]
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 0
+    assert results(run_dir, "own")["data"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
+    words = ("--text-field", "content", "--max-tokens", BLOCKS * LENGTH)
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "other", "--data", place, *words) == 0
+    assert results(run_dir, "other")["data"]["validation"]["loss"] != pytest.approx(expected, rel=1e-5)
+
+
+def test_a_runs_conversations_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = SAMPLE.with_name("sample_chat")
+    data = {"validation_dir": str(chat / "validation"), "chat_template": str(chat / "chat_template.jinja")}
+    config = evaluated_config(data={**data, "format": "chat", "packing": "best_fit"})
+    run_dir = save_run(evaluated_model(config), config, tmp_path / "run")
+    assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 2
+    assert "validation sets are conversations" in capsys.readouterr().err
+    assert not (run_dir / "evaluations").exists()
+
+
+def test_a_wrong_mode_of_wandb_is_refused_before_anything_is_scored(
+    run: tuple[Any, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    assert evaluated(monkeypatch, "--run", run[2], "--name", "x", "--out", tmp_path, "--wandb", "auto") == 2
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_command_scores_the_runs_validation_and_touches_nothing(
