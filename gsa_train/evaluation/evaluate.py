@@ -54,8 +54,8 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     execution = Execution(arguments.device, arguments.attention, arguments.dtype)
     subject = load_subject(source, arguments.settings, execution)
     folder = result_folder(arguments.name, subject.run_dir, arguments.out)
-    if subject.config is not None:  # refused now, not behind hours of scoring
-        wandb_mode(arguments.wandb or subject.config.logging.wandb, os.environ)
+    if subject.config is not None:
+        _check(subject.config, arguments)
     results: dict[str, Any] = {
         "name": arguments.name,
         "model": subject.about,
@@ -78,6 +78,20 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     if subject.config is not None:
         log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
     return folder, text
+
+
+def _check(config: Config, arguments: argparse.Namespace) -> None:
+    """Refuse now what would be refused behind hours of scoring.
+
+    Raises:
+        ValueError, WandbRefused: as of `run_evaluation`.
+    """
+    wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    asks_for_other = arguments.data or arguments.tasks or arguments.ruler
+    if config.data.format == "chat" and (arguments.validation or not asks_for_other):
+        raise ValueError(
+            "the run's validation sets are conversations, which only training scores: give --data PLACE"
+        )
 
 
 def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -147,10 +161,6 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[st
     if not places:
         if subject.config is None:
             raise ValueError("nothing to do: give --data PLACE")
-        if subject.config.data.format == "chat":
-            raise ValueError(
-                "the run's validation sets are conversations, which only training scores: give --data PLACE"
-            )
         places = subject.config.data.validation_folders
         max_tokens = max_tokens or subject.config.evaluate.max_blocks * context_length
         how = _reading(arguments, subject.config)

@@ -132,8 +132,9 @@ def test_a_runs_conversations_are_refused(
     data = {"validation_dir": str(chat / "validation"), "chat_template": str(chat / "chat_template.jinja")}
     config = evaluated_config(data={**data, "format": "chat", "packing": "best_fit"})
     run_dir = save_run(evaluated_model(config), config, tmp_path / "run")
-    assert evaluated(monkeypatch, "--run", run_dir, "--name", "own") == 2
-    assert "validation sets are conversations" in capsys.readouterr().err
+    for words in ((), ("--tasks", str(tmp_path / "absent.jsonl"), "--validation")):
+        assert evaluated(monkeypatch, "--run", run_dir, "--name", "own", *words) == 2
+        assert "validation sets are conversations" in capsys.readouterr().err
     assert not (run_dir / "evaluations").exists()
 
 
