@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.evaluation.ruler_words import NOISE, distinct, letters
+from gsa_train.evaluation.ruler_words import NOISE, TooFewWords, distinct, letters
 from gsa_train.files import read_named
 
 SENTENCE_ENDS = (".", "!", "?")
@@ -268,8 +268,15 @@ def samples(
 def fill(make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str) -> int:
     """The most units, to 1%, with which a prompt has at most `room_tokens`."""
 
+    without_words: dict[int, TooFewWords] = {}
+
     def fits(units: int) -> bool:
-        return len(tokenizer.encode(make(units).prompt)) <= room_tokens
+        try:
+            prompt = make(units).prompt
+        except TooFewWords as error:  # the search may go further than it has to
+            without_words[units] = error
+            return False
+        return len(tokenizer.encode(prompt)) <= room_tokens
 
     if not fits(0):
         raise ValueError(f"{what}: has no room for the task with this tokenizer; give a longer length")
@@ -279,6 +286,8 @@ def fill(make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, 
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if high in without_words:  # with all words there is room left
+        raise without_words[high]
     return low
 
 

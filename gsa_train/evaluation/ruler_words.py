@@ -33,6 +33,10 @@ NOISE = (
 )
 
 
+class TooFewWords(ValueError):
+    """There are not so many different words."""
+
+
 def word(rng: random.Random) -> str:
     return f"{rng.choice(FIRST)}-{rng.choice(NOUNS)}"
 
@@ -57,12 +61,12 @@ def distinct(rng: random.Random, kind: str, count: int, without: set[str] | None
     """Different ones, and none of `without`.
 
     Raises:
-        ValueError: there are not so many words.
+        TooFewWords: there are not so many words.
     """
     taken = set(without or ())
     there_are = len(FIRST) * len(NOUNS)
     if kind == "words" and count + len(taken) > USABLE * there_are:
-        raise ValueError(
+        raise TooFewWords(
             f"{count} different words of {there_are} in all; give a shorter length for this task"
         )
     found: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
+from gsa_train.evaluation import ruler_words
 from gsa_train.evaluation.ruler import TASKS, Material, Question, read_questions, samples
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
@@ -165,6 +167,19 @@ def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Materia
     assert len(TASKS) == 13
     assert len(set(FIRST)) == len(FIRST)
     assert len(set(NOUNS)) == len(NOUNS)
+
+
+def test_a_length_that_there_are_words_for_is_filled(
+    tokenizer: Tokenizer, material: Material, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for how many units have room tries more of them, for which the words do not last."""
+    monkeypatch.setattr(ruler_words, "USABLE", 380 / (len(FIRST) * len(NOUNS)))
+    task = TASKS["niah_multikey_2"]
+    of_all = len(tokenizer.encode(task.make(random.Random(0), 350, material).prompt))
+    (sample,) = samples("niah_multikey_2", of_all + task.new_tokens, 1, 0, tokenizer, material)
+    assert 0.95 * of_all < len(tokenizer.encode(sample.prompt)) <= of_all + 1
+    with pytest.raises(ValueError, match="different words of"):
+        samples("niah_multikey_2", 2 * of_all, 1, 0, tokenizer, material)
 
 
 def test_the_depth_of_a_single_needle(tokenizer: Tokenizer, material: Material) -> None:
