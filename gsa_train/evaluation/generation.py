@@ -50,7 +50,10 @@ def continue_prompts(
             raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
         return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
     settings = {"do_sample": False, **sampling}
-    left_out = [*settings.pop("suppress_tokens", ()), *range(tokenizer.vocab_size, model.config.vocab_size)]
+    left_out = [
+        *(settings.pop("suppress_tokens", None) or ()),
+        *range(tokenizer.vocab_size, model.config.vocab_size),
+    ]
     texts = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in tqdm(range(0, len(order), batch_size), "generate", leave=False, disable=None):
