@@ -22,6 +22,8 @@ from gsa_train.evaluation.request_files import first_request, is_request_file
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")
 PREPARED_TOKENS = ("tokens.json", "tokens.journal")
+CHECKPOINT_METADATA = "metadata.json"
+"""As gsa_train.checkpoint.files has it: where it lies a checkpoint is complete."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, DOUBLED_WAITS = 0.5, 60.0, 7
 """Before a retry of a read: gsa_data.faults.Reading.waits_seconds."""
 
@@ -56,12 +58,18 @@ def check_initial_weights(config: Config) -> list[str]:
         return []
 
     def ask() -> list[str]:
+        if Path(folder).is_dir() or _has_checkpoint(config):
+            return []
         remedy = "name a checkpoint or a run, or leave it out"
-        return (
-            [] if Path(folder).is_dir() else [problem_line(field, folder, _missing("folder", folder), remedy)]
-        )
+        return [problem_line(field, folder, _missing("folder", folder), remedy)]
 
     return _answers([_Question(field, folder, ask)], config.data)
+
+
+def _has_checkpoint(config: Config) -> bool:
+    """A restart goes on from its run's own, also where the weights that the run began with are deleted meanwhile."""
+    own = Path(config.run.dir) / config.run.name / "checkpoints"
+    return any(own.glob(f"step_*/{CHECKPOINT_METADATA}"))
 
 
 def check_tasks(config: Config) -> list[str]:

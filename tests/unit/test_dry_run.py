@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gsa_train.checkpoint.files import MEGATRON_METADATA
 from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
 from gsa_train.config.load import ConfigError
 from gsa_train.dry_run import DEVICE, describe, rank_of
@@ -122,6 +123,18 @@ def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert f"checkpoint.initial_weights = {tmp_path / 'gone'}: no such folder" in report
     with pytest.raises(ConfigError, match="no such folder"):
         load_config(path, [missing], world_size=1)
+
+
+def test_a_restart_needs_no_initial_weights(tmp_path: Path) -> None:
+    """The run that they are of may have deleted them: this one goes on from its own checkpoint."""
+    path = Path("configs/demo.yaml")
+    own = [f"checkpoint.initial_weights={tmp_path / 'gone'}", f"run.dir={tmp_path}", "run.name=new"]
+    checkpoint = tmp_path / "new" / "checkpoints" / "step_00000004"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no such folder"):  # the folder of a save that was not completed
+        load_config(path, own, world_size=1)
+    (checkpoint / MEGATRON_METADATA).touch()
+    load_config(path, own, world_size=1)
 
 
 def test_chunks_of_a_stage_are_named():
