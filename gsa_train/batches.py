@@ -438,6 +438,11 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
                 )
 
 
-def replay_training_blocks(config: Config, tokenizer: Tokenizer, samples: int) -> Iterator[np.ndarray]:
-    """The first `samples` sequences of the run again, in arrays int32 [n, L + 1]."""
-    return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), samples)
+def replay_training_blocks(
+    config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
+) -> Iterator[np.ndarray]:
+    """The sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
+
+    Raises StateMismatch behind them, where the run has read others.
+    """
+    return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -154,11 +154,18 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
 
 
 def ngram_perplexities(
-    blocks: np.ndarray, tokenizer: Tokenizer, samples: int, config: Config
+    blocks: np.ndarray, tokenizer: Tokenizer, text: Mapping[str, Any], config: Config
 ) -> dict[str, float]:
-    """Perplexity on the same text of a unigram and a bigram model of the first `samples` training sequences."""
+    """Perplexity on the same text of a unigram and a bigram model of the run's training sequences.
+
+    Args:
+        text: the position behind them.
+
+    Raises:
+        StateMismatch: the config makes other sequences of the text than those of the run.
+    """
     model = fit_ngrams(
-        replay_training_blocks(config, tokenizer, samples),
+        replay_training_blocks(config, tokenizer, text),
         config.model.vocab_size,
         tokenizer.eos_id,
         config.data.attend_across_documents,

@@ -234,12 +234,25 @@ def whole_epochs(state: dict[str, Any]) -> int:
     return int(min(cursor[0] for cursor in state["cursors"]))
 
 
-def replay_blocks(corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, count: int) -> Iterator[Tokens]:
-    """The first `count` global samples of a run again, as int32 [n, seq_len_tokens + 1] arrays, n <= 64."""
+def replay_blocks(
+    corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, end: Mapping[str, Any]
+) -> Iterator[Tokens]:
+    """The global samples of a run from its start up to the merged state `end` again, as int32 [n, seq_len_tokens + 1]
+    arrays, n <= 64.
+
+    Raises StateMismatch behind the last one where these end elsewhere in the text: the run had other weights of sources
+    or another length of sequences before a resume.
+    """
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
+    count = end["consumed_samples"]
     try:
         for done in range(0, count, 64):
             yield stream.next_blocks(min(64, count - done))
+        again = merge_states([stream.local_state()])
+        if any(again[name] != end[name] for name in ("cursors", "pools")):
+            raise StateMismatch(
+                f"the {count} sequences of the run are not what its config makes of the text from the start"
+            )
     finally:
         stream.close()
 

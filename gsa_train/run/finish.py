@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gsa_data.best_fit import packing_shares
 from gsa_data.source_weights import tokens_by_source
-from gsa_data.stream import whole_epochs
+from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.files import write_atomically
@@ -99,7 +99,12 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
     samples = state.tokens // config.train.seq_len_tokens  # right also if the batch size has changed
     if config.evaluate.ngram_baselines and samples == text["consumed_samples"]:
         blocks = run.data.validation_sets[0].text.blocks
-        baselines = ngram_perplexities(blocks, run.data.tokenizer, samples, config)
+        try:
+            baselines = ngram_perplexities(blocks, run.data.tokenizer, text, config)
+        except StateMismatch as error:
+            run.services.log.message(
+                f"no n-gram baselines: {error}, as where data.source_weights changed at a resume"
+            )
     elif config.evaluate.ngram_baselines:
         run.services.log.message(
             f"no n-gram baselines: the run trained on {samples} sequences, and its text is at number "

@@ -60,6 +60,23 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     assert "plots and report cannot be written: " in again.output
 
 
+def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
+    """Read again with the new ones alone, the text would be another than the run's."""
+    options = (*TINY, *QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")
+    options += ("train.global_batch_size=8", "data.num_lanes=2")
+    first = train(tmp_path, *options, name="first")
+    checkpoint = str(first.checkpoints / "step_00000004")
+    again, other = (
+        train(tmp_path, *options, *more, "--resume-from", checkpoint, name=name)
+        for name, more in (("again", ()), ("other", ("data.source_weights.PythonStdlib=0",)))
+    )
+    found = [json.loads((run.folder / "summary.json").read_text()) for run in (first, again, other)]
+    of_unigram = [summary["unigram_perplexity"] for summary in found]
+    assert of_unigram[0] == of_unigram[1] is not None
+    assert of_unigram[2] is None
+    assert "no n-gram baselines: the 80 sequences of the run are not what its config makes" in other.output
+
+
 def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
     records = old_run.records()
     fresh = start_in(old_run, "--no-resume", faults={"held": [[3, 0]]})
