@@ -62,6 +62,8 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23.02
 fi
 
 latest() { tr -cd 'a-z0-9_' < "$run_dir/checkpoints/latest" 2>/dev/null; }
+# Which file it is: a run that goes on from such a stop (--resume-after-stop) deletes it as it opens its folder.
+spike() { stat -c '%i %Y' "$run_dir/monitor_stop.json" 2>/dev/null; }
 
 asked=
 # USR1: Slurm sends it to this script only. TERM: before a preemption, and to every process of the job.
@@ -69,6 +71,7 @@ asked=
 trap 'asked=USR1; interrupted=yes; kill -USR1 "$!" 2>/dev/null' USR1
 trap 'asked=TERM; interrupted=yes' TERM
 before=$(latest)
+spike_before=$(spike)
 rm -f "$run_dir/stopped.json" "$folder/exit_code"
 say "starting on $SLURM_JOB_NODELIST, latest checkpoint: ${before:-none}"
 srun --kill-on-bad-exit=1 bash "$folder/job.sh" node &
@@ -91,13 +94,14 @@ say "srun ended with code $code; asked to stop: ${asked:-no}; latest checkpoint:
 if [ "$state" != RUNNING ]; then
     exit "$code"  # cancelled, or Slurm is requeueing it already
 fi
-if [ -e "$run_dir/monitor_stop.json" ]; then  # torchrun makes the monitor's exit code 1
+# What the main rank ended with, where torchrun ends with 1: gsa_train/run/exit_codes.py.
+end=$(cat "$folder/exit_code" 2>/dev/null)
+spike_after=$(spike)
+if [ "$end" = 13 ] || { [ -n "$spike_after" ] && [ "$spike_after" != "$spike_before" ]; }; then
     touch "$folder/stopped_by_monitor"
     say "the monitor stopped the run at a spike (monitor_stop.json); not started again"
     exit 13
 fi
-# What the main rank ended with: gsa_train/run/exit_codes.py.
-end=$(cat "$folder/exit_code" 2>/dev/null)
 if [ ! -d "$folder/source" ]; then
     say "$folder is gone, with the source of this job; submit the run again: it goes on from its newest checkpoint"
     exit "$code"

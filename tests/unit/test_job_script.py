@@ -91,6 +91,16 @@ def test_a_job_comes_back_where_that_helps(
     assert job.complete is (code == 0)
 
 
+@pytest.mark.parametrize("code", [13, 75])
+def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
+    """Its file is there until a start opens the run folder; a start that ends before that may be of a bad node, or
+    preempted. Who did not say how to go on is refused with the monitor's code."""
+    (job.run_dir / "monitor_stop.json").touch()
+    assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
+    assert job.requeued is (code != 13)
+    assert (job.frozen / "stopped_by_monitor").exists() is (code == 13)
+
+
 BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 
 
