@@ -79,12 +79,11 @@ class Start:
         """Random numbers go on where they were, if every rank finds its own."""
         assert self.state is not None
         if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
-            logger.warning(
-                "the checkpoint's layout was tensor x pipeline x data x context = %s, now it is %s: random-number "
-                "generators start from run.seed",
-                "x".join(map(str, self.state.layout)),
-                "x".join(map(str, parallel.layout)),
-            )
+            what = "the checkpoint is of another kind of device"
+            before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
+            if before != now:
+                what = f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+            logger.warning("%s: random-number generators start from run.seed", what)
 
 
 def run_dir(config: Config) -> Path:

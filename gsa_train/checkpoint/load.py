@@ -355,10 +355,13 @@ def local_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
-    """Restore this rank's generators if the layout is the one that was saved; says whether it did."""
+    """Restore this rank's generators if layout and kind of device are those that were saved; says whether it did."""
     if tuple(state.layout) != tuple(layout):
         return False
-    set_local_rng(state.rng[rank])
+    saved = state.rng[rank]
+    if len(saved["cuda"]) != len(torch.cuda.get_rng_state()):  # on CPUs it is the CPU's, which no GPU takes
+        return False
+    set_local_rng(saved)
     return True
 
 

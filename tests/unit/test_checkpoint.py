@@ -28,6 +28,7 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
+from gsa_train.resume import Start
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.saving import LR, adam_of, is_intact, names_in
@@ -62,6 +63,26 @@ def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path)
 
 def test_the_run_state_reads_back_equal(save):
     assert read_run_state(save(7)) == run_state(7)
+
+
+def test_generators_of_a_cpu_are_not_those_of_a_gpu(monkeypatch, caplog):
+    """A run that began on a CPU goes on on a GPU, whose generator takes no other's state."""
+    parallel = single_rank()
+    saved = dataclasses.replace(run_state(3), layout=parallel.layout, rng=[checkpoint.local_rng()])
+    start = Start(state=saved)
+    expected = torch.rand(2)
+    start.restore_rng(parallel)
+    assert torch.equal(torch.rand(2), expected)
+    assert not caplog.records
+
+    def set_state(state: torch.Tensor) -> None:  # as torch's, of a seed and an offset
+        assert len(state) == 16, "RNG state is wrong size"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    start.restore_rng(parallel)
+    assert "of another kind of device: random-number generators start from run.seed" in caplog.text
 
 
 def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
