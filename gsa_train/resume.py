@@ -192,12 +192,14 @@ def start_from(
     _check_same_phases(state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
+    # Of this run is what lies in its folder, and what a link there leads to: on another disk is more room.
+    own = (run_dir(config) / "checkpoints").resolve()
     return Start(
         checkpoint=checkpoint,
         state=state,
         phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
         inside_phase=stays or not finished,
-        same_run=checkpoint.resolve().parent.parent == run_dir(config).resolve(),
+        same_run=own in (checkpoint.parent.resolve(), checkpoint.resolve().parent),
         damaged=tuple(damaged),
     )
 

@@ -79,6 +79,22 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
     assert (start.step, start.damaged, start.same_run) == (6, (), True)
 
 
+@pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
+def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved: str, config: Config, tmp_path: Path) -> None:
+    """Taken for another run's, they were refused, or made the outputs of this one move to previous/."""
+    run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
+    far.parent.mkdir(parents=True)
+    (run / moved).rename(far)
+    (run / moved).symlink_to(far)
+    assert go_on(config).same_run
+    assert (start_of(config).step, start_of(config).damaged) == (6, ())
+    older = run / "checkpoints" / "step_00000004"
+    assert go_on(config, resume_from=str(older)).same_run
+    assert start_of(config).step == 4
+    (tmp_path / "link").symlink_to(older)
+    assert start_of(config, resume_from=str(tmp_path / "link")).same_run
+
+
 def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> None:
     (checkpoints_of(config) / "latest").unlink()
     assert start_of(config).step == 6
