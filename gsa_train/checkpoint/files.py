@@ -181,7 +181,7 @@ def recover_folder(checkpoints: Path) -> None:
     put_back(checkpoints)
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
         try:
-            shutil.rmtree(leftover)
+            _delete(leftover)
         except (
             OSError
         ) as error:  # on NFS where another process holds a file of it open; the next save tries again
@@ -375,10 +375,18 @@ def prune(
             failures.append(f"{old.name} could not be deleted: {error}")
     for doomed in checkpoints.glob(".tmp_step_*"):  # and what could not be deleted before
         try:
-            shutil.rmtree(doomed)
+            _delete(doomed)
         except OSError as error:  # on NFS where another process holds a file of it open
             failures.append(f"{doomed.name.removeprefix('.tmp_')} could not be deleted: {error}")
     return failures
+
+
+def _delete(folder: Path) -> None:
+    """Of a link the link alone: what it leads to was moved there by a person."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def write_durably(path: Path, content: bytes) -> FileRecord:

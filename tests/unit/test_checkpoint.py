@@ -98,6 +98,17 @@ def test_milestones_stay_beside_the_newest(save, tmp_path):
     assert sorted(names_in(tmp_path)) == ["latest", *(f"step_{step:08d}" for step in (4, 8, 12, 13))]
 
 
+def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
+    """To another disk, with a link in its place: each save would say again that it could not be deleted."""
+    save(1)
+    moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
+    (tmp_path / "step_00000001").symlink_to(moved)
+    save(2)
+    assert checkpoint_files.prune(tmp_path, 1, tmp_path / "step_00000002") == []
+    assert names_in(tmp_path) == {"latest", "moved", "step_00000002"}
+    assert is_intact(moved)
+
+
 def test_small_files_are_in_each_checkpoint_and_its_manifest(trained, tmp_path):
     """As the tokenizer: what is copied elsewhere has it, and a resume notices when it is another."""
     small_files = {"tokenizer.model": b"pieces"}
