@@ -80,7 +80,9 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
 
 
 @pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
-def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved: str, config: Config, tmp_path: Path) -> None:
+def test_checkpoints_that_a_link_leads_to_are_the_runs_own(
+    moved: str, config: Config, tmp_path: Path
+) -> None:
     """Taken for another run's, they were refused, or made the outputs of this one move to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
     far.parent.mkdir(parents=True)
