@@ -192,14 +192,17 @@ def start_from(
     _check_same_phases(state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
-    # Of this run is what lies in its folder, and what a link there leads to: on another disk is more room.
-    own = (run_dir(config) / "checkpoints").resolve()
+    # Of this run is what lies in its folder, by whatever link it is named, and what a link there leads to: on another
+    # disk is more room.
+    own = run_dir(config) / "checkpoints"
+    if checkpoint.resolve().parent == own.resolve():
+        checkpoint = own / checkpoint.resolve().name
     return Start(
         checkpoint=checkpoint,
         state=state,
         phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
         inside_phase=stays or not finished,
-        same_run=own in (checkpoint.parent.resolve(), checkpoint.resolve().parent),
+        same_run=checkpoint.parent.resolve() == own.resolve(),
         damaged=tuple(damaged),
     )
 

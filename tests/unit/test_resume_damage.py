@@ -93,8 +93,13 @@ def test_checkpoints_that_a_link_leads_to_are_the_runs_own(
     older = run / "checkpoints" / "step_00000004"
     assert go_on(config, resume_from=str(older)).same_run
     assert start_of(config).step == 4
-    (tmp_path / "link").symlink_to(older)
-    assert start_of(config, resume_from=str(tmp_path / "link")).same_run
+
+
+def test_an_older_checkpoint_named_by_a_link_elsewhere_counts_as_that(config: Config, tmp_path: Path) -> None:
+    """What is newer is set aside, else a restart before the next save would go on from there."""
+    (tmp_path / "link").symlink_to(checkpoints_of(config) / "step_00000004")
+    assert go_on(config, resume_from=str(tmp_path / "link")).same_run
+    assert start_of(config).step == 4
 
 
 def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> None:
