@@ -199,6 +199,10 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         return
 
     keys = path.split(".")
+    for depth in range(1, len(keys)):
+        if _has_names(problems.root, keys[:depth]):
+            keys[depth:] = [".".join(keys[depth:])]
+            break
     node: Any = tree
     for depth, key in enumerate(keys):
         where = ".".join(keys[:depth])
@@ -212,13 +216,22 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         elif isinstance(node, dict):
             index = key
             if not is_last and node.get(key) is None:
-                node[key] = [] if keys[depth + 1].isdecimal() else {}
+                is_list = keys[depth + 1].isdecimal() and not _has_names(problems.root, keys[: depth + 1])
+                node[key] = [] if is_list else {}
         else:
             problems.add(path, text, f"{where} is not a section", f"correct {where} first")
             return
         if is_last:
             node[index] = value
         node = node[index]
+
+
+def _has_names(root: type, keys: Sequence[str]) -> bool:
+    """Whether a field holds values under names: those of sources may have dots, or be digits alone."""
+    hint: Any = root
+    for key in keys:
+        hint = _hints(hint).get(key) if _is_section(hint) else None
+    return typing.get_origin(hint) is dict
 
 
 def _has_comment(text: str) -> bool:

@@ -150,7 +150,7 @@ def test_sets_take_the_place_of_validation_dir(write):
         ),
         ("data.validation_sets.wiki=[1]", ["data.validation_sets.wiki", "not plain text"]),
         ("data.validation_sets.wiki=${a}", ["data.validation_sets.wiki", "not plain text"]),
-        ("data.validation_sets.a.b=/x", ["data.validation_sets.a", "not plain text"]),
+        ("data.validation_sets.a.b=/x", ["a.b is not a plain name", "letters, digits"]),
         ("data.validation_sets.wi-ki=/x", ["wi-ki is not a plain name", "letters, digits"]),
         ("data.validation_sets.0=/x", ["0 is not a plain name"]),
         ("data.validation_sets=/x", ["= /x: not a value under a name", "data.validation_sets.NAME=VALUE"]),
@@ -182,6 +182,10 @@ def test_weights_of_sources_have_any_names(write):
         "RedPajamaC4": 0.0,
     }
     assert load_config(write(config_to_yaml(config))) == config
+    # A name of digits alone is no number of an item, and behind a dot in a name is no field.
+    for name in ("2019", "dolma-v1.7/cc"):
+        config = load_config(write(PHASE), [f"data.source_weights.{name}=0.5"])
+        assert config.data.source_weights == {name: 0.5}
     (problem,) = problems_of(write(PHASE), ["data.source_weights.a=much"])
     assert "data.source_weights.a = much: not a number" in problem
 
