@@ -29,6 +29,7 @@ from gsa_data import (
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
 from gsa_data.reader import TextReader
+from gsa_data.stream import StateMismatch
 from gsa_data.validation import MOST_THREADS
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
@@ -378,9 +379,21 @@ def test_leaves_the_random_state_alone_and_measures_waiting(corpus: Manifest, to
 
 
 def test_replay_gives_the_consumed_samples(corpus: Manifest, tokenizer: Tokenizer, reference: Run) -> None:
-    chunks = list(replay_blocks(corpus, tokenizer, CONFIG, 150))
-    assert [len(chunk) for chunk in chunks] == [64, 64, 22]
-    assert np.concatenate(chunks).tolist() == [reference.samples[sample] for sample in range(150)]
+    chunks = list(replay_blocks(corpus, tokenizer, CONFIG, reference.state()))
+    assert [len(chunk) for chunk in chunks] == [64, 64, 64]
+    assert np.concatenate(chunks).tolist() == [reference.samples[sample] for sample in range(192)]
+    end = read_run(corpus, tokenizer, CONFIG, steps=5).state()
+    assert [len(chunk) for chunk in replay_blocks(corpus, tokenizer, CONFIG, end)] == [64, 16]
+
+
+def test_replay_of_another_text_than_was_consumed_is_noticed(
+    corpus: Manifest, tokenizer: Tokenizer, reference: Run
+) -> None:
+    """Of a run that had other weights of sources, or another length, before a resume."""
+    for change in ({"source_weights": {"Synthetic": 0.5}}, {"seq_len_tokens": 48}):
+        config = replace(CONFIG, **change)  # type: ignore[arg-type]
+        with pytest.raises(StateMismatch, match="the 192 sequences of the run are not what its config makes"):
+            list(replay_blocks(corpus, tokenizer, config, reference.state()))
 
 
 def test_validation_blocks(corpus: Manifest, tokenizer: Tokenizer) -> None:
