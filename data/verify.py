@@ -47,12 +47,15 @@ class ShardReport:
     problems: list[str]
 
 
-def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> ShardReport:
+def verify_shard(
+    root: Path, relpath: str, expected: dict[str, Any] | None, text_field: str = "text"
+) -> ShardReport:
     """Read one shard. `expected` is its entry in manifest.json, None when there is no manifest."""
     problems: list[str] = []
     parsed: list[Document | str] = []
     size_bytes = (root / relpath).stat().st_size
-    reading, manifest = Reading(max_bad_line_fraction=1.0), Manifest(str(root), ((relpath, size_bytes),))
+    reading = Reading(max_bad_line_fraction=1.0)
+    manifest = Manifest(str(root), ((relpath, size_bytes),), text_field)
     try:
         parsed = read_documents(manifest, relpath, reading, Counter())
     except DataFault as fault:
@@ -77,7 +80,7 @@ def verify_shard(root: Path, relpath: str, expected: dict[str, Any] | None) -> S
     return ShardReport(relpath, size_bytes, len(documents), text_bytes, sources, problems)
 
 
-def verify_corpus(root: Path) -> tuple[list[ShardReport], list[str]]:
+def verify_corpus(root: Path, text_field: str = "text") -> tuple[list[ShardReport], list[str]]:
     """Reports of all shards under `root`, and all problems: theirs, and shards missing or not listed."""
     manifest_file = root / "manifest.json"
     listed: dict[str, dict[str, Any]] | None = None
@@ -95,7 +98,7 @@ def verify_corpus(root: Path) -> tuple[list[ShardReport], list[str]]:
             f"{relpath}: listed in manifest.json but missing" for relpath in sorted(listed.keys() - found)
         ]
         problems += [f"{relpath}: not listed in manifest.json" for relpath in found if relpath not in listed]
-    reports = [verify_shard(root, relpath, (listed or {}).get(relpath)) for relpath in found]
+    reports = [verify_shard(root, relpath, (listed or {}).get(relpath), text_field) for relpath in found]
     return reports, problems + [problem for report in reports for problem in report.problems]
 
 
@@ -143,9 +146,9 @@ def best_fit_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.in
     return np.array(parts)
 
 
-def lane_lengths(root: str, tokenizer: Tokenizer, num_lanes: int) -> list[list[int]]:
+def lane_lengths(manifest: Manifest, tokenizer: Tokenizer, num_lanes: int) -> list[list[int]]:
     """Tokens of the documents of each lane in one epoch, with their EOS, in the order of a run with seed 0."""
-    reader = LaneReader(TextReader(build_manifest(root), tokenizer, Reading()), num_lanes, 0, True)
+    reader = LaneReader(TextReader(manifest, tokenizer, Reading()), num_lanes, 0, True)
     epochs = (
         itertools.takewhile(lambda piece: piece[0].epoch == 0, reader.pieces(lane))
         for lane in range(num_lanes)
@@ -186,13 +189,13 @@ def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int
 
 
 def report_packing(
-    root: str, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int, k_base: int
+    manifest: Manifest, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int, k_base: int
 ) -> str:
     if min(seq_len_tokens, num_lanes, pool, k_base) < 1:
         raise ValueError(
             f"--seq-len={seq_len_tokens}, --num-lanes={num_lanes}, --pool={pool}, --k-base={k_base} must be at least 1"
         )
-    lanes = lane_lengths(root, tokenizer, num_lanes)
+    lanes = lane_lengths(manifest, tokenizer, num_lanes)
     lengths = np.concatenate(lanes)
     rows = {
         "concatenate": (
@@ -230,6 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--text-field", default="text", help="data.text_field of the run")
     parser.add_argument(
         "--tokenizer", help="report on packing, too; this reads and tokenizes everything again"
     )
@@ -240,10 +244,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     packing = ""
     try:
-        reports, problems = verify_corpus(options.folder)
+        reports, problems = verify_corpus(options.folder, options.text_field)
         if options.tokenizer and not problems:
             packing = report_packing(
-                str(options.folder),
+                build_manifest(str(options.folder), options.text_field),
                 Tokenizer(options.tokenizer),
                 options.seq_len,
                 options.num_lanes,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gsa_train.config import Config
-from gsa_train.config.load import field_names
+from gsa_train.config.load import fields_named
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run.exit_codes import REFUSED
@@ -154,14 +154,17 @@ def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     reasons = []
     for word in words:
         name, _, value = word.partition("=")
-        fields = [field for field in field_names(Config) if field.split(".")[-1] == name.lstrip("-")]
+        fields = fields_named(name.lstrip("-").replace("-", "_"), Config)
         meant = [option for option in options if len(name) > 2 and option.startswith(name)]
-        meant = meant or difflib.get_close_matches(name, options, n=1)
+        meant = meant or [each for each in difflib.get_close_matches(name, options, n=1) if each != "--help"]
         if fields:
             forms = " or ".join(f"{field}={value or 'VALUE'}" for field in fields)
             reasons.append(f"{word}: no such option; fields of the config have no dashes; write {forms}")
         else:
-            remedy = f"did you mean {' or '.join(meant)}?" if meant else "--help lists them"
+            lists = (
+                "--help lists them; fields of the config are section.field=VALUE (docs/reference/config.md)"
+            )
+            remedy = f"did you mean {' or '.join(meant)}?" if meant else lists
             reasons.append(f"{word}: no such option; {remedy}")
     return "; ".join(reasons)
 

@@ -43,8 +43,11 @@ def add_commands(commands: Any) -> None:
     tokenizer.add_argument(
         "--shards", required=True, help="folder of the text, in any format of data.train_dir"
     )
-    tokenizer.add_argument("--out", type=Path, required=True)
-    tokenizer.add_argument("--vocab-size", type=int, default=4096)
+    tokenizer.add_argument(
+        "--out", type=Path, required=True, help="file of the tokenizer, such as tokenizer.model"
+    )
+    tokenizer.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
+    tokenizer.add_argument("--text-field", default="text", help="field of a line that holds the text")
     tokenizer.set_defaults(run=_run_tokenizer)
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)
@@ -66,7 +69,8 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
-    train_tokenizer(options.shards, options.out, options.vocab_size)
+    train_tokenizer(options.shards, options.out, options.vocab_size, options.text_field)
+    print(f"{options.out}: a tokenizer of {options.vocab_size} tokens, from the text of {options.shards}")
     return 0
 
 
@@ -84,13 +88,13 @@ def pieces_of(line: str) -> Iterator[str]:
         begin = end + (end == space)  # sentencepiece puts a space before each piece
 
 
-def train_tokenizer(shards: str, out: Path, vocab_size: int) -> None:
+def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "text") -> None:
     """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2.
 
     Raises:
         DataFault: the shards hold no text, or none from which a vocabulary of this size can be made.
     """
-    manifest, reading = build_manifest(shards), Reading(max_bad_line_fraction=0.0)
+    manifest, reading = build_manifest(shards, text_field), Reading(max_bad_line_fraction=0.0)
 
     def lines() -> Iterator[str]:
         for relpath, _ in manifest.shards:

@@ -75,7 +75,7 @@ def _check_sizes(config: Config, world_size: int) -> list[str]:
                 "world size",
                 world_size,
                 f"not a multiple of {' x '.join(f'{field} = {size}' for field, size in sizes.items())}",
-                f"start {nearest(world_size, unit)} ranks, or change the sizes",
+                f"start {nearest(world_size, unit)} ranks (a dry run: --world-size), or change the sizes",
             )
         )
     if parallel.grad_reduce_dtype == "bf16" and config.train.precision == "fp32":

@@ -20,6 +20,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
+from gsa_train.config.other_names import FIELD_OF
+
 Built = TypeVar("Built")
 
 
@@ -396,18 +398,41 @@ def _type_in_words(hint: Any) -> str:
 def _add_unknown(cls: type, key: str, value: object, where: str, problems: Problems) -> None:
     prefix = f"{where}." if where else ""
     known = list(_hints(cls))
-    close = difflib.get_close_matches(key, known, n=1)
-    elsewhere = [name for name in field_names(problems.root) if name.split(".")[-1] == key]
-    meant = [f"{prefix}{close[0]}"] if close else elsewhere
+    shown = "{...}" if isinstance(value, dict | list) else value
+    meant = _meant(known, key, value, prefix, problems.root)
     remedy = f"did you mean {' or '.join(meant)}?" if meant else "remove it."
     keys = f"{f'Keys of {where}' if where else 'Sections'}: {', '.join(known)}"
-    shown = "{...}" if isinstance(value, dict | list) else value
     problems.add(f"{prefix}{key}", shown, "unknown key", f"{remedy} {keys}", meant=meant)
 
 
+def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -> list[str]:
+    """The fields that an unknown key of a section with these `known` ones may stand for."""
+    here = FIELD_OF.get(key, "").split(".")[-1]
+    close = [here] if here in known else difflib.get_close_matches(key, known, n=1)
+    if close and (here in known or key not in FIELD_OF):
+        return [f"{prefix}{close[0]}"]
+    inner = value if isinstance(value, dict) and not prefix else {}  # of a section that there is not
+    found = fields_named(key, root) or [field for name in inner for field in fields_named(str(name), root)]
+    return found or [f"{prefix}{name}" for name in close]
+
+
+def fields_named(key: str, root: type) -> list[str]:
+    """Fields of a config of class `root` that bear this name without their section, here or in another framework."""
+    names = field_names(root)
+    if FIELD_OF.get(key) in names:
+        return [FIELD_OF[key]]
+    return [name for name in names if name.split(".")[-1] == key]
+
+
 def field_names(cls: type, prefix: str = "") -> list[str]:
-    """`section.field` of every field of a dataclass of dataclasses; lists are left out."""
+    """`section.field` of every field of a dataclass of dataclasses; of a list of sections those of item 0."""
     names = []
     for key, hint in _hints(cls).items():
-        names += field_names(hint, f"{prefix}{key}.") if _is_section(hint) else [f"{prefix}{key}"]
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        if _is_section(hint):
+            names += field_names(hint, f"{prefix}{key}.")
+        elif _is_section(item):
+            names += field_names(item, f"{prefix}{key}.0.")
+        else:
+            names.append(f"{prefix}{key}")
     return names

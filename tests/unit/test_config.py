@@ -25,6 +25,8 @@ from gsa_train.config import (
     config_to_yaml,
     load_config,
 )
+from gsa_train.config.load import field_names
+from gsa_train.config.other_names import FIELD_OF, OTHER_NAMES
 from gsa_train.study.study_file import load_study
 
 PHASE = "phases:\n  - {name: sparse, steps: 5}\n"
@@ -193,6 +195,14 @@ def test_weights_of_sources_have_any_names(write):
 # ---- mistakes
 
 
+def test_names_of_other_frameworks_lead_to_fields():
+    fields = field_names(Config)
+    assert [field for field in OTHER_NAMES if field not in fields] == []
+    assert len(FIELD_OF) == sum(len(names.split()) for names in OTHER_NAMES.values())
+    ours = {part for field in fields for part in (field.split(".")[-1], field.split(".")[0])}
+    assert ours & set(FIELD_OF) == set()
+
+
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
@@ -207,6 +217,13 @@ def test_weights_of_sources_have_any_names(write):
         ),
         ("model.seq_len_tokens=3", ["unknown key", "did you mean train.seq_len_tokens?"]),
         ("seed=3", ["unknown key", "did you mean run.seed or data.seed?"]),
+        ("lr=3", ["unknown key", "did you mean phases.0.lr?"]),
+        ("train.steps=3", ["unknown key", "did you mean phases.0.steps or profile.steps?"]),
+        ("tensor_model_parallel_size=2", ["unknown key", "did you mean parallel.tensor?"]),
+        ("model.num_attention_heads=4", ["unknown key", "did you mean model.num_heads?"]),
+        ("phases.0.learning_rate=1", ["unknown key", "did you mean phases.0.lr?"]),
+        ("evaluate.interval=3", ["unknown key", "did you mean evaluate.every_steps?"]),
+        ("optimizer.lr=3", ["optimizer = {...}: unknown key; did you mean phases.0.lr?"]),
         ("model.zzz=3", ["unknown key", "remove it", "Keys of model:"]),
         ("model.num_layers=four", ["model.num_layers = four", "not an integer", "model.num_layers=4"]),
         ("model.num_layers=4.0", ["model.num_layers = 4.0", "not an integer"]),

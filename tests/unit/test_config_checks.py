@@ -87,7 +87,8 @@ def test_what_is_allowed(base, overrides):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fragment"), [(0, "start 1 rank"), (3, "start 2 or 4 ranks"), (1, "start 2 ranks")]
+    ("world_size", "fragment"),
+    [(0, "start 1 rank"), (3, "start 2 or 4 ranks"), (1, "start 2 ranks (a dry run: --world-size)")],
 )
 def test_the_world_size(base, world_size, fragment):
     config = load_config(base, ["parallel.tensor=2"])

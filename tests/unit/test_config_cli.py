@@ -60,6 +60,13 @@ def test_what_a_dry_run_plans_for():
         (["--config", "c", "--resume", "."], "did you mean --resume-from or --resume-after-stop?"),
         (["--config", "c", "--worldsize=2"], "--worldsize=2: no such option; did you mean --world-size?"),
         (["--config", "c", "-x"], "-x: no such option; --help lists them"),
+        (["--config", "c", "--tp", "2"], "fields of the config have no dashes; write parallel.tensor=VALUE"),
+        (
+            ["--config", "c", "--hlpp", "2"],
+            "--hlpp: no such option; --help lists them; fields of the config are section.field=VALUE",
+        ),
+        (["--config", "c", "--tensor-model-parallel-size", "2"], "write parallel.tensor=VALUE"),
+        (["--config", "c", "--num-layers", "3"], "write model.num_layers=VALUE"),
         (["--config", "c", "--seed", "3"], "write run.seed=VALUE or data.seed=VALUE"),
         (
             ["--config", "c", "--num_layers=3"],

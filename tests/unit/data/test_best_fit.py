@@ -140,7 +140,7 @@ def test_the_report_of_verify(
     printed = capsys.readouterr().out
     rows = dict(re.findall(r"^(concatenate|best_fit, pool of 5) +(.*)$", printed, re.MULTILINE))
 
-    lanes = verify.lane_lengths(corpus.root, tokenizer, 2)
+    lanes = verify.lane_lengths(corpus, tokenizer, 2)
     assert sum(map(len, lanes)) == 200
     cut = parts = blocks = 0
     for lengths in lanes:

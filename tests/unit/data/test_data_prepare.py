@@ -66,6 +66,21 @@ def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert codes == {"good": 0, "bad": 1, "missing": 1}
 
 
+def test_text_in_another_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shard(tmp_path / "shards" / "s.jsonl.zst", [b'{"content": "plain text of some words"}'])
+    shards, model = str(tmp_path / "shards"), tmp_path / "t.model"
+    train = ["tokenizer", "--shards", shards, "--out", str(model), "--vocab-size", "280"]
+    assert main(train) == 1
+    assert not model.exists()
+    assert main([*train, "--text-field", "content"]) == 0
+    assert f"{model}: a tokenizer of 280 tokens, from the text of {shards}" in capsys.readouterr().out
+    assert Tokenizer(str(model)).vocab_size == 280
+    packing = ["--tokenizer", str(model), "--seq-len", "4", "--num-lanes", "1"]
+    assert verify.main([shards, *packing]) == 1
+    assert verify.main([shards, *packing, "--text-field", "content"]) == 0
+    assert "packing at 4 tokens, 1 lanes: 1 documents" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", "nonsense", '{"shards": [{}]}'])
 def test_verify_names_a_manifest_of_another_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
