@@ -1,4 +1,5 @@
-"""How a command ends that prints and is done: at Ctrl-C, and where what reads it has left, as `| head` does."""
+"""How a command ends that prints and is done: at Ctrl-C, without memory, and where what reads it has left, as `| head`
+does."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ READER_LEFT = 141
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Around such a command; `@as_command()` at its `main`. A line instead of a traceback at Ctrl-C, nothing where the
-    reader has left.
+    """Around such a command; `@as_command()` at its `main`. A line instead of a traceback at Ctrl-C and without memory,
+    nothing where the reader has left.
 
     Not around training, which goes on without a reader, and heeds signals itself.
     """
@@ -29,11 +30,23 @@ def as_command() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        reason = (str(error).splitlines() or ["of the host"])[0]
+        print(f"out of memory: {reason}; take shorter sequences, or fewer at once", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
         if not _reader_left():  # another pipe or socket broke
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
         sys.exit(READER_LEFT)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the host or of a device; torch, which has no class of its own for the host, may not be loaded here."""
+    is_devices = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or is_devices or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def _reader_left() -> bool:

@@ -148,11 +148,11 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
+    found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
     if not any((folder / name).is_file() for name in (TOKENIZER_JSON, SENTENCEPIECE_MODEL)):
         raise ValueError(
             f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
-    found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
     attention = chosen_attention(attention, device, found.index_pool)
     model = read_gsa_model(folder, found, found, attention)
     try:

@@ -56,6 +56,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     folder = result_folder(arguments.name, subject.run_dir, arguments.out)
     if subject.config is not None:
         _check(subject.config, arguments)
+    _warn_of_length(subject, arguments)
     results: dict[str, Any] = {
         "name": arguments.name,
         "model": subject.about,
@@ -91,6 +92,19 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     if config.data.format == "chat" and (arguments.validation or not asks_for_other):
         raise ValueError(
             "the run's validation sets are conversations, which only training scores: give --data PLACE"
+        )
+
+
+def _warn_of_length(subject: Subject, arguments: argparse.Namespace) -> None:
+    """Where the model has seen no such positions in training, and nothing is asked of its rotary embedding."""
+    length = max([arguments.context_length or 0, *arguments.ruler])
+    rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
+    if length > subject.trained_length and not rotary:
+        logger.warning(
+            "%d tokens: more than the %d of a sequence in training, whose positions the model knows; for longer ones "
+            "see model.rope_scaling",
+            length,
+            subject.trained_length,
         )
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gsa_train import commands
 from gsa_train.commands import goodput
@@ -56,6 +57,21 @@ def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
     assert end.value.code == INTERRUPTED
     assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, as_command():
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("out of memory: ")
+    assert "take shorter sequences, or fewer at once" in said
+    assert said.count("\n") == 1
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        with pytest.raises(SystemExit), as_command():
+            raise error
+    with pytest.raises(RuntimeError, match="shapes"), as_command():
+        raise RuntimeError("shapes do not fit")
 
 
 def test_every_command_ends_so() -> None:

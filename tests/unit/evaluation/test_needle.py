@@ -61,6 +61,27 @@ def ruler_of(folder: Path, out: Path, lengths: str, samples: int, *more: str) ->
     return found
 
 
+@pytest.mark.parametrize(
+    ("more", "warns"), [((), True), (("model.rope_base=1e6",), False), (("--ruler", "256"), False)]
+)
+def test_positions_that_training_had_not(
+    folders: dict[Defect, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: tuple[str, ...],
+    warns: bool,
+) -> None:
+    words = ["--hf", str(folders[""]), "--out", str(tmp_path), "--name", "far", "--ruler", "LENGTH", *more]
+    trained = json.loads((folders[""] / "config.json").read_text())["max_position_embeddings"]
+    words[words.index("LENGTH")] = str(trained + 1)
+    words += ["--ruler-tasks", "niah_single_1", "--ruler-samples", "1"]
+    with caplog.at_level("WARNING"):
+        run_evaluation(parse(words), words)
+    assert (
+        f"{trained + 1} tokens: more than the {trained} of a sequence in training" in caplog.text
+    ) == warns
+
+
 def test_every_needle_is_found_by_few_keys(folders: dict[Defect, Path], tmp_path: Path) -> None:
     found = ruler_of(folders[""], tmp_path, "512,1024", 5, "--seed", "1")
     assert found["scores"] == {length: dict.fromkeys(TASKS, 100.0) for length in ("512", "1024")}
