@@ -8,6 +8,7 @@ budget of keys, or with YaRN, or a dense model gets gates and an indexer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ MEANING = {
 }
 """Fields that give weights their meaning without always changing their shapes; those of `gsa` where the checkpoint has
 such weights."""
+
+SIZES = {
+    "model": ("hidden_size", "ffn_hidden_size", "vocab_size"),
+    "moe": ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+    "gsa": ("indexer_dim",),
+}
+"""Fields that a weight of another size may come from, beside those of MEANING."""
 
 WITHOUT_WEIGHTS = ("output_transform",)
 """The same of `gsa`, of every checkpoint."""
@@ -128,16 +136,14 @@ def load_initial_weights(
             f"{config.data.tokenizer}, so its embedding stands for other pieces. Use the tokenizer file of that run."
         )
     saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
+    others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
     problems = [
         *_other_meaning(config, state, set(saved)),  # first, for they often are why tensors are others
+        *(_differing(config, state, SIZES) if others else ()),
         *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
         *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
-        *(
-            f"{name}: {shape} here, {saved[name]} in the checkpoint"
-            for name, shape in sorted(wanted.items())
-            if name in saved and saved[name] != shape
-        ),
+        *(f"{name}: {wanted[name]} here, {saved[name]} in the checkpoint" for name in others),
     ]
     if problems:
         shown = "".join(f"\n  {line}" for line in problems[:8])
@@ -170,10 +176,14 @@ def load_initial_main_weights(
 
 
 def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
-    saved = saved_sections(state.config_yaml)
     fields = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
     if any(part in name for name in saved_names for part in NEW):
         fields["gsa"] += MEANING["gsa"]
+    return _differing(config, state, fields)
+
+
+def _differing(config: Config, state: RunState, fields: Mapping[str, tuple[str, ...]]) -> list[str]:
+    saved = saved_sections(state.config_yaml)
     lines = []
     for section, names in fields.items():
         part = getattr(config, section)

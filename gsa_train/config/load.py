@@ -185,7 +185,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         )
         return
     if not text.strip():
-        problems.add(path, "", "no value after the =", f"write {path}=VALUE")
+        problems.add(path, "", "no value after the =", f"write {path}=VALUE, for an empty text {path}=\"''\"")
         return
     try:
         value = yaml.load(text, _TextLoader)

@@ -15,7 +15,9 @@ import torch
 from transformers import GenerationConfig
 
 import gsa_hf
-from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+from gsa_data.chat_template import ChatTemplate, find_chat_template
+from gsa_data.faults import Reading
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
 from gsa_train.checkpoint.files import (
     complete_checkpoints,
     find_checkpoint,
@@ -76,7 +78,8 @@ def export_hf(
     found = pairs(config)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
-    warnings = _warnings(config, state)
+    template = _chat_template(config, state)
+    warnings = _warnings(config, state, template)
     with new_folder(out) as folder:
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
         hf_config.dtype = dtype_name(kind)
@@ -86,7 +89,7 @@ def export_hf(
         hf_config.save_pretrained(folder)
         GenerationConfig(eos_token_id=tokenizer.eos_id).save_pretrained(folder)
         _copy_code(folder)
-        write_tokenizer(tokenizer, folder, config.train.seq_len_tokens)
+        write_tokenizer(tokenizer, folder, config.train.seq_len_tokens, template)
         card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_shards(folder, planned, max_shard_bytes)
@@ -206,7 +209,18 @@ def _copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _warnings(config: Config, state: RunState) -> list[str]:
+def _chat_template(config: Config, state: RunState) -> ChatTemplate | None:
+    """What wrote the run's conversations, where its file is still there; None also for a run on text."""
+    if config.data.format != "chat":
+        return None
+    try:
+        found = find_chat_template(config.data.tokenizer, config.data.chat_template, Reading())
+    except TokenizerError:
+        return None
+    return found if found.fingerprint == state.data.get("chat_template_fingerprint") else None
+
+
+def _warnings(config: Config, state: RunState, template: ChatTemplate | None) -> list[str]:
     """What a user of the model should know of the moment at which it was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
@@ -214,5 +228,11 @@ def _warnings(config: Config, state: RunState) -> list[str]:
         said.append(
             f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
             "and attention here is sparse."
+        )
+    if config.data.format == "chat" and template is None:
+        said.append(
+            "Trained on conversations, but the chat template that wrote them is not where the run's config has it "
+            "(data.chat_template, or beside data.tokenizer), or is another one: the folder has none. Put it there as "
+            "chat_template.jinja."
         )
     return said

@@ -11,6 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer
 
+from gsa_data.chat_template import TEMPLATE_FILE, ChatTemplate
 from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
 
 PROBES = (
@@ -35,11 +36,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 UNIGRAM, BPE = 1, 2
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the run's file, a tokenizer.json and tokenizer_config.json.
+def write_tokenizer(
+    tokenizer: Tokenizer, folder: Path, max_length: int, template: ChatTemplate | None = None
+) -> None:
+    """Write the run's file, a tokenizer.json, tokenizer_config.json and the chat template.
 
     Args:
         max_length: tokens of a sequence that the model was trained on.
+        template: of the conversations that it was trained on.
 
     Raises:
         ValueError: what AutoTokenizer makes of it gives other ids for some text.
@@ -48,13 +52,21 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
     if tokenizer.file_name != TOKENIZER_JSON:
         (folder / TOKENIZER_JSON).write_text(convert_sentencepiece(tokenizer.file, tokenizer.path))
     loaded = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    known = {
+        name: token
+        for name, token in (template.special_tokens if template else {}).items()
+        if loaded.token_to_id(token) is not None
+    }
     settings: dict[str, Any] = {
+        **known,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": loaded.id_to_token(tokenizer.eos_id),
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    if template is not None:
+        (folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
     check_same_ids(tokenizer, folder)
 
 

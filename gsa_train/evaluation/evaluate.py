@@ -91,7 +91,8 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     asks_for_other = arguments.data or arguments.tasks or arguments.ruler
     if config.data.format == "chat" and (arguments.validation or not asks_for_other):
         raise ValueError(
-            "the run's validation sets are conversations, which only training scores: give --data PLACE"
+            "the run's validation sets are conversations, which its own validations score (validation_loss in "
+            "metrics.jsonl); give --data PLACE, a text"
         )
 
 

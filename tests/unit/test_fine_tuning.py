@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from gsa_data.chat import ChatFolder
-from gsa_data.chat_template import ChatEncoder
+from gsa_data.chat_template import ChatEncoder, find_chat_template
+from gsa_data.faults import Reading
 from gsa_data.marks import INSIDE, UNSCORED
 from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer, TokenizerError
@@ -26,9 +27,11 @@ from gsa_train.batches import (
     read_validation_sets,
     to_micro_batch,
 )
+from gsa_train.commands.evaluate import parse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluate import evaluate, ngram_perplexities
+from gsa_train.evaluation.evaluate import run_evaluation
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
@@ -141,15 +144,21 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     tokenizer = load_tokenizer(config)
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
-    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    template = find_chat_template(tokenizer.path, "", Reading())
+    data = {
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "chat_template_fingerprint": template.fingerprint,
+    }
     checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
     close_optimizer(model, optimizer)
-    folder = export_hf(checkpoint, tmp_path / "hf").folder
+    exported = export_hf(checkpoint, tmp_path / "hf")
+    folder = exported.folder
+    assert not any("chat template" in line for line in exported.warnings)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     writer = transformers.AutoTokenizer.from_pretrained(folder)
     encoded = {}
     for messages in map(conversation, NUMBERS):
-        settings = {"chat_template": WITH_BLOCKS, "return_dict": True, "return_assistant_tokens_mask": True}
+        settings = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = writer.apply_chat_template(messages, **settings)
         encoded[tuple(found["input_ids"])] = found["assistant_masks"]
 
@@ -177,6 +186,22 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     assert result.loss_tokens == int((labels >= 0).sum())
     assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
     assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would show
+
+
+def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_path: Path) -> None:
+    config = config_of(chats)
+    tokenizer, model = load_tokenizer(config), tiny_model(config)
+    optimizer = build_optimizer(model, NO_KL, config)
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint, "chat_template_fingerprint": "of another one"}
+    checkpoint = write_checkpoint(tmp_path, 1, model, optimizer, config, data=data)
+    close_optimizer(model, optimizer)
+    exported = export_hf(checkpoint, tmp_path / "hf")
+    assert not (exported.folder / "chat_template.jinja").exists()
+    assert any("the folder has none" in line for line in exported.warnings)
+    assert "the folder has none" in (exported.folder / "README.md").read_text()
+    words = ["--checkpoint", str(checkpoint), "--name", "own", "--out", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=r"validation sets are conversations.*give --data PLACE, a text"):
+        run_evaluation(parse(words), words)
 
 
 def test_packed_is_unpacked(chats: Path) -> None:

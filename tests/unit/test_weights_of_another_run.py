@@ -258,6 +258,11 @@ FOUR_EXPERTS = {"experts": 4, "expert_ffn_hidden_size": 16}
 def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained(tiny_config([SPARSE]))
     for config, message in (
+        (
+            tiny_config(model={"ffn_hidden_size": 32}),
+            r"\n  model\.ffn_hidden_size = 32 here, 24 in the checkpoint\n",
+        ),
+        (tiny_config(gsa={"indexer_dim": 16}), r"\n  gsa\.indexer_dim = 16 here, 6 in the checkpoint\n"),
         (tiny_config(model={"ffn_hidden_size": 32}), r"linear_fc1\.weight: \(64, 16\) here, \(48, 16\) in"),
         (tiny_config(model={"num_layers": 3}), r"layers\.2\.\S+: not in the checkpoint"),
         (tiny_config(model={"num_layers": 1}), r"layers\.1\.\S+: only in the checkpoint"),
