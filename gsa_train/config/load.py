@@ -428,7 +428,7 @@ def field_names(cls: type, prefix: str = "") -> list[str]:
     """`section.field` of every field of a dataclass of dataclasses; of a list of sections those of item 0."""
     names = []
     for key, hint in _hints(cls).items():
-        item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        item: Any = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
         if _is_section(hint):
             names += field_names(hint, f"{prefix}{key}.")
         elif _is_section(item):
