@@ -283,7 +283,10 @@ def test_validation_and_baselines_score_the_answers(chats: Path) -> None:
     assert found.text.scored_tokens == len(losses) < batch.labels.numel() / 2
     record = evaluate(model, [found], tokenizer.eos_id, config, single_rank())
     assert record["validation_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
-    baselines = ngram_perplexities(found.text.blocks, tokenizer, 16, config)
+    trained = TrainBatches(config, single_rank(), tokenizer, None)
+    for _ in range(16 // config.train.global_batch_size):
+        trained.next_step()
+    baselines = ngram_perplexities(found.text.blocks, tokenizer, trained.state(), config)
     assert 1 < baselines["bigram_perplexity"] < baselines["unigram_perplexity"] < 384
 
 
