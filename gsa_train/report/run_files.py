@@ -65,10 +65,13 @@ class RunFiles:
 
     @property
     def planned_tokens(self) -> int | None:
-        """Of all phases, at the batch size of the config."""
+        """Of all phases: those that are trained, and for each step that is left a batch of the config."""
         if self.config is None or self.planned_steps is None:
             return None
-        return self.planned_steps * self.config.train.global_batch_size * self.config.train.seq_len_tokens
+        done = min(self.last_step, self.planned_steps)
+        trained = tokens_at(self.token_knots, [done])[0] if self.token_knots else None
+        per_step = self.config.train.global_batch_size * self.config.train.seq_len_tokens
+        return round(done * per_step if trained is None else trained) + (self.planned_steps - done) * per_step
 
     @property
     def wall_seconds(self) -> float | None:

@@ -167,7 +167,8 @@ def _open_files(
     (folder / MONITOR_STOP).unlink(missing_ok=True)
     console = Progress(total_steps, start.step)
     kernels = [kernel_cache_in_words(config.run, os.environ)] if VARIABLE in os.environ and on_gpu else []
-    console.message(start_header(config, parallel.describe(), folder, wandb_place, kernels))
+    done = (start.step, start.state.tokens) if start.state is not None else (0, 0)
+    console.message(start_header(config, parallel.describe(), folder, wandb_place, kernels, done))
     if start.checkpoint is not None:
         console.message(f"resuming from {start.checkpoint} at step {start.step}")
     if start.state is not None:

@@ -24,7 +24,12 @@ def first_line(config: Config, arguments: Arguments) -> str:
 
 
 def start_header(
-    config: Config, layout: str, folder: Path, wandb: Sequence[str], kernels: Sequence[str] = ()
+    config: Config,
+    layout: str,
+    folder: Path,
+    wandb: Sequence[str],
+    kernels: Sequence[str] = (),
+    done: tuple[int, int] = (0, 0),
 ) -> str:
     """Model, data, phases, and where to look.
 
@@ -32,11 +37,13 @@ def start_header(
         layout: ranks and devices in words.
         wandb: where the W&B run is; no line without W&B.
         kernels: where compiled kernels are; no line where none are compiled.
+        done: steps and tokens before this start, whose batches may have been of another size.
     """
     model, train, data = config.model, config.train, config.data
     count = count_parameters(model, config.gsa, config.moe)
     per_step = train.global_batch_size * train.seq_len_tokens
-    steps = sum(phase.steps for phase in config.phases)
+    steps, (done_steps, done_tokens) = sum(phase.steps for phase in config.phases), done
+    tokens = done_tokens + (steps - done_steps) * per_step
     active = f" ({count.active:,} active)" if count.idle else ""
     validated = ", ".join(data.validation_sets.values()) or data.validation_dir
     rows: dict[str, Sequence[str]] = {
@@ -48,7 +55,7 @@ def start_header(
         "data": [f"{data.train_dir}; validation {validated}"],
         "tokens": [
             f"{per_step:,} a step ({train.global_batch_size} sequences of {train.seq_len_tokens:,}), "
-            f"{steps * per_step:,} in all {steps:,} steps"
+            f"{tokens:,} in all {steps:,} steps"
         ],
         "phases": _phases(config.phases),
         "config": [f"{folder / 'config.yaml'} (every field)"],

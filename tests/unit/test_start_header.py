@@ -45,6 +45,11 @@ def test_the_header() -> None:
     assert max(map(len, rows)) < 110
 
 
+def test_steps_before_a_resume_count_with_their_own_batches() -> None:
+    header = start_header(CONFIG, "1 rank on cpu", Path("/runs/small"), [], done=(100, 51_200))
+    assert "tokens       2,048 a step (8 sequences of 256), 1,280,000 in all 700 steps" in header.splitlines()
+
+
 def test_what_a_run_does_not_have_is_left_out() -> None:
     config = load_config("standard_1.7b", ["logging.tensorboard=false"])
     header = start_header(config, "8 ranks on cuda", Path("runs/standard"), [])
