@@ -42,9 +42,9 @@ check: setup
 	$(TYPES)
 	$(PYTEST) --workers $(CORES) -m 'not slow and not nightly and not gpu' tests/unit tests/kernels
 
-# What CI runs. Its share of the tests: each feature by itself, and the pairs that have gone wrong before.
+# What CI runs: each feature by itself.
 test: SHARE = not nightly and not gpu
-# All of it, and every other combination of layouts, options and faults: 4 minutes more on two cores.
+# With what is marked nightly, combinations of layouts, options and faults: 5 minutes more on two cores.
 test-nightly: SHARE = not gpu
 test test-nightly: setup
 	$(LINT)

@@ -443,6 +443,6 @@ def replay_training_blocks(
 ) -> Iterator[np.ndarray]:
     """The sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
 
-    Raises StateMismatch behind them, where the run has read others.
+    Raises StateMismatch after the last one, where the run has read others.
     """
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

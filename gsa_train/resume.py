@@ -192,8 +192,8 @@ def start_from(
     _check_same_phases(state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
-    # Of this run is what lies in its folder, by whatever link it is named, and what a link there leads to: on another
-    # disk is more room.
+    # A checkpoint in the run's folder is its own, whatever link names it; also where the folder or the checkpoint is
+    # itself a link, as to a larger disk.
     own = run_dir(config) / "checkpoints"
     if checkpoint.resolve().parent == own.resolve():
         checkpoint = own / checkpoint.resolve().name

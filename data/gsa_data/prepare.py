@@ -47,7 +47,9 @@ def add_commands(commands: Any) -> None:
         "--out", type=Path, required=True, help="file of the tokenizer, such as tokenizer.model"
     )
     tokenizer.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
-    tokenizer.add_argument("--text-field", default="text", help="field of a line that holds the text")
+    tokenizer.add_argument(
+        "--text-field", default="text", help="field of a line that holds the text (default: text)"
+    )
     tokenizer.set_defaults(run=_run_tokenizer)
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)

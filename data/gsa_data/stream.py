@@ -240,8 +240,8 @@ def replay_blocks(
     """The global samples of a run from its start up to the merged state `end` again, as int32 [n, seq_len_tokens + 1]
     arrays, n <= 64.
 
-    Raises StateMismatch behind the last one where these end elsewhere in the text: the run had other weights of sources
-    or another length of sequences before a resume.
+    Raises StateMismatch after the last one if they end elsewhere in the text, as where the run had other weights of
+    sources or another length of sequences before a resume.
     """
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
     count = end["consumed_samples"]

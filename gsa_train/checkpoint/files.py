@@ -382,7 +382,7 @@ def prune(
 
 
 def _delete(folder: Path) -> None:
-    """Of a link the link alone: what it leads to was moved there by a person."""
+    """Of a link only the link goes: a person has moved there what it leads to."""
     if folder.is_symlink():
         folder.unlink()
     else:

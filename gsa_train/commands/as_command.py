@@ -34,7 +34,10 @@ def as_command() -> Iterator[None]:
         if not _out_of_memory(error):
             raise
         reason = (str(error).splitlines() or ["of the host"])[0]
-        print(f"out of memory: {reason}; take shorter sequences, or fewer at once", file=sys.stderr)
+        print(
+            f"out of memory: {reason}; give it less at once (shorter texts, or fewer), or more memory",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except BrokenPipeError:
         if not _reader_left():  # another pipe or socket broke

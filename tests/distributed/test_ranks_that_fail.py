@@ -78,9 +78,8 @@ def test_no_signal_goes_to_ranks_that_are_over(tmp_path: Path, monkeypatch: pyte
     environment = {**inherited(), **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     command, log = [str(tmp_path / "code.py")], tmp_path / "log"
     ranks = ForkedRanks(command, tmp_path, environment, {}, log, ranks=2, rendezvous=True)
-    for (
-        process
-    ) in ranks._processes:  # the server writes how each ended, some time behind its end; nobody has read it
+    # The server writes how each ended, some time after its end. Nobody has read it yet.
+    for process in ranks._processes:
         assert connection.wait([process.sentinel], 100)
     sent: list[Any] = []
     monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))

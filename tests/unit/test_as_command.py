@@ -65,7 +65,7 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 1
     said = capsys.readouterr().err
     assert said.startswith("out of memory: ")
-    assert "take shorter sequences, or fewer at once" in said
+    assert "give it less at once (shorter texts, or fewer), or more memory" in said
     assert said.count("\n") == 1
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         with pytest.raises(SystemExit), as_command():
