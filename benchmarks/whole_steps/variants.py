@@ -57,6 +57,7 @@ class Sizes:
             "data.num_workers=0",
             f"data.num_lanes={world_size}",
             "train.micro_batch_size=1",
+            "logging.wandb=disabled",  # nothing is logged, so its package need not be there
         ]
         if self.seq_len_tokens is not None:
             fixed.append(f"train.seq_len_tokens={self.seq_len_tokens}")
