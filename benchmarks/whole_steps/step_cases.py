@@ -129,23 +129,37 @@ class StepCase:
 
 
 def plan(
-    shapes: Sequence[str], lengths: Sequence[int], models: Sequence[str], tokens: int, micro_batches: int = 1
+    shapes: Sequence[str],
+    lengths: Sequence[int],
+    models: Sequence[str],
+    tokens: int,
+    micro_batches: int = 1,
+    layers: Sequence[int] = (),
 ) -> list[list[StepCase]]:
     """Groups of cases that take turns with the group's standard model, which comes first if it is asked for.
 
     Args:
         tokens: of a step, of at least one sequence
         micro_batches: of a step, as far as it has sequences for them
+        layers: depths in place of the shapes' own
 
     With a model whose layers share selections all models have depths of whole groups of these.
+
+    Raises:
+        ValueError: a shape has fewer layers, or they are no whole groups.
     """
     reuse = REUSE if any("_reuse" in model for model in models) else 1
+    for name in shapes:
+        for depth in layers:
+            if depth > SHAPES[name].layers or depth % reuse:
+                whole = f"whole groups of {reuse}" if reuse > 1 else "not more"
+                raise ValueError(f"--layers {depth}: {name} has {SHAPES[name].layers}; take {whole}")
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
-        StepCase(name, length, layers, model, sequences, max(1, sequences // micro_batches))
+        StepCase(name, length, depth, model, sequences, max(1, sequences // micro_batches))
         for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
         for name in shapes
-        for layers in _depths(SHAPES[name], length, reuse)
+        for depth in layers or _depths(SHAPES[name], length, reuse)
         for model in order
     ]
     return [list(group) for _, group in groupby(cases, lambda case: (case.length, case.shape, case.layers))]

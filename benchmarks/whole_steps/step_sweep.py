@@ -69,6 +69,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"of {LENGTHS}, or others")
     group.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     group.add_argument("--models", nargs="+", choices=MODELS, default=list(BY_DEFAULT))
+    group.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[],
+        help="depths in place of the shape's own: with all layers (24 of 1.7b) whole models take turns, none is scaled",
+    )
     group.add_argument("--tokens", type=int, default=32768, help="per step")
     group.add_argument("--micro-batches", type=int, default=1, help="of a step")
     group.add_argument(
@@ -99,7 +106,12 @@ def main(arguments: argparse.Namespace) -> int:
     report.take_over()
     files = dict(exported(path, torch.device("cuda")) for path in arguments.selection)
     groups = plan(
-        arguments.shapes, arguments.lengths, arguments.models, arguments.tokens, arguments.micro_batches
+        arguments.shapes,
+        arguments.lengths,
+        arguments.models,
+        arguments.tokens,
+        arguments.micro_batches,
+        arguments.layers,
     )
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
     leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
@@ -170,7 +182,8 @@ class Sweep:
 
     def _has(self, case: StepCase) -> bool:
         wanted = self.identity(case)
-        return any(wanted.items() <= row.items() for row in self.report.rows)
+        measured = [row for row in self.report.rows if "whole_ms" not in row]
+        return any(wanted.items() <= row.items() for row in measured)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
         """Measure a case and keep its row; the model itself if it is the standard one and fits the device."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gsa_train.metrics.record_format import read_records
-from helpers.runs import SMALL, Run, numbers_of, start
+from helpers.runs import OF_A_GPU, SMALL, Run, numbers_of, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,11 +40,10 @@ LEFT_OUT = list(range(43, 52))
 
 def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:
     """Of every record after a step, but for times, memory and the keys named."""
-    memory = ("memory_allocated_bytes", "memory_peak_bytes")
     found, expected = (
         numbers_of(
             (record for record in run.records() if record["step"] > after),
-            keys=("mfu", "mfu_dense_equivalent", *memory, *without),
+            keys=(*OF_A_GPU, *without),
         )
         for run in (one, other)
     )

@@ -122,9 +122,6 @@ def test_communication_of_two_ranks(tmp_path: Path) -> None:
         columns = row["breakdown"]
         beside = columns.pop("overlapped_communication_ms")
         assert sum(columns.values()) == pytest.approx(2 * columns["traced_step_ms"])
-        assert (
-            0.8 * row["step_ms"] < columns["traced_step_ms"] < 3 * row["step_ms"]
-        )  # the profiler's own time
         assert columns["exposed_communication_ms"] + beside > 0
         assert len(row["exposed_communication_ms"]) == 2
         for part in ("attention", "mlp", "loss", "optimizer"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gsa_train.metrics.record_format import read_records
-from helpers.runs import LONGEST_WAIT_SECONDS, SMALL, numbers_of, start
+from helpers.runs import LONGEST_WAIT_SECONDS, OF_A_GPU, SMALL, numbers_of, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def test_a_clean_run_has_its_own_numbers(tmp_path: Path) -> None:
         for name, checks in (("plain", ()), ("checked", CHECKS))
     )
     assert [record for record in checked.records() if record.get("event") == "corruption"] == []
-    assert numbers_of(checked.records()) == numbers_of(plain.records())
+    assert numbers_of(checked.records(), keys=OF_A_GPU) == numbers_of(plain.records(), keys=OF_A_GPU)
 
 
 def test_a_flipped_bit_is_found_among_replicas(tmp_path: Path) -> None:

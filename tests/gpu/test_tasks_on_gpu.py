@@ -10,7 +10,7 @@ import torch
 
 from gsa_train.commands import evaluate as command
 from helpers.request_files import choice_requests, gold_requests, write_requests
-from helpers.runs import SMALL, numbers_of, start
+from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +33,8 @@ def test_a_run_with_tasks_is_the_run_without(
     often = ("evaluate.tasks_every_steps=5", "evaluate.tasks_max_time_percent=100")
     scored = start(tmp_path, *SMALL, *overrides, tasks, *often, name="scored", real=True).wait()
     without = start(tmp_path, *SMALL, *overrides, name="without", real=True).wait()
-    memory = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
-    expected = numbers_of(without.records(), keys=memory)
-    assert numbers_of(scored.records(), without=("tasks",), keys=memory) == expected
+    expected = numbers_of(without.records(), keys=OF_A_GPU)
+    assert numbers_of(scored.records(), without=("tasks",), keys=OF_A_GPU) == expected
     records = [record for record in scored.records() if record.get("event") == "tasks"]
     assert [record["step"] for record in records] == [5, 10, 15, 20]
     assert 0 < records[-1]["eval_time_share"] < 1

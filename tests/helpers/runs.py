@@ -99,6 +99,9 @@ TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
 TIMING += ("eval_seconds", "eval_time_share", "ettr", "lost_seconds")
 """What differs between two runs of the same steps."""
+OF_A_GPU = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
+"""Keys that records have on GPUs alone, and that differ between runs of the same steps, too, if one does more beside
+them."""
 
 
 QUICK_STEPS = 10

@@ -261,7 +261,7 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step_sweep, "measure", measure)
     monkeypatch.setattr(step_sweep, "Subject", Subject)
 
-    def call(*models: str) -> list[dict[str, Any]]:
+    def call(*models: str, others: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         options = [
             "--lengths",
             "128",
@@ -274,7 +274,16 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "--seconds",
             "0",
         ]
-        options += ["--micro-batches", "2", "--no-profile", "--out", str(tmp_path), "--models", *models]
+        options += [
+            "--micro-batches",
+            "2",
+            "--no-profile",
+            "--out",
+            str(tmp_path),
+            "--models",
+            *models,
+            *others,
+        ]
         monkeypatch.setattr(sys, "argv", ["bench_step.py", *options])
         assert bench_step.main() == 0
         return json.loads((tmp_path / "bench_step_lengths.json").read_text())["rows"]
@@ -312,6 +321,15 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert measured == [(standard, 4, ""), (reuse, 4, standard), (standard, 8, ""), (reuse, 8, standard)]
     (whole,) = [row for row in rows if "whole_ms" in row and row["model"] == reuse]
     assert whole["layer_ms"] == 1000, "of whole groups"
+
+    measured.clear()
+    rows = call("standard", "shared", others=("--layers", "10"))
+    assert measured == [(standard, 10, ""), (shared, 10, standard)]
+    (whole,) = [row for row in rows if "whole_ms" in row and row["model"] == shared]
+    (in_turns,) = [
+        row["speed_up"] for row in rows if (row["model"], row["layers"]) == (shared, 10) and "r" in row
+    ]
+    assert (whole["layer_ms"], whole["whole_ms"], whole["whole_speed_up"]) == (None, 11000, in_turns)
 
 
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from whole_steps.step_cases import StepCase, plan
 from whole_steps.step_sweep import without_variant
 
@@ -15,6 +17,17 @@ def test_layers_that_share_a_selection_come_in_whole_groups() -> None:
     assert depths(32768, "gsa") == [2, 4]
     assert depths(32768, "gsa_rope_reuse") == [4, 8]
     assert depths(131072, "gsa_rope_reuse") == [4]
+
+
+def test_depths_that_are_asked_for() -> None:
+    groups = plan(["1.7b"], [4096], ["standard", "shared_rope_reuse"], 4096, layers=[24])
+    assert [[(case.model, case.layers) for case in group] for group in groups] == [
+        [("standard", 24), ("shared_rope_reuse", 24)]
+    ]
+    with pytest.raises(ValueError, match=r"--layers 10: 1\.7b has 24; take whole groups of 4"):
+        plan(["1.7b"], [4096], ["standard", "shared_rope_reuse"], 4096, layers=[10])
+    with pytest.raises(ValueError, match=r"--layers 25: 1\.7b has 24; take not more"):
+        plan(["1.7b"], [4096], ["standard"], 4096, layers=[25])
 
 
 def test_a_name_says_how_many_keys_a_model_selects_and_which_aim_is_its() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,12 @@ def test_text_to_validate_on_is_not_asked_for() -> None:
     sizes.apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
     with pytest.raises(ConfigError, match=r"data\.train_dir"):
         replace(sizes, overrides=[]).apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
+
+
+def test_wandb_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is not there is looked for in vain; `logging.wandb` is auto in this config."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Sizes(1, None, 1).apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
 
 
 def test_megatrons_model_is_counted_as_what_it_is() -> None:
