@@ -125,8 +125,8 @@ MEASURED: list[tuple[str, int, list[float]]] = [
     ("a selection for each query, as", 1, [
         *steps("shared_graphs", 8192, 16384, 32768), *steps("shared", 65536, 131072)
     ]),
-    ("a selection for each query, as", 2, steps("shared_rope_k1024_graphs", 4096, 8192, 16384, 32768)),
-    ("a selection for each query, as", 3, steps("shared_rope_reuse_k1024_graphs", 4096, 8192, 16384, 32768)),
+    ("a selection for each query, as", 2, steps("shared_rope_k1024_graphs", 8192, 16384, 32768)),
+    ("a selection for each query, as", 3, steps("shared_rope_reuse_k1024_graphs", 8192, 16384, 32768)),
     ("a selection for each query\\*", 0, at_128k("token_r4", "forward")),
     ("a selection for each query\\*", 1, at_128k("token_r4", "forward_backward")),
     ("a selection for each query\\*", 2, at_128k("block_selected", "forward")),
