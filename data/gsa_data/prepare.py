@@ -94,8 +94,12 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
     """Train BPE as Llama's: byte fallback, digits apart, text unchanged; unk 0, bos 1, eos 2.
 
     Raises:
-        DataFault: the shards hold no text, or none from which a vocabulary of this size can be made.
+        DataFault: `out` exists; the shards hold no text, or none from which a vocabulary of this size can be made.
     """
+    if out.is_dir():
+        raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
+    if out.exists():  # checkpoints and tokens may be made with it
+        raise DataFault(f"--out {out}: exists; give another file, or remove that one")
     manifest, reading = build_manifest(shards, text_field), Reading(max_bad_line_fraction=0.0)
 
     def lines() -> Iterator[str]:
@@ -105,8 +109,6 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
                     for line in document.text_utf8.decode().split("\n"):
                         yield from pieces_of(line)
 
-    if out.is_dir():
-        raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
     if next(lines(), None) is None:
         raise DataFault(f"--shards {shards}: no text in them to train a tokenizer on; give other shards")
     model = io.BytesIO()
@@ -137,4 +139,4 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_bytes(model.getvalue())
-    os.replace(temporary, out)  # what was there before is lost only to a whole one
+    os.replace(temporary, out)  # a kill leaves no part of one

@@ -54,6 +54,10 @@ class CheckpointError(RuntimeError):
     """Saving failed so often in a row that the run stops."""
 
 
+class SaveLost(RuntimeError):
+    """A rank's thread could not tell the others how its save ended: what is known of it differs between ranks."""
+
+
 @dataclass(frozen=True)
 class SaveResult:
     """The end of one save, the same on every rank but for `stall_seconds`."""
@@ -170,9 +174,9 @@ class CheckpointSaver:
         if error is None:
             with phase_optimizer.whole_weights(changes=False):
                 _plan(save, model, phase_optimizer, self._parallel)
-                error = self._agree(self._copy(save))
-                if save.copies is not None and (error is not None or not phase_optimizer.weights_stay):
-                    save.copies.wait()
+                error = self._agree(self._copy(save, waits=not phase_optimizer.weights_stay))
+                if save.copies is not None and error is not None:
+                    save.copies.end()
         save.stall_seconds = time.perf_counter() - began
         if error is not None:
             if self._parallel.is_main:
@@ -188,6 +192,9 @@ class CheckpointSaver:
         """The save under way if it has ended, on every rank; `now` is the step that the run has reached.
 
         Asks the other ranks, and waits for the device, only while a save is under way.
+
+        Raises:
+            SaveLost: on this rank alone. The other ranks' threads wait for this one's until this process ends.
         """
         save = self._save
         if save is None or save.future is None:
@@ -196,8 +203,14 @@ class CheckpointSaver:
             before = time.perf_counter()
             save.future.exception()  # only waits
             save.stall_seconds += time.perf_counter() - before
-        else:
-            done = torch.tensor(int(save.future.done()), device=self._parallel.device)
+        over = save.future.done()
+        if over and (failure := save.future.exception()) is not None:
+            raise SaveLost(
+                f"rank {self._parallel.rank}: how the save of step {save.state.step} ended could not be agreed on by "
+                f"all ranks: {failure!r}; the same command goes on from the newest checkpoint"
+            ) from failure
+        if not wait:
+            done = torch.tensor(int(over), device=self._parallel.device)
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
             if not done.item():
                 return []
@@ -253,10 +266,13 @@ class CheckpointSaver:
             self._retry_step = now + self._config.retry_after_steps * 2 ** (self.failures - 1)
         return result
 
-    def _copy(self, save: _Save) -> str | None:
-        """Replace the tensors of the plan by copies on their way; says why not where there is no memory for them."""
+    def _copy(self, save: _Save, waits: bool) -> str | None:
+        """Replace the tensors of the plan by copies on their way, or that are filled where this waits for them; says
+        why not where there is no memory for them."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
+            if waits:
+                save.copies.wait()
         except (RuntimeError, MemoryError) as error:
             save.buckets = []
             self._host_memory.release()
@@ -272,32 +288,45 @@ class CheckpointSaver:
     # --- in the thread: nothing here may use megatron-core's groups, nor the device but to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Collective over the ranks' threads."""
-        rank = self._parallel.rank
-        if save.copies is not None:
-            save.copies.wait()
+        """Collective over the ranks' threads: whatever goes wrong between its two exchanges is told in them, or the
+        other ranks would wait for this one."""
         gathered: list[Any] = [None] * self._parallel.world_size
-        others = {}
-        if self._parallel.is_main:
-            others[save.folder / COMMON_STATE_FNAME] = save.common
-            others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
-            others.update({save.folder / name: content for name, content in self._small_files.items()})
-        mine = write_share(save.writer, save.buckets, others, rank)
-        save.buckets = []
-        dist.all_gather_object(gathered, mine, group=self._group)
+        dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
         ranks: list[Written] = gathered
         errors = [error for written in ranks for error in written.errors]
         outcome: list[Any] = [(errors[0] if errors else None, None, 0, [])]
         if self._parallel.is_main:
             if not errors:
-                with ThreadPoolExecutor(1) as thread:  # whatever goes wrong, the other ranks hear of it
-                    task = thread.submit(self._publish, save, ranks)
-                failure = task.exception()
-                outcome = [(f"rank {rank}: {failure!r}", None, 0, []) if failure else (None, *task.result())]
+                outcome = [self._publish_or_say(save, ranks)]
             if outcome[0][0] is not None:
                 shutil.rmtree(save.folder, ignore_errors=True)
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return _result(save, *outcome[0])
+
+    def _write_mine(self, save: _Save) -> Written:
+        rank = self._parallel.rank
+        try:
+            if save.copies is not None:
+                save.copies.wait()
+            others = {}
+            if self._parallel.is_main:
+                others[save.folder / COMMON_STATE_FNAME] = save.common
+                others[save.folder / "config.yaml"] = save.state.config_yaml.encode()
+                others.update({save.folder / name: content for name, content in self._small_files.items()})
+            return write_share(save.writer, save.buckets, others, rank)
+        except Exception as error:  # noqa: BLE001  as of a device, or where the system gives no more threads
+            return Written([f"rank {rank}: {error!r}"])
+        finally:
+            save.buckets = []
+
+    def _publish_or_say(
+        self, save: _Save, ranks: Sequence[Written]
+    ) -> tuple[str | None, float | None, int, list[str]]:
+        """What `_publish` returns, behind the reason why there is no checkpoint."""
+        try:
+            return None, *self._publish(save, ranks)
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks hear of it
+            return f"rank {self._parallel.rank}: {error!r}", None, 0, []
 
     def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[float, int, list[str]]:
         """Seconds until `latest` named it, size in bytes, warnings."""
@@ -307,14 +336,17 @@ class CheckpointSaver:
         publish(save.folder, final)
         seconds = time.perf_counter() - save.began  # old checkpoints may take longer to delete
         config = self._config
-        warnings = prune(
-            self.checkpoints,
-            config.keep_last,
-            final,
-            config.every_steps,
-            self._reach_steps,
-            config.keep_every_steps,
-        )
+        try:
+            warnings = prune(
+                self.checkpoints,
+                config.keep_last,
+                final,
+                config.every_steps,
+                self._reach_steps,
+                config.keep_every_steps,
+            )
+        except OSError as error:  # the checkpoint is there, and a later save tries again
+            warnings = [f"old checkpoints could not be deleted: {error}"]
         return seconds, sum(record.bytes for record in files.values()), warnings
 
 

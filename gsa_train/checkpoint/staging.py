@@ -36,7 +36,7 @@ class Copies:
 
     def hold_update(self) -> None:
         """What is queued on the device from here on, and what this thread does, comes behind the copies. For the device
-        this thread does not wait. From the second call on it does nothing."""
+        this thread does not wait. From the second call on it does nothing. That copies failed, only `wait` says."""
         if not self._sources:
             return
         if self._filled is not None:
@@ -47,17 +47,28 @@ class Copies:
             self._waits = before, after
         began = time.perf_counter()
         if self._in_thread is not None:
-            self._in_thread.result()
+            self._in_thread.exception()  # only waits
         self._waited_seconds = time.perf_counter() - began
         # Where a source ends with this, its memory is given away behind the wait, in the same stream.
         self._sources = []
 
     def wait(self) -> None:
-        """Until they are filled; from any thread."""
+        """Until they are filled; from any thread.
+
+        Raises:
+            Exception: whatever kept one from being filled.
+        """
         if self._filled is not None:
             self._filled.synchronize()
         if self._in_thread is not None:
             self._in_thread.result()
+
+    def end(self) -> None:
+        """Until nothing is on its way any more, filled or not: of a save that has failed."""
+        if self._filled is not None:
+            self._filled.synchronize()
+        if self._in_thread is not None:
+            self._in_thread.exception()  # only waits
 
     def held_seconds(self) -> float:
         """That an update had to wait, once they are filled."""

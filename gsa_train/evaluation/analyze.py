@@ -25,6 +25,7 @@ from gsa_train.evaluation.results import circumstances, result_folder
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.trained_model import TrainedModel
 from gsa_train.files import read_named
+from gsa_train.metrics.record_format import to_strict
 
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
 """Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""
@@ -142,7 +143,11 @@ def title_of(subject: Subject, text: Text) -> str:
 
 
 def _write_numbers(folder: Path, results: dict[str, Any], maps: HeadMaps) -> None:
-    content = json.dumps(results, indent=1, ensure_ascii=False, default=dataclasses.asdict)
+    def of_dataclass(each: Any) -> Any:
+        return to_strict(dataclasses.asdict(each))
+
+    strict = to_strict(results)
+    content = json.dumps(strict, indent=1, ensure_ascii=False, allow_nan=False, default=of_dataclass)
     (folder / "results.json").write_text(content + "\n", encoding="utf-8")
     arrays = {"weights": maps.weights, "full": maps.full, "scores": maps.scores, "selected": maps.selected}
     present: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}

@@ -17,6 +17,7 @@ from typing import Any
 from gsa_train import __version__
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.evaluation.plots import write_plots
+from gsa_train.metrics.record_format import to_strict
 from gsa_train.run.starts import source_commit
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -46,12 +47,13 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str =
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table."""
+    """results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table. Numbers that
+    are not finite are in the file as in metrics.jsonl."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:
         numbers = {name: value for name, value in results.items() if name != "tables"}
-        content = json.dumps(numbers, indent=2, ensure_ascii=False, default=str)
+        content = json.dumps(to_strict(numbers), indent=2, ensure_ascii=False, allow_nan=False, default=str)
         (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
         (unfinished / "table.md").write_text(text, encoding="utf-8")
         write_plots(numbers, unfinished)

@@ -96,7 +96,7 @@ def read_records(path: Path) -> list[Record]:
         logger.warning("%s: %s; left out", path, damaged)
     # Few lines have one, and to look through all values takes longer than to parse them.
     return [
-        _numbers_back(record) if any(name in line for name in _NON_FINITE) else record
+        numbers_back(record) if any(name in line for name in _NON_FINITE) else record
         for line, record in lines
     ]
 
@@ -185,24 +185,30 @@ def sample_texts(record: Record) -> dict[str, str]:
 
 
 def to_json(record: Record, indent: int | None = None) -> str:
-    return json.dumps(_strict(record), allow_nan=False, indent=indent)
+    return json.dumps(to_strict(record), allow_nan=False, indent=indent)
 
 
-def _strict(value: Any) -> Any:
+def to_strict(value: Any) -> Any:
+    """The same with its non-finite numbers as text, for JSON."""
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return {key: to_strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _numbers_back(value: Any, key: str = "") -> Any:
+def numbers_back(value: Any, key: str = "") -> Any:
+    """What `to_strict` was given, but for tuples.
+
+    Args:
+        key: of the dict that holds the value.
+    """
     if isinstance(value, dict):
-        return {name: _numbers_back(item, name) for name, item in value.items()}
+        return {name: numbers_back(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_numbers_back(item) for item in value]
+        return [numbers_back(item) for item in value]
     if isinstance(value, str) and key not in TEXTS:
         return _NON_FINITE.get(value, value)
     return value

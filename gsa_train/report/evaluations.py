@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from gsa_train.metrics.record_format import numbers_back
 from gsa_train.report.run_files import RunFiles
 
 EVALUATIONS = "evaluations"
@@ -56,7 +57,7 @@ def _folders(run_dir: Path) -> list[Path]:
 def _read(folder: Path) -> dict[str, Any]:
     """Empty where it is damaged, which is said."""
     try:
-        found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        found = numbers_back(json.loads((folder / "results.json").read_text(encoding="utf-8")))
         if isinstance(found, dict) and "model" in found:
             return found
         fault = "it is no object with model"

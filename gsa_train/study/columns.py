@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from gsa_train.config.study import MetricConfig
 from gsa_train.metrics.progress import compact, duration
 from gsa_train.study.facts import RunFacts
 from gsa_train.study.jobs import evaluations_of
 from gsa_train.study.study_file import Study
-from gsa_train.study.values import Over, RunValues, interpolate, is_number
+from gsa_train.study.values import Over, RunValues, interpolate, number_of
 
 STATISTICS = {
     "max": "largest of all steps",
@@ -72,7 +71,7 @@ def columns_of(study: Study, equal: Equal | None) -> list[Column]:
 def _of_metric(study: Study, metric: MetricConfig, equal: Equal | None) -> list[Column]:
     key, title, timing = metric.key, metric.label or metric.key, is_timing(metric.key)
     if metric.source == "summary":
-        return [Column(title, key, "at the end", False, lambda run: _number(run.summary.get(key)))]
+        return [Column(title, key, "at the end", False, lambda run: number_of(run.summary.get(key)))]
     if metric.source == "evaluation":
         return [
             Column(f"{title}, {name}", key, f"evaluation {name}", False, _of_evaluation(name, key))
@@ -117,10 +116,3 @@ TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")
 
 def is_timing(key: str) -> bool:
     return any(word in key for word in TIMING_WORDS)
-
-
-def _number(value: Any) -> float | None:
-    """Of summary.json, which has what is not finite as text."""
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return float(value) if is_number(value) else None

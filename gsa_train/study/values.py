@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from gsa_train.metrics.record_format import Record, read_records
+from gsa_train.metrics.record_format import Record, numbers_back, read_records
 from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots
 from gsa_train.run.starts import read_starts
 from gsa_train.study.states import is_complete, read_json
@@ -131,7 +131,7 @@ class RunValues:
                 found = dict(enumerate(found)).get(int(part)) if part.isdecimal() else None
             else:
                 found = found.get(part) if isinstance(found, dict) else None
-        return float(found) if is_number(found) else None
+        return number_of(found)
 
 
 def with_means(record: Record) -> Record:
@@ -150,6 +150,12 @@ def with_means(record: Record) -> Record:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_of(value: Any) -> float | None:
+    """Of summary.json or results.json, which have what is not finite as text; None where it is no number."""
+    number = numbers_back(value)
+    return float(number) if is_number(number) else None
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:

@@ -11,6 +11,8 @@ by name (steps count from 1, "before" a step is before its batch is trained):
     removed_folder: [step, folder]          before that step rank 0 removes this folder
     full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
     failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
+    raising_saves: [rank, [number, ...]]    this rank's thread raises in place of writing its share, from 0
+    lost_saves: [rank, [number, ...]]       the same where it cannot tell the others
     slow: [first, last, rank]               in these steps this rank works four times as long as in the longest before
     held: [[step, rank], ...]               before that step this rank stands still for ever, once in a run's life
     held_after: [steps, rank]               the same after so many steps of this start, in every start
@@ -74,6 +76,7 @@ class Faults:
                 (BlockStream, "next_blocks", self._poisoned(BlockStream.next_blocks)),
                 (trainer, "train_step", self._faulty(trainer.train_step)),
                 (save, "write_share", self._written(save.write_share)),
+                (save.CheckpointSaver, "_write_mine", self._told(save.CheckpointSaver._write_mine)),
                 (StopRequest, "_note", self._noted(StopRequest._note)),
             ):
                 stack.enter_context(patch.object(target, name, other))
@@ -199,9 +202,9 @@ class Faults:
         """In the thread that writes."""
 
         def write(writer: Any, buckets: Any, others: Any, rank: int) -> Any:
-            failing_rank, numbers = self._faults.get("failing_saves", (None, []))
-            fails = failing_rank == self._rank and self._saves in numbers
-            self._saves += 1
+            fails, raises = self._of_save("failing_saves"), self._of_save("raising_saves")
+            if raises:  # as where the system gives no more threads
+                raise RuntimeError("can't start new thread")
             if fails:  # this rank writes nothing else meanwhile
                 _let_files_grow_to(SMALL_FILE_BYTES)
             written = write_share(writer, buckets, others, rank)
@@ -216,6 +219,24 @@ class Faults:
             return written
 
         return write
+
+    def _told(self, write_mine: Any) -> Any:
+        """In the thread that writes, and then tells the other ranks."""
+
+        def write_and_tell(saver: save.CheckpointSaver, under_way: Any) -> Any:
+            try:
+                if self._of_save("lost_saves"):
+                    raise MemoryError
+                return write_mine(saver, under_way)
+            finally:
+                self._saves += 1
+
+        return write_and_tell
+
+    def _of_save(self, name: str) -> bool:
+        """The save under way has this fault on this rank."""
+        rank, numbers = self._faults.get(name, (None, []))
+        return rank == self._rank and self._saves in numbers
 
     def _noted(self, note: Any) -> Any:
         def noting(request: StopRequest, number: int, frame: Any) -> None:

@@ -1,5 +1,5 @@
-"""Saves that fail on one rank, because the kernel lets none of its files grow: reported, tried again, and in the end
-the reason to stop. Nothing that was trained changes."""
+"""Saves that fail on one rank, because the kernel lets none of its files grow, or because its thread raises: reported,
+tried again, and in the end the reason to stop. Nothing that was trained changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import STEPS, TINY, Run, finished, start
+from helpers.runs import STEPS, TINY, Run, finished, numbers_of, start
 
 COMMAND = (*TINY, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
 RANKS = 2
@@ -22,6 +22,12 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
     return [record for record in run.records() if record.get("event") == kind]
 
 
+REASONS = {
+    "failing_saves": r"rank 1: .*__1_\d\.distcp: .*File too large",
+    "raising_saves": r"rank 1: RuntimeError\(\"can't start new thread\"\)",
+}
+
+
 @dataclass
 class Failing:
     run: Run
@@ -31,21 +37,24 @@ class Failing:
     failed: list[dict[str, Any]]
     names: list[str]
     """In the folder of checkpoints, when the run was over."""
+    reason: str
+    """A pattern of what is told."""
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
+@pytest.fixture(scope="module", params=REASONS)
+def failing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failing:
     """Of rank 1's saves the second one succeeds, which is the second try of the first."""
-    faults = {"failing_saves": [1, [0, 2, 3]], "saves_end": True}
+    faults = {request.param: [1, [0, 2, 3]], "saves_end": True}
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())
-    return Failing(run, int(run.latest.removeprefix("step_")), events(run, "checkpoint_failed"), names)
+    saved_step, reason = int(run.latest.removeprefix("step_")), REASONS[request.param]
+    return Failing(run, saved_step, events(run, "checkpoint_failed"), names, reason)
 
 
 def test_a_failure_of_one_rank_is_everyones_and_named(failing: Failing) -> None:
     first = failing.failed[0]
     assert first["step"] == 5
-    assert re.match(r"rank 1: .*__1_\d\.distcp: .*File too large", first["checkpoint_error"])
+    assert re.match(failing.reason, first["checkpoint_error"])
     assert first["checkpoint_failures"] == 1
     assert f"step 5 could not be saved: {first['checkpoint_error']}; next try at step" in failing.run.output
 
@@ -78,3 +87,18 @@ def test_the_run_goes_on_from_the_one_checkpoint_as_if_nothing_had_failed(failin
 def test_the_folder_is_whole_again(failing: Failing) -> None:
     run = Run(Path(failing.run.folder), failing.run.process, failing.run.log, "")
     assert run.latest == f"step_{STEPS:08d}"
+
+
+def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
+    """Their threads would wait two hours for its own."""
+    faults = {"lost_saves": [1, [1]]}
+    run = start(tmp_path, *TINY, ranks=RANKS, faults=faults).wait(expected=1)
+    assert (
+        "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks: Memory"
+        in run.output
+    )
+    assert 10 <= run.steps()[-1]["step"] < 15
+    assert run.latest == "step_00000005"
+    resumed = start(tmp_path, *TINY, ranks=RANKS).wait()
+    assert f"resuming from {run.checkpoints}/step_00000005" in resumed.output
+    assert numbers_of(resumed.records()) == numbers_of(finished(ranks=RANKS).records())

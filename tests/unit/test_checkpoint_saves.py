@@ -15,7 +15,7 @@ import torch
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import save, staging
 from gsa_train.checkpoint.load import load_checkpoint
-from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveResult
+from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveLost, SaveResult
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from helpers import saving
@@ -232,3 +232,54 @@ def test_a_folder_that_cannot_be_made_is_a_failed_save(make_saver, trained, tmp_
     saver = make_saver()
     assert "Not a directory" in str(failed(saver, 4, trained).error)
     assert saver.durable_step is None
+
+
+def test_copies_that_fail_are_a_failed_save_and_stop_no_update(make_saver, trained, tmp_path, monkeypatch):
+    saver = make_saver()
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_copy_all", lambda pairs: torch.ones(2).copy_(torch.ones(3)))
+        assert saver.begin(run_state(1), *trained) == []
+        saver.hold_update()
+        (result,) = saver.ended(now=2, wait=True)
+    assert str(result.error).startswith("rank 0: RuntimeError('The size of tensor")
+    assert names_in(tmp_path) == set()
+    (again,) = saver.begin(run_state(2), *trained) + saver.ended(now=2, wait=True)
+    assert is_intact(again.folder)
+
+
+def test_whatever_is_raised_while_a_checkpoint_is_published_is_told(
+    make_saver, trained, tmp_path, monkeypatch
+):
+    saver = make_saver()
+    (good,) = saver.begin(run_state(1), *trained) + saver.ended(now=1, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_manifest", lambda *_: [].pop())
+        result = failed(saver, 2, trained)
+    assert result.error == "rank 0: IndexError('pop from empty list')"
+    assert names_in(tmp_path) == {"step_00000001", "latest"}
+    assert is_intact(good.folder)
+
+
+def test_a_checkpoint_is_saved_though_older_ones_cannot_be_looked_for(make_saver, trained, monkeypatch):
+    def prune(*_):
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(save, "prune", prune)
+    saver = make_saver()
+    (result,) = saver.begin(run_state(1), *trained) + saver.ended(now=1, wait=True)
+    assert result.error is None
+    assert result.warnings == ["old checkpoints could not be deleted: Stale file handle"]
+    assert saver.durable_step == 1
+
+
+def test_a_thread_that_could_not_tell_the_others_ends_its_rank_at_the_next_question(
+    make_saver, trained, monkeypatch
+):
+    saver = make_saver()
+    monkeypatch.setattr(saver, "_write_mine", lambda _: [].pop())
+    saver.begin(run_state(5), *trained)
+    assert saver._save is not None
+    assert saver._save.future is not None
+    saver._save.future.exception()
+    with pytest.raises(SaveLost, match=r"rank 0: how the save of step 5 ended .*IndexError"):
+        saver.ended(now=6)

@@ -204,12 +204,17 @@ def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
     run = study.runs[0]
     log_run(run, [record(2, 5.0)], {})
     (run.folder / "evaluations" / "end").mkdir(parents=True)
-    content = {"data": {"text": {"loss_by_position": [{"loss": 4.0}, {"loss": 3.0}]}}}
-    (run.folder / "evaluations" / "end" / "results.json").write_text(json.dumps(content))
+    content: Any = {"data": {"text": {"loss_by_position": [{"loss": 4.0}, {"loss": 3.0}]}}}
+    path = run.folder / "evaluations" / "end" / "results.json"
+    path.write_text(json.dumps(content))
     there, of_more, beyond = read_results(study, {}).columns
     assert (there.at, of_more.at, beyond.at) == ("evaluation end", "evaluation more", "evaluation end")
     assert [each.values["one-seed1"] for each in (there, of_more, beyond)] == [3.0, None, None]
     assert "No run has data.text.loss_by_position.7.loss (evaluation end)." in notes(read_results(study, {}))
+    for infinite in ("Infinity", math.inf):  # strict JSON; before, Python's own
+        content["data"]["text"]["loss_by_position"][1]["loss"] = infinite
+        path.write_text(json.dumps(content))
+        assert read_results(study, {}).columns[0].values["one-seed1"] == math.inf
 
 
 def test_a_diverged_run_is_counted_beside_the_mean(compared: Study) -> None:

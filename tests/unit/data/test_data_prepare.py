@@ -133,6 +133,11 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     arguments = ["tokenizer", "--shards", str(tmp_path / "train"), "--out", str(out), "--vocab-size", "300"]
     assert main(arguments) == 0
     assert Tokenizer(str(out)).vocab_size == 300
+    before = out.read_bytes()
+    assert main([*arguments, "--vocab-size", "301"]) == 1
+    assert f"error: --out {out}: exists; give another file, or remove that one" in capsys.readouterr().err
+    assert out.read_bytes() == before  # checkpoints and tokens may be made with it
+    out.unlink()
     assert main(["tokenizer", "--shards", str(tmp_path / "nowhere"), "--out", str(out)]) == 1
     assert "does not exist" in capsys.readouterr().err
 
@@ -149,14 +154,13 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_text_that_makes_no_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: list[str], size: str, said: str
 ) -> None:
-    """Said in a line, and a tokenizer of that name stays: checkpoints and tokens may be made with it."""
+    """Said in a line, and there is no file of that name."""
     write_shard(tmp_path / "text" / "a.jsonl.zst", [line(text) for text in texts])
     out = tmp_path / "tokenizer.model"
-    out.write_bytes(b"the one before")
     arguments = ["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(out), "--vocab-size", size]
     assert main(arguments) == 1
     assert said in capsys.readouterr().err
-    assert out.read_bytes() == b"the one before"
+    assert not out.exists()
     assert main(["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(tmp_path)]) == 1
     assert f"--out {tmp_path}: a folder" in capsys.readouterr().err
 

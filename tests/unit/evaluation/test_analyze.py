@@ -15,7 +15,7 @@ from gsa_hf.gates_gsa import gate_heads
 from gsa_train.batches import MicroBatch
 from gsa_train.commands import analyze as command
 from gsa_train.convert.export_hf import export_hf
-from gsa_train.evaluation.analyze import given_text
+from gsa_train.evaluation.analyze import _write_numbers, given_text
 from gsa_train.evaluation.attention_pictures import draw_keys, draw_maps, pooled
 from gsa_train.evaluation.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_train.evaluation.subject import Execution, Source, load_subject
@@ -23,6 +23,7 @@ from gsa_train.model import query_sample
 from gsa_train.report.page import write_report
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
+from helpers.run_logs import refuse_constant
 from helpers.single_rank import read_stats, token_losses
 
 LENGTH = 80
@@ -273,6 +274,14 @@ def test_thinned_maps_are_means_of_squares() -> None:
             if not found.mask[row, column]:
                 mean = sum(values[place].item() for place in places) / len(places)
                 assert found[row, column] == pytest.approx(mean, rel=1e-6)
+
+
+def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
+    maps = HeadMaps(torch.zeros(2, 2), torch.zeros(2, 2))
+    nan = float("nan")
+    _write_numbers(tmp_path, {"recall": -nan, "gates": [Gate([nan, 0.5], [1])]}, maps)
+    content = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse_constant)
+    assert content == {"recall": "NaN", "gates": [{"means": ["NaN", 0.5], "histogram": [1]}]}
 
 
 def test_pictures_say_what_they_show() -> None:

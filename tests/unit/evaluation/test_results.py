@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from gsa_train.evaluation.results import write_results
 from gsa_train.evaluation.wandb_run import log_to_wandb
 from gsa_train.report.evaluations import scores_of
 from gsa_train.report.page import write_report
+from helpers.run_logs import refuse_constant
 from helpers.single_rank import tiny_config
 
 TEXT = {
@@ -153,6 +155,38 @@ def test_scores_in_short() -> None:
         "ruler/2000": 33.3,
         "ruler_bits_per_byte/1000": 1.5,
     }
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in metrics.jsonl; also of a file from before, which had JSON of Python's own."""
+    nan, inf = float("nan"), float("inf")
+    text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan}
+    text["loss_by_position"] = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
+    results = {
+        **RESULTS,
+        "data": {"wiki": text},
+        "requests": {"piqa_rc": {"accuracy": 0.5, "bits_per_byte": -inf}},
+    }
+    (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
+    for name in ("strict", "before"):
+        write_results(tmp_path / "evaluations" / name, results)
+    path, before = (tmp_path / "evaluations" / name / "results.json" for name in ("strict", "before"))
+    before.write_text(json.dumps(results))
+    assert "NaN," in before.read_text()
+
+    content = json.loads(path.read_text(), parse_constant=refuse_constant)
+    assert content["data"]["wiki"]["loss_by_position"][1] == {"from": 17, "to": 32, "loss": "Infinity"}
+    assert content["requests"]["piqa_rc"]["bits_per_byte"] == "-Infinity"
+    page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    for score, value in (
+        ("perplexity/wiki", "inf"),
+        ("bits per byte/wiki", "nan"),
+        ("bits per byte/piqa rc", "-inf"),
+    ):
+        cells = f"<td class=number>{value}</td>" * 2
+        assert f"<tr><td>{score}</td>{cells}</tr>" in page
 
 
 def test_the_report_shows_evaluations(
