@@ -23,6 +23,7 @@ import os
 from gsa_train.cli import parse_arguments, refuse
 from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
+from gsa_train.config.file_checks import has_local_tokenizer
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.megatron_import import import_megatron, quiet_libraries
@@ -78,6 +79,15 @@ def run_command() -> int:
     except ConfigError as error:
         return refuse(error)
     if arguments.dry_run:
+        if has_local_tokenizer(config.data):
+            # Here: neither is needed where there is no tokenizer yet, nor for --help.
+            from gsa_data.tokenizer_json import TokenizerError
+            from gsa_train.tokenizer import load_tokenizer
+
+            try:
+                load_tokenizer(config)
+            except TokenizerError as error:
+                return refuse(error)
         if is_main:
             with as_command():
                 print(describe(config, arguments.world_size, arguments.device, arguments.mfu))

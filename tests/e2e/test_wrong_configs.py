@@ -154,6 +154,16 @@ def test_a_dry_run_prints_what_the_run_would_be():
     assert result.stdout.endswith("loaded: []\n")
 
 
+def test_a_dry_run_refuses_a_tokenizer_as_the_start_does():
+    message = message_of(launch("--dry-run", "model.vocab_size=512"))
+    assert message.startswith(
+        "model.vocab_size = 512: data/sample/tokenizer.model has 4096 tokens; set model.vocab"
+    )
+    assert "is not a sentencepiece" in message_of(launch("--dry-run", "data.tokenizer=README.md"))
+    without = launch("--dry-run", "model.vocab_size=512", "data.tokenizer=/no/such")
+    assert (without.returncode, without.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [(["gsa.k_min=100"], 1, "gsa.k_min = 100: above"), (["--dry-run"], 0, "demo on 2 ranks")],
