@@ -35,9 +35,9 @@ from gsa_data.stream import (
     whole_epochs,
 )
 from gsa_data.tokenize import Tokenizer
-from gsa_data.validation import ValidationSet, read_validation_set
+from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
 from gsa_train.config import Config
-from gsa_train.config.file_checks import trained_validation_fields
+from gsa_train.config.file_checks import trained_validation_fields, validation_fields
 from gsa_train.parallel import Parallel
 from gsa_train.tokenizer import chat_template_of, reading_of
 
@@ -325,21 +325,28 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
 
 
 def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
-    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each."""
-    data = config.data
-    return [
-        read_validation_set(
-            name,
-            open_validation_corpus(config, folder),
-            tokenizer,
-            config.train.seq_len_tokens,
-            config.evaluate.max_blocks,
-            reading_of(config),
-            data.attend_across_documents,
-            config.evaluate.split_by_source,
-        )
-        for name, folder in data.validation_folders.items()
-    ]
+    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each.
+
+    Raises TooLittleText, which names the field, when one is shorter than a sequence or has nothing to score; DataFault
+    when one cannot be read.
+    """
+    data, sets = config.data, []
+    for field, (name, folder) in zip(validation_fields(data), data.validation_folders.items(), strict=True):
+        try:
+            found = read_validation_set(
+                name,
+                open_validation_corpus(config, folder),
+                tokenizer,
+                config.train.seq_len_tokens,
+                config.evaluate.max_blocks,
+                reading_of(config),
+                data.attend_across_documents,
+                config.evaluate.split_by_source,
+            )
+        except TooLittleText as fault:
+            raise TooLittleText(f"{field} = {folder}: {fault}") from fault
+        sets.append(found)
+    return sets
 
 
 def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:

@@ -5,10 +5,10 @@
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
 --mfu SHARE].
-Exit code 2: wrong use, config, device, tokenizer, task, profile, run folder, a refusal by W&B, or a checkpoint that
-does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it
-found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop, saved, and to be
-started again (runs/<name>/stopped.json remains).
+Exit code 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a
+checkpoint that does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would
+again. 14: it found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop,
+saved, and to be started again (runs/<name>/stopped.json remains).
 130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
 ends with 1 for each, and shows its ranks'.
 """
@@ -109,6 +109,7 @@ def run_command() -> int:
     import_megatron()
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.tokenize import TokenizerError
+    from gsa_data.validation import TooLittleText
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
     from gsa_train.evaluation.loop_tasks import TaskError
@@ -137,6 +138,7 @@ def run_command() -> int:
         TokenizerError,
         ProfileError,
         TaskError,
+        TooLittleText,
         WandbRefused,
     ) as error:
         return refuse(error, request=request)
