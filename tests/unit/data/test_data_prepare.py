@@ -189,3 +189,9 @@ def test_gsa_data_stands_alone() -> None:
             for name in names:
                 assert name.split(".")[0] not in ("gsa_train", "gsa_kernels", "megatron")
                 assert not name.startswith("torch.distributed")
+
+
+def test_a_sample_of_no_shards_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--out", str(tmp_path / "sample"), "--train-shards", "0"]) == 2
+    assert capsys.readouterr().err == "error: --train-shards 0: below 1; give 1 or more\n"
+    assert list(tmp_path.iterdir()) == []
