@@ -222,6 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
+    if options.train_shards < 1:
+        raise DataFault(f"--train-shards {options.train_shards}: below 1; give 1 or more")
     build_sample(options.out, options.rust_docs or default_rust_docs(), options.train_shards)
     return 0
 

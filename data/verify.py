@@ -3,10 +3,10 @@
     python data/verify.py data/sample
     python data/verify.py data/sample/train --tokenizer data/sample/tokenizer.model --seq-len 4096
 
-Prints one row per shard and the problems found; the exit code is 1 when there are any. With a tokenizer also what
-either way of packing (data.packing) does to the documents of an epoch: the share of the labels that only fill
-sequences up, the share of the documents that are cut, the documents, or parts of documents, in a sequence, and the
-share of the queries that see more keys than they select (gsa.k_base), with a warning where it is below a half.
+Prints one row per shard and the problems found; the exit code is 1 when there are any, 2 where it cannot look. With a
+tokenizer also what either way of packing (data.packing) does to the documents of an epoch: the share of the labels that
+only fill sequences up, the share of the documents that are cut, the documents, or parts of documents, in a sequence,
+and the share of the queries that see more keys than they select (gsa.k_base), with a warning where it is below a half.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 from gsa_data import Tokenizer
 from gsa_data.best_fit import best_fit, packing_shares
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading
+from gsa_data.faults import Reading, naming
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import TextReader
@@ -191,10 +191,10 @@ def best_fitted(lanes: list[list[int]], seq_len_tokens: int, pool_documents: int
 def report_packing(
     manifest: Manifest, tokenizer: Tokenizer, seq_len_tokens: int, num_lanes: int, pool: int, k_base: int
 ) -> str:
-    if min(seq_len_tokens, num_lanes, pool, k_base) < 1:
-        raise ValueError(
-            f"--seq-len={seq_len_tokens}, --num-lanes={num_lanes}, --pool={pool}, --k-base={k_base} must be at least 1"
-        )
+    given = {"--seq-len": seq_len_tokens, "--num-lanes": num_lanes, "--pool": pool, "--k-base": k_base}
+    for option, value in given.items():
+        if value < 1:
+            raise ValueError(f"{option} {value}: below 1; give 1 or more")
     lanes = lane_lengths(manifest, tokenizer, num_lanes)
     lengths = np.concatenate(lanes)
     rows = {
@@ -246,17 +246,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         reports, problems = verify_corpus(options.folder, options.text_field)
         if options.tokenizer and not problems:
+            with naming("--tokenizer"):
+                tokenizer = Tokenizer(options.tokenizer)
             packing = report_packing(
                 build_manifest(str(options.folder), options.text_field),
-                Tokenizer(options.tokenizer),
+                tokenizer,
                 options.seq_len,
                 options.num_lanes,
                 options.pool,
                 options.k_base,
             )
-    except (DataFault, ValueError) as fault:  # a TokenizerError is a ValueError
+    except (DataFault, ValueError, OSError) as fault:
         print(f"error: {fault}", file=sys.stderr)
-        return 1
+        return 2
     print(f"{'shard':50} {'packed bytes':>13} {'documents':>10} {'text bytes':>12}  sources")
     for report in reports:
         sources = ", ".join(f"{name or '(none)'} {count}" for name, count in sorted(report.sources.items()))

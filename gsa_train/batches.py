@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from gsa_data.chat import ChatFolder
-from gsa_data.chat_template import ChatEncoder, ChatTemplate, find_chat_template
 from gsa_data.content import changed_files, sample_contents
 from gsa_data.corpus import Corpus, open_chat, open_corpus
 from gsa_data.faults import DataFault, Reading
@@ -35,11 +34,12 @@ from gsa_data.stream import (
     replay_blocks,
     whole_epochs,
 )
-from gsa_data.tokenize import Tokenizer, TokenizerError
-from gsa_data.validation import ValidationSet, read_validation_set
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
 from gsa_train.config import Config
-from gsa_train.config.file_checks import trained_validation_fields
+from gsa_train.config.file_checks import trained_validation_fields, validation_fields
 from gsa_train.parallel import Parallel
+from gsa_train.tokenizer import chat_template_of, reading_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +98,6 @@ def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: b
     )
 
 
-def reading_of(config: Config) -> Reading:
-    data = config.data
-    return Reading(
-        on_bad_shard=data.on_bad_shard,
-        max_bad_line_fraction=data.max_bad_line_fraction,
-        max_document_bytes=data.max_document_bytes,
-        retries=data.read_retries,
-        timeout_seconds=data.read_timeout_seconds,
-    )
-
-
 def open_training_corpus(config: Config) -> Corpus:
     return _open(config, config.data.train_dir, reading_of(config))
 
@@ -120,12 +109,8 @@ def open_validation_corpus(config: Config, folder: str) -> Corpus:
 
 def _open(config: Config, folder: str, reading: Reading) -> Corpus:
     if config.data.format == "chat":
-        return open_chat(folder, _chat_template(config), reading)
+        return open_chat(folder, chat_template_of(config), reading)
     return open_corpus(folder, config.data.text_field, reading)
-
-
-def _chat_template(config: Config) -> ChatTemplate:
-    return find_chat_template(config.data.tokenizer, config.data.chat_template, reading_of(config))
 
 
 def stream_config(config: Config) -> StreamConfig:
@@ -142,26 +127,6 @@ def stream_config(config: Config) -> StreamConfig:
         num_workers=data.num_workers,
         prefetch_blocks=data.prefetch_blocks,
     )
-
-
-def load_tokenizer(config: Config) -> Tokenizer:
-    """Raises TokenizerError when there is none, the model's embedding is too small for it, or conversations cannot be
-    written for it."""
-    try:
-        tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
-    except TokenizerError as error:
-        raise TokenizerError(f"data.tokenizer: {error}") from error
-    if config.data.format == "chat":
-        try:
-            ChatEncoder(_chat_template(config), tokenizer)
-        except TokenizerError as error:
-            raise TokenizerError(f"data.chat_template: {error}") from error
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise TokenizerError(
-            f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "
-            f"tokens; set model.vocab_size to at least that"
-        )
-    return tokenizer
 
 
 class TrainBatches:
@@ -360,21 +325,28 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
 
 
 def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
-    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each."""
-    data = config.data
-    return [
-        read_validation_set(
-            name,
-            open_validation_corpus(config, folder),
-            tokenizer,
-            config.train.seq_len_tokens,
-            config.evaluate.max_blocks,
-            reading_of(config),
-            data.attend_across_documents,
-            config.evaluate.split_by_source,
-        )
-        for name, folder in data.validation_folders.items()
-    ]
+    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each.
+
+    Raises TooLittleText, which names the field, when one is shorter than a sequence or has nothing to score; DataFault
+    when one cannot be read.
+    """
+    data, sets = config.data, []
+    for field, (name, folder) in zip(validation_fields(data), data.validation_folders.items(), strict=True):
+        try:
+            found = read_validation_set(
+                name,
+                open_validation_corpus(config, folder),
+                tokenizer,
+                config.train.seq_len_tokens,
+                config.evaluate.max_blocks,
+                reading_of(config),
+                data.attend_across_documents,
+                config.evaluate.split_by_source,
+            )
+        except TooLittleText as fault:
+            raise TooLittleText(f"{field} = {folder}: {fault}") from fault
+        sets.append(found)
+    return sets
 
 
 def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gsa_train.batches import load_tokenizer, shared_validation_sets
+from gsa_train.batches import shared_validation_sets
 from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.initial_weights import (
     find_initial_weights,
@@ -58,6 +58,7 @@ from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.samples import encode_prompts
 from gsa_train.tasks import TaskClock, shared_tasks
+from gsa_train.tokenizer import load_tokenizer
 from gsa_train.trainer import run_phase, save_the_end
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,19 @@ source_weights, reader, marks, chat_template, chat, token_files, token_writer, i
 best_fit, stream_config, rank_samples, stream, validation, ngram.
 """
 
-from gsa_data.faults import DataFault, Reading
-from gsa_data.ngram import NgramModel, fit_ngrams
-from gsa_data.pack import document_ids, loss_mask
-from gsa_data.shards import Manifest, build_manifest
-from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks
-from gsa_data.tokenize import Tokenizer
-from gsa_data.validation import ValidationSet, read_validation_set, validation_blocks
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gsa_data.faults import DataFault, Reading
+    from gsa_data.ngram import NgramModel, fit_ngrams
+    from gsa_data.pack import document_ids, loss_mask
+    from gsa_data.shards import Manifest, build_manifest
+    from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks
+    from gsa_data.tokenize import Tokenizer
+    from gsa_data.validation import ValidationSet, read_validation_set, validation_blocks
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,21 @@ __all__ = [
     "replay_blocks",
     "validation_blocks",
 ]
+
+_MODULES = {
+    "faults": ("DataFault", "Reading"),
+    "ngram": ("NgramModel", "fit_ngrams"),
+    "pack": ("document_ids", "loss_mask"),
+    "shards": ("Manifest", "build_manifest"),
+    "stream": ("BlockStream", "StreamConfig", "merge_states", "replay_blocks"),
+    "tokenize": ("Tokenizer",),
+    "validation": ("ValidationSet", "read_validation_set", "validation_blocks"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each is imported when it is asked for: a tokenizer alone needs no torch, whose import takes seconds."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"gsa_data.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,19 @@ logger = logging.getLogger("gsa_data")
 
 class DataFault(RuntimeError):
     """The corpus cannot be read as asked; the message names the shard, the value and the remedy."""
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """What is wrong with the value of this option of a command is said with its name.
+
+    Raises:
+        DataFault: the block raised one, or a ValueError.
+    """
+    try:
+        yield
+    except (DataFault, ValueError) as fault:
+        raise DataFault(f"{option}: {fault}") from fault
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import sentencepiece
 
 from gsa_data import prepare_tokens
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading
+from gsa_data.faults import Reading, naming
 from gsa_data.shards import DataFault, build_manifest
 
 LONGEST_LINE_BYTES = 4192
@@ -57,17 +57,26 @@ def add_commands(commands: Any) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """The exit code; 1 with a line on stderr for bad input."""
+    """The exit code; 2 with a line on stderr for bad input."""
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
-        # A full disk names no file: what is written is --out.
-        is_unnamed = isinstance(fault, OSError) and fault.errno is not None and fault.filename is None
-        print(f"error: {f'--out {options.out}: ' if is_unnamed else ''}{fault}", file=sys.stderr)
-        return 1
+        said = str(fault)
+        if isinstance(fault, OSError) and _is_of(options.out, fault):
+            said = f"--out {options.out}: {fault}; make room there, or give another --out"
+        print(f"error: {said}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; start the same command again", file=sys.stderr)
         return 130
+
+
+def _is_of(out: Path, fault: OSError) -> bool:
+    """Whether what is written there failed. A full disk names no file."""
+    if fault.filename is None:
+        return fault.errno is not None
+    failed, place = Path(os.fsdecode(fault.filename)).absolute(), out.absolute()
+    return failed in place.parents or str(failed).startswith(str(place))
 
 
 def _run_tokenizer(options: argparse.Namespace) -> int:
@@ -100,7 +109,11 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
         raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
     if out.exists():  # checkpoints and tokens may be made with it
         raise DataFault(f"--out {out}: exists; give another file, or remove that one")
-    manifest, reading = build_manifest(shards, text_field), Reading(max_bad_line_fraction=0.0)
+    if vocab_size < 1:
+        raise DataFault(f"--vocab-size {vocab_size}: not positive; give 1 or more, such as 4096")
+    with naming("--shards"):
+        manifest = build_manifest(shards, text_field)
+    reading = Reading(max_bad_line_fraction=0.0)
 
     def lines() -> Iterator[str]:
         for relpath, _ in manifest.shards:

@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 from tqdm import tqdm
 
-from gsa_data.faults import BAD_LINES, HARMLESS_LINES, DataFault, Reading
+from gsa_data.faults import BAD_LINES, HARMLESS_LINES, DataFault, Reading, naming
 from gsa_data.reader import TextReader
 from gsa_data.shards import build_manifest
 from gsa_data.token_files import (
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; 1 when --check found anything. Raises DataFault and ValueError for bad input."""
-    tokenizer = Tokenizer(options.tokenizer, options.eos_token) if options.tokenizer else None
+    with naming("--tokenizer"):
+        tokenizer = Tokenizer(options.tokenizer, options.eos_token) if options.tokenizer else None
     if options.check:
         found = list(check_tokens(options.out, options.data, tokenizer, options.text_field))
         for problem in found:
@@ -86,11 +87,12 @@ def prepare_tokens(
 
     Shards that `out` has are verified (size, checksum, ids) and kept, unless something was wrong with them.
 
-    Raises DataFault for a shard that `reading` refuses, and when `out` holds other tokens. What was finished
-    by then stays.
+    Raises DataFault for a shard that `reading` refuses, when `out` holds other tokens, and where there is no document
+    in all shards. What was finished by then stays.
     """
     _check_is_not(out, data)
-    manifest = build_manifest(data, text_field=text_field, reading=reading)
+    with naming("--data"):
+        manifest = build_manifest(data, text_field=text_field, reading=reading)
     identity = identity_of(manifest, tokenizer, reading)
     records = {record.path: record for record in _kept(out, identity)}
     left = [relpath for relpath, _ in manifest.shards if relpath not in records]
@@ -112,6 +114,11 @@ def prepare_tokens(
             os.fsync(file.fileno())
             records[record.path] = record
             bar.update()
+
+    if not any(record.documents for record in records.values()):
+        raise DataFault(
+            f"--data {data}: no document in its {len(records)} shards; give other text, or its --text-field"
+        )
 
     content = {
         "identity": dataclasses.asdict(identity),
@@ -177,6 +184,8 @@ def summary(folder: TokenFolder) -> str:
 
 
 def _check_is_not(out: Path, data: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise DataFault(f"--out {out}: a file; give a folder for the tokens")
     if "://" not in data and out.resolve() == Path(data).resolve():
         raise DataFault(
             f"--out {str(out)!r} is the folder of the shards; give the tokens a folder of their own"

@@ -29,6 +29,10 @@ DOCUMENTS_AT_ONCE = 128
 thread: a set of a few documents costs a few."""
 
 
+class TooLittleText(DataFault):
+    """A split is readable, but has nothing to score at this length: no later try would find more."""
+
+
 @dataclass(frozen=True)
 class ScoredText:
     """Sequences for a model to score, and how much text their scored labels are."""
@@ -73,7 +77,8 @@ def read_validation_set(
     goes; the rest of its last sequence is filled up. So no text is left out: where documents are isolated, the
     sources' scored tokens add up to those of the set. A source without any is left out.
 
-    Raises DataFault when the split is shorter than one sequence or has nothing to score.
+    Raises TooLittleText when the split is shorter than one sequence or has nothing to score; DataFault when it cannot
+    be read.
     """
     read: list[SourcedDocument] = []
 
@@ -88,7 +93,10 @@ def read_validation_set(
     lengths = np.full(len(blocks), seq_len_tokens)
     text = _scored_text(blocks, lengths, tokenizer, attend_across_documents)
     if text.scored_tokens == 0:
-        raise DataFault(f"split {root!r}: no token of its first {len(blocks)} sequences can be scored")
+        raise TooLittleText(
+            f"split {root!r}: no token of its first {len(blocks)} sequences of seq_len_tokens = {seq_len_tokens} "
+            "can be scored; use another split, more of its sequences, or a larger seq_len_tokens"
+        )
 
     by_source: dict[str, ScoredText] = {}
     tokens_left = len(blocks) * seq_len_tokens + 1
@@ -114,7 +122,7 @@ def validation_blocks(
     """The first `max_blocks` blocks of a split in plain order: int32 [n, seq_len_tokens + 1].
 
     Shards in sorted order, documents as they stand, any bad shard fails. n is smaller than max_blocks when
-    the split is; a split too small for one block raises DataFault.
+    the split is; a split too small for one block raises TooLittleText.
     """
     tokens = (document.tokens for document in validation_documents(corpus, tokenizer, reading))
     return _first_blocks(tokens, str(corpus.root), seq_len_tokens, max_blocks)
@@ -163,7 +171,7 @@ def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, m
         if len(blocks) == max_blocks:
             break
     if not blocks:
-        raise DataFault(
+        raise TooLittleText(
             f"split {root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "
             "use a larger split or a smaller seq_len_tokens"
         )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gsa_data.validation import validation_blocks
-from gsa_train.batches import load_tokenizer, open_validation_corpus, reading_of, to_micro_batch
+from gsa_train.batches import open_validation_corpus, to_micro_batch
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_weights, saved_weights, weights_to_load
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
@@ -23,6 +23,7 @@ from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
+from gsa_train.tokenizer import load_tokenizer, reading_of
 
 
 def export_indexer(

@@ -74,4 +74,6 @@ def find_problem(run_dir: Path) -> str | None:
         records = read_records(metrics)
     except (ValueError, OSError) as error:  # damaged, or another user's
         return str(error)
-    return None if records else f"{metrics}: nothing has been logged yet"
+    return (
+        None if records else f"{metrics}: nothing has been logged yet; draw it once it has trained some steps"
+    )

@@ -5,10 +5,10 @@
 
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
 --mfu SHARE].
-Exit code 2: wrong use, config, device, tokenizer, task, profile, run folder, a refusal by W&B, or a checkpoint that
-does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would again. 14: it
-found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop, saved, and to be
-started again (runs/<name>/stopped.json remains).
+Exit code 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a
+checkpoint that does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would
+again. 14: it found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop,
+saved, and to be started again (runs/<name>/stopped.json remains).
 130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
 ends with 1 for each, and shows its ranks'.
 """
@@ -23,6 +23,7 @@ import os
 from gsa_train.cli import parse_arguments, refuse
 from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
+from gsa_train.config.file_checks import has_local_tokenizer
 from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.megatron_import import import_megatron, quiet_libraries
@@ -78,6 +79,15 @@ def run_command() -> int:
     except ConfigError as error:
         return refuse(error)
     if arguments.dry_run:
+        if has_local_tokenizer(config.data):
+            # Here: neither is needed where there is no tokenizer yet, nor for --help.
+            from gsa_data.tokenizer_json import TokenizerError
+            from gsa_train.tokenizer import load_tokenizer
+
+            try:
+                load_tokenizer(config)
+            except TokenizerError as error:
+                return refuse(error)
         if is_main:
             with as_command():
                 print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
@@ -99,6 +109,7 @@ def run_command() -> int:
     import_megatron()
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.tokenize import TokenizerError
+    from gsa_data.validation import TooLittleText
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
     from gsa_train.evaluation.loop_tasks import TaskError
@@ -127,6 +138,7 @@ def run_command() -> int:
         TokenizerError,
         ProfileError,
         TaskError,
+        TooLittleText,
         WandbRefused,
     ) as error:
         return refuse(error, request=request)

@@ -294,11 +294,14 @@ def _check_model(config: Config) -> list[str]:
         *_check_multiple(config, "model.ffn_hidden_size", "parallel.tensor"),
         *_check_multiple(config, "model.vocab_size", "parallel.tensor"),
     ]
-    for field in ("model.head_dim", "gsa.indexer_dim"):
-        if _get(config, field) % 2 != 0:
-            lines.append(
-                problem_line(field, _get(config, field), "odd", "give an even size: RoPE turns pairs")
-            )
+    turned = {"gsa.indexer_dim": config.gsa.indexer_dim}
+    if config.model.rotary_percent == 1:  # else the channels that it turns are checked with it
+        turned["model.head_dim"] = config.model.head_dim
+    lines += [
+        problem_line(field, size, "odd", "give an even size: RoPE turns pairs")
+        for field, size in turned.items()
+        if size % 2 != 0
+    ]
     if config.parallel.sequence:
         lines += _check_multiple(config, "train.seq_len_tokens", "parallel.tensor")
     return lines + check_rotary(config.model)

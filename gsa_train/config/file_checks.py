@@ -43,13 +43,22 @@ def check_data(data: DataConfig) -> list[str]:
         for field, folder in {"data.train_dir": data.train_dir, **validation_fields(data)}.items()
         if folder and "://" not in folder
     ]
-    if data.tokenizer and "://" not in data.tokenizer:
-        ask = partial(_file_problems, "data.tokenizer", data.tokenizer)
-        questions.append(_Question("data.tokenizer", data.tokenizer, ask))
-    if data.chat_template and "://" not in data.chat_template:
-        ask = partial(_file_problems, "data.chat_template", data.chat_template)
-        questions.append(_Question("data.chat_template", data.chat_template, ask))
-    return _answers(questions, data)
+    return _answers([*questions, *_tokenizer_questions(data)], data)
+
+
+def has_local_tokenizer(data: DataConfig) -> bool:
+    """Whether the tokenizer, and the chat template that is named, are local files that are there."""
+    local = "://" not in data.tokenizer and "://" not in data.chat_template
+    return local and not _answers(_tokenizer_questions(data), data)
+
+
+def _tokenizer_questions(data: DataConfig) -> list[_Question]:
+    files = {"data.tokenizer": data.tokenizer, "data.chat_template": data.chat_template}
+    return [
+        _Question(field, path, partial(_file_problems, field, path))
+        for field, path in files.items()
+        if path and "://" not in path
+    ]
 
 
 def check_initial_weights(config: Config) -> list[str]:

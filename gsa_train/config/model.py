@@ -47,7 +47,8 @@ class ModelConfig:
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Rotary embedding for longer sequences."""
     rotary_percent: float = 1.0
-    """Share of each head's channels, the first ones, that the rotary embedding turns; Qwen3-Next has 0.25."""
+    """Share of each head's channels, the first ones, that the rotary embedding turns, rounded down to whole channels;
+    Qwen3-Next has 0.25."""
     qkv_bias: bool = False
     """Biases of the projections of Q, K and V, as Qwen2 has them; 0 at first."""
     qk_norm: bool = False
@@ -60,3 +61,8 @@ class ModelConfig:
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 num_layers)."""
     tie_embeddings: bool = False
     """Use the input embedding's weights in the output layer, too."""
+
+    @property
+    def rotary_channels(self) -> int:
+        """Of a head, that the rotary embedding turns: as megatron-core and transformers round them."""
+        return int(self.head_dim * self.rotary_percent)

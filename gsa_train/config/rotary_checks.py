@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from gsa_train.config.load import problem_line
 from gsa_train.config.model import ModelConfig
@@ -15,14 +16,25 @@ def check_rotary(model: ModelConfig) -> list[str]:
 
 def _check_percent(model: ModelConfig) -> list[str]:
     field, share, size = "model.rotary_percent", model.rotary_percent, model.head_dim
-    channels = share * size
     if share > 1:
         return [problem_line(field, share, "above 1", "give a share of the channels of a head, 1 for all")]
-    if 0 < share < 1 and (channels != int(channels) or int(channels) % 2 != 0):
-        wrong = f"{channels:g} of model.head_dim = {size} channels, and RoPE turns pairs"
-        pairs = max(2, 2 * round(channels / 2))
-        return [problem_line(field, share, wrong, f"give {pairs / size:g}, which turns {pairs} channels")]
+    channels = model.rotary_channels
+    if 0 < share < 1 < size and (channels == 0 or channels % 2 != 0):
+        wrong = f"turns {channels} of model.head_dim = {size} channels, and RoPE turns pairs"
+        even = max(2, 2 * round(share * size / 2))
+        return [
+            problem_line(field, share, wrong, f"give {_share_of(even, size)}, which turns {even} channels")
+        ]
     return []
+
+
+def _share_of(channels: int, size: int) -> float:
+    """The shortest number of which `ModelConfig.rotary_channels` makes so many."""
+    quotient = channels / size
+    shortest = float(f"{quotient:.6g}")
+    if int(size * shortest) == channels:
+        return shortest
+    return quotient if int(size * quotient) == channels else math.nextafter(quotient, 1.0)
 
 
 def _check_scaling(model: ModelConfig) -> list[str]:

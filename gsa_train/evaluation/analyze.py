@@ -16,7 +16,6 @@ import numpy as np
 from gsa_data.corpus import open_corpus
 from gsa_data.tokenize import check_text
 from gsa_data.validation import validation_documents
-from gsa_train.batches import reading_of
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import not_in_hf
 from gsa_train.evaluation.attention_pictures import write_pictures
@@ -26,6 +25,7 @@ from gsa_train.evaluation.subject import Execution, Source, Subject, load_subjec
 from gsa_train.evaluation.trained_model import TrainedModel
 from gsa_train.files import read_named
 from gsa_train.metrics.record_format import to_strict
+from gsa_train.tokenizer import reading_of
 
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
 """Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from gsa_data.faults import Reading
-from gsa_train.batches import reading_of
 from gsa_train.config import Config
 from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text, token_losses
@@ -32,6 +31,7 @@ from gsa_train.evaluation.subject import Execution, Source, Subject, load_subjec
 from gsa_train.evaluation.text import READING, WIKITEXT, TextOptions, read_text, words_of
 from gsa_train.evaluation.wandb_run import log_to_wandb
 from gsa_train.metrics.wandb_sink import wandb_mode
+from gsa_train.tokenizer import reading_of
 
 logger = logging.getLogger(__name__)
 

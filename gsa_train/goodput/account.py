@@ -51,8 +51,10 @@ LOSSES = (
     "other",
 )
 """What a second may be lost to."""
-COMPLETE, STOPPED = "complete", "stopped"
-"""Reasons of an `end` behind a save."""
+COMPLETE, INTERRUPTED, STOPPED = "complete", "interrupted", "stopped"
+"""Reasons of an `end` behind a save: no step is left, Ctrl-C, or whatever else asked for it."""
+PAUSES = (COMPLETE, INTERRUPTED)
+"""Ends that the user chose: what passes until the next start is no time of the run's."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class StartAccount:
     step: int
     """Behind which it went on."""
     down_seconds: float = 0.0
-    """Between the start before and this one."""
+    """Between the start before and this one; 0 behind an end of PAUSES."""
     start_up_seconds: float = 0.0
     """Without the first step."""
     detection_seconds: float = 0.0
@@ -83,7 +85,7 @@ class Account:
     """The run so far. `productive_seconds` and all of `lost_seconds` add up to `wall_seconds`."""
 
     wall_seconds: float
-    """Since the first start; the time in which a complete run waited to be made longer is left out."""
+    """Since the first start, without the time behind an end of PAUSES."""
     productive_seconds: float
     """Of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
@@ -208,7 +210,7 @@ class Accounting:
         start = StartAccount(began, step)
         if self._starts:
             gap = max(0.0, began - self._time)
-            if self.is_complete:
+            if self._starts[-1].ended in PAUSES:
                 self._pauses += gap
             else:
                 start.down_seconds = gap

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gsa_train.config import ConfigError, config_from_yaml
-from gsa_train.goodput.account import COMPLETE, START_UP, STOPPED, Account
+from gsa_train.goodput.account import PAUSES, START_UP, STOPPED, Account
 from gsa_train.goodput.ledger import read_account
 from gsa_train.goodput.simulate import Life, Outcome, Parts, simulate
 from gsa_train.metrics.record_format import read_records
@@ -74,7 +74,7 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
     faults = [each.detection_seconds for each in starts if each.ended == "lost"]
     if faults:
         parts["detection_seconds"] = statistics.fmean(faults)
-    gaps = [after.down_seconds for before, after in pairwise(starts) if before.ended != COMPLETE]
+    gaps = [after.down_seconds for before, after in pairwise(starts) if before.ended not in PAUSES]
     if gaps:
         parts["down_seconds"] = statistics.fmean(gaps)
     return parts
@@ -87,8 +87,9 @@ def again_in_fast_motion(run: MeasuredRun, parts: Parts) -> Outcome:
     lives = [
         Life(
             max(0.0, start.until - start.detection_seconds - start.began),
-            start.ended in (STOPPED, COMPLETE),
+            start.ended in (STOPPED, *PAUSES),
             start.start_up_seconds + first_step,
+            0.0 if start.ended in PAUSES else None,
         )
         for start in account.starts
     ]

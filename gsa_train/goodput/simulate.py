@@ -55,6 +55,8 @@ class Life(NamedTuple):
     """They were asked to stop, saved what was done, and waited for that."""
     start_up_seconds: float | None = None
     """Their own; None takes the usual one."""
+    down_seconds: float | None = None
+    """Until the next start; None takes the usual one."""
 
 
 @dataclass
@@ -103,7 +105,8 @@ def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seco
         left -= life.seconds
         found.faults += not life.saves_at_end
         detection = 0.0 if life.saves_at_end else min(parts.detection_seconds, left)
-        down = min(parts.down_seconds, left - detection)
+        usual_down = parts.down_seconds if life.down_seconds is None else life.down_seconds
+        down = min(usual_down, left - detection)
         found.detection += detection
         found.down += down
         left -= detection + down

@@ -90,7 +90,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
     if config.model.qk_norm or v_is_view:
         kept["QKV [L, B, q + 2 kv]"] = sizes.bytes(sizes.query + (2 - v_is_view) * sizes.key_value)
     local_tokens = sizes.tokens // config.train.micro_batch_size
-    turned = config.model.rotary_percent * config.model.head_dim
+    turned = config.model.rotary_channels
     kept["cos and sin for Q and K, 4 x [L, turned channels of d_k]"] = sizes.value * 4 * local_tokens * turned
     return kept
 

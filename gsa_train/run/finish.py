@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
 from gsa_train.evaluate import ngram_perplexities, scores_of
 from gsa_train.files import write_atomically
-from gsa_train.goodput.account import COMPLETE
+from gsa_train.goodput.account import COMPLETE, INTERRUPTED
 from gsa_train.goodput.account import STOPPED as GOODPUT_STOPPED
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop
@@ -143,7 +144,7 @@ def data_fingerprint(text: dict[str, Any]) -> str:
 
 def leave(run: Run, stop: Stopped) -> None:
     """End this process's part of a run that was asked to stop and is saved. Collective."""
-    _end_account(run, GOODPUT_STOPPED)
+    _end_account(run, INTERRUPTED if stop.reason == signal.SIGINT else GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
         with _goes_on_without(run, STOPPED):

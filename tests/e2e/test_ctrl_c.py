@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gsa_train.goodput.ledger import read_account
 from helpers.forked import ForkedAgent
 from helpers.launchers import launch
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TINY, Run, left_of, train
@@ -62,6 +63,12 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     assert left_of(twice) == []
 
     assert f"resuming from {once.checkpoints / once.latest}" in train(tmp_path, *COMMAND, ranks=2).output
+
+    account = read_account(once.folder)
+    assert account is not None
+    assert [each.ended for each in account.starts] == ["interrupted", "lost", "complete"]
+    assert account.starts[1].down_seconds == 0  # the user's own time
+    assert account.starts[2].down_seconds == account.lost_seconds["down"] > 0
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:

@@ -154,6 +154,48 @@ def test_a_dry_run_prints_what_the_run_would_be():
     assert result.stdout.endswith("loaded: []\n")
 
 
+def test_a_dry_run_refuses_a_tokenizer_as_the_start_does():
+    message = message_of(launch("--dry-run", "model.vocab_size=512"))
+    assert message.startswith(
+        "model.vocab_size = 512: data/sample/tokenizer.model has 4096 tokens; set model.vocab"
+    )
+    assert "is not a sentencepiece" in message_of(launch("--dry-run", "data.tokenizer=README.md"))
+    without = launch("--dry-run", "model.vocab_size=512", "data.tokenizer=/no/such")
+    assert (without.returncode, without.stderr) == (0, "")
+
+
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [("configs/demo_sft.yaml", CHAT), (CONFIG, '{"text": "hi"}\n')],
+    ids=["conversations", "text"],
+)
+def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_path):
+    folder = tmp_path / "validation"
+    folder.mkdir()
+    (folder / "short.jsonl").write_text(line)
+    overrides = [f"data.validation_dir={folder}", f"run.dir={tmp_path}", "checkpoint.initial_weights=''"]
+    result = subprocess.run(
+        [sys.executable, "launch/pretrain.py", "--config", config, *overrides],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    (message,) = [each for each in result.stderr.splitlines() if each.startswith("data.validation_dir")]
+    assert message.startswith(
+        f"data.validation_dir = {folder}: split '{folder}' is shorter than one block of "
+    )
+    assert message.endswith(" tokens; use a larger split or a smaller seq_len_tokens")
+    assert "Traceback" not in result.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["validation"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [(["gsa.k_min=100"], 1, "gsa.k_min = 100: above"), (["--dry-run"], 0, "demo on 2 ranks")],

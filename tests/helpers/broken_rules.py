@@ -276,7 +276,15 @@ BROKEN_RULES: list[tuple[list[str], list[str]]] = [
     (["model.rotary_percent=0"], ["model.rotary_percent = 0.0", "not positive"]),
     (
         ["model.rotary_percent=0.3"],
-        ["model.rotary_percent = 0.3", "RoPE turns pairs", "give 0.3125, which turns 20"],
+        ["model.rotary_percent = 0.3: turns 19 of", "RoPE turns pairs", "give 0.3125, which turns 20"],
+    ),
+    (
+        ["model.rotary_percent=0.58", "model.head_dim=100"],  # 57.99999999999999 channels
+        ["model.rotary_percent = 0.58: turns 57 of", "give 0.5800000000000001, which turns 58"],
+    ),
+    (
+        ["model.rotary_percent=0.01"],
+        ["model.rotary_percent = 0.01: turns 0 of model.head_dim = 64", "give 0.03125, which turns 2"],
     ),
     (["checkpoint.keep_every_steps=-1"], ["checkpoint.keep_every_steps = -1", "negative"]),
     (

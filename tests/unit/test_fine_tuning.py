@@ -22,7 +22,6 @@ from gsa_data.pack import FILLER
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_train.batches import (
     TrainBatches,
-    load_tokenizer,
     open_training_corpus,
     read_validation_sets,
     to_micro_batch,
@@ -34,6 +33,7 @@ from gsa_train.evaluate import evaluate, ngram_perplexities
 from gsa_train.evaluation.evaluate import run_evaluation
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
+from gsa_train.tokenizer import load_tokenizer
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (

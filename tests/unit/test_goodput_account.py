@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.goodput.account import COMPLETE, LOSSES, Account, Accounting
+from gsa_train.goodput.account import COMPLETE, INTERRUPTED, LOSSES, STOPPED, Account, Accounting
 
 Line = dict[str, Any]
 
@@ -175,17 +175,33 @@ def test_text_and_stragglers_are_no_productive_time_and_rare_names_are_other() -
     assert lost(found) == {"text": 2.0, "stragglers": 0.5, "other": 0.5}
 
 
-def test_the_time_in_which_a_complete_run_waits_to_be_made_longer_does_not_count() -> None:
-    found = account(
+def ended_by(reason: str) -> Account:
+    """At second 10, and started again at second 1000."""
+    return account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),
-        line("end", 10, 10, {"reason": COMPLETE}, first_step=1.0, training=9.0),
+        line("end", 10, 10, {"reason": reason}, first_step=1.0, training=9.0),
         start(1000, 1002, 10, model=2.0),
         line("steps", 1003, 11, model=2.0, first_step=1.0),
     )
+
+
+@pytest.mark.parametrize("reason", [COMPLETE, INTERRUPTED])
+def test_a_run_that_waits_by_its_users_choice_loses_nothing(reason: str) -> None:
+    """A complete one may be made longer, one that Ctrl-C has ended goes on when its user wants it."""
+    found = ended_by(reason)
     assert found.wall_seconds == 13
     assert lost(found) == {"model": 2.0}
     assert found.starts[1].down_seconds == 0
+
+
+@pytest.mark.parametrize("reason", [STOPPED, "stopped by the monitor", "corrupted"])
+def test_any_other_end_loses_the_time_until_the_next_start(reason: str) -> None:
+    """Slurm stops runs by SIGTERM, and its queue is lost time."""
+    found = ended_by(reason)
+    assert found.wall_seconds == 1003
+    assert lost(found) == {"model": 2.0, "down": 990.0}
+    assert found.starts[1].down_seconds == 990
 
 
 def test_a_process_that_was_killed_before_its_first_step() -> None:

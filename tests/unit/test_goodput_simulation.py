@@ -81,6 +81,12 @@ def test_a_stop_saves_and_what_is_beside_the_steps_has_its_share() -> None:
     assert parts_of(found) == {"start_up": 18, "productive": 20, "extra": 5, "stalls": 5, "down": 4}
 
 
+def test_a_pause_of_the_users_is_no_down_time() -> None:
+    lives = [Life(40, saves_at_end=True, down_seconds=0.0), FOR_EVER]
+    found = simulate(PARTS, 1000, lives, wall_seconds=40 + 10)
+    assert parts_of(found) == {"start_up": 20, "productive": 25, "stalls": 5}
+
+
 def test_a_run_that_its_lives_do_not_fill_is_refused() -> None:
     with pytest.raises(ValueError, match="before the run's 100 s"):
         simulate(PARTS, 20, [Life(50)], wall_seconds=100)

@@ -20,7 +20,6 @@ from gsa_train import batches
 from gsa_train.batches import (
     TrainBatches,
     fingerprints,
-    load_tokenizer,
     read_validation_sets,
     shared_validation_sets,
 )
@@ -28,6 +27,7 @@ from gsa_train.config import Config, DataConfig
 from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
 from gsa_train.config.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
 from gsa_train.resume import ResumeError, Start, open_batches
+from gsa_train.tokenizer import load_tokenizer
 from helpers.single_rank import CONFIG, single_rank
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"

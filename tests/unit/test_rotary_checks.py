@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.config import ConfigError, load_config
+from gsa_train.config import ConfigError, ModelConfig, load_config
+from gsa_train.config.rotary_checks import check_rotary
 
 YARN = [
     "model.rope_scaling.rope_type=yarn",
@@ -58,3 +59,22 @@ def test_a_broken_rule_is_one_line(base: Path, overrides: list[str], fragments: 
     (line,) = caught.value.problems
     for fragment in fragments:
         assert fragment in line
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "channels"),
+    [(64, 0.35, 22), (100, 0.29, 28), (50, 0.29, 14), (10, 0.25, 2), (25, 0.25, 6), (64, 1.0, 64)],
+)
+def test_a_share_is_rounded_down_to_channels(base: Path, size: int, share: float, channels: int) -> None:
+    """0.29 * 100 is 28.999999999999996 to megatron-core and transformers, too."""
+    fields = [f"model.head_dim={size}", f"model.rotary_percent={share}"]
+    assert load_config(base, fields, world_size=1, need_data=False).model.rotary_channels == channels
+
+
+def test_the_remedy_for_a_share_is_right_for_each_size() -> None:
+    for size in range(2, 258):
+        for share in (0.001, 0.3, 0.58, 0.77, 0.999):
+            model = ModelConfig(head_dim=size, rotary_percent=share)
+            for line in check_rotary(model):
+                remedy = float(line.partition("; give ")[2].partition(",")[0])
+                assert check_rotary(ModelConfig(head_dim=size, rotary_percent=remedy)) == [], line

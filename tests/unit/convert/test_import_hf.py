@@ -74,6 +74,21 @@ DENSE_MODELS: dict[str, Callable[[], Any]] = {
         **SIZES, head_dim=16, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}
     ),
     "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **FULL, num_experts=0),
+    "qwen3_next, 28 of 100 channels turn": lambda: Qwen3NextConfig(
+        **SIZES,
+        **{**FULL, "head_dim": 100},
+        num_experts=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.29},
+    ),
+    "qwen3_next, 6 of 25 channels turn": lambda: Qwen3NextConfig(
+        **SIZES, **{**FULL, "head_dim": 25}, num_experts=0
+    ),
+    "qwen3_next, YaRN, 14 of 50 channels turn": lambda: Qwen3NextConfig(
+        **SIZES,
+        **{**FULL, "head_dim": 50},
+        num_experts=0,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN, "partial_rotary_factor": 0.29},
+    ),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **FULL),
 }
 

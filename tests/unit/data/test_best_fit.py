@@ -168,7 +168,7 @@ def test_the_report_of_verify(
     assert (
         "WARNING by concatenate (0.0%) and best_fit, pool of 5 (0.0%) fewer than" in capsys.readouterr().out
     )
-    assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 1
+    assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 2
 
 
 @pytest.mark.timeout(60)  # it took documents from the empty lane for ever

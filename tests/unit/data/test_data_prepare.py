@@ -63,14 +63,14 @@ def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for name in ("good", "bad", "missing"):
         codes[name] = verify.main([str(tmp_path / name)])
     assert "Traceback" not in capsys.readouterr().err
-    assert codes == {"good": 0, "bad": 1, "missing": 1}
+    assert codes == {"good": 0, "bad": 1, "missing": 2}
 
 
 def test_text_in_another_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "shards" / "s.jsonl.zst", [b'{"content": "plain text of some words"}'])
     shards, model = str(tmp_path / "shards"), tmp_path / "t.model"
     train = ["tokenizer", "--shards", shards, "--out", str(model), "--vocab-size", "280"]
-    assert main(train) == 1
+    assert main(train) == 2
     assert not model.exists()
     assert main([*train, "--text-field", "content"]) == 0
     assert f"{model}: a tokenizer of 280 tokens, from the text of {shards}" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_verify_names_a_manifest_of_another_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    assert verify.main([str(tmp_path)]) == 1
+    assert verify.main([str(tmp_path)]) == 2
     assert "manifest.json is not one that prepare.py wrote" in capsys.readouterr().err
 
 
@@ -134,11 +134,11 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(arguments) == 0
     assert Tokenizer(str(out)).vocab_size == 300
     before = out.read_bytes()
-    assert main([*arguments, "--vocab-size", "301"]) == 1
+    assert main([*arguments, "--vocab-size", "301"]) == 2
     assert f"error: --out {out}: exists; give another file, or remove that one" in capsys.readouterr().err
     assert out.read_bytes() == before  # checkpoints and tokens may be made with it
     out.unlink()
-    assert main(["tokenizer", "--shards", str(tmp_path / "nowhere"), "--out", str(out)]) == 1
+    assert main(["tokenizer", "--shards", str(tmp_path / "nowhere"), "--out", str(out)]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["", " \n"], "300", "no text in them"),
         (["a short text"], "4096", "--vocab-size 4096: no tokenizer of this size"),
         (["a short text"], "10", "Vocabulary size is smaller than required_chars"),
-        (["a short text"], "0", "--vocab-size 0: no tokenizer of this size"),
+        (["a short text"], "0", "--vocab-size 0: not positive"),
     ],
 )
 def test_text_that_makes_no_tokenizer(
@@ -158,10 +158,10 @@ def test_text_that_makes_no_tokenizer(
     write_shard(tmp_path / "text" / "a.jsonl.zst", [line(text) for text in texts])
     out = tmp_path / "tokenizer.model"
     arguments = ["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(out), "--vocab-size", size]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
-    assert main(["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(tmp_path)]) == 1
+    assert main(["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(tmp_path)]) == 2
     assert f"--out {tmp_path}: a folder" in capsys.readouterr().err
 
 
@@ -193,3 +193,9 @@ def test_gsa_data_stands_alone() -> None:
             for name in names:
                 assert name.split(".")[0] not in ("gsa_train", "gsa_kernels", "megatron")
                 assert not name.startswith("torch.distributed")
+
+
+def test_a_sample_of_no_shards_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--out", str(tmp_path / "sample"), "--train-shards", "0"]) == 2
+    assert capsys.readouterr().err == "error: --train-shards 0: below 1; give 1 or more\n"
+    assert list(tmp_path.iterdir()) == []

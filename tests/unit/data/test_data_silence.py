@@ -195,8 +195,8 @@ def test_prepare_says_which_folder_is_silent(
     monkeypatch.setattr("gsa_data.shards.Reading", lambda: QUICK)
     server.silence("ls", hangs=2)
     code = prepare.main(["tokenizer", "--shards", share, "--out", str(tmp_path / "t.model")])
-    assert code == 1
-    assert "error: data folder 'silent://text' cannot be read" in capsys.readouterr().err
+    assert code == 2
+    assert "error: --shards: data folder 'silent://text' cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

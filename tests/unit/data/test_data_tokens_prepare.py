@@ -54,9 +54,9 @@ def test_command(
     assert "4 of them finished before" in output
     assert prepare.main([*arguments, "--check"]) == 0
 
-    assert prepare.main(["tokens", "--data", corpus.root, "--out", out]) == 1
-    assert prepare.main([*arguments, "--workers", "0"]) == 1
-    assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 1
+    assert prepare.main(["tokens", "--data", corpus.root, "--out", out]) == 2
+    assert prepare.main([*arguments, "--workers", "0"]) == 2
+    assert prepare.main([*arguments[:-1], corpus.root, "--data", out]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -161,8 +161,10 @@ def test_a_full_disk_and_ctrl_c_are_said_in_a_line(
 
     command = ["tokenizer", "--shards", str(tmp_path), "--out", str(tmp_path / "a.model")]
     monkeypatch.setattr("gsa_data.prepare.train_tokenizer", full)
-    assert prepare.main(command) == 1
-    assert capsys.readouterr().err == f"error: --out {tmp_path}/a.model: [Errno 28] No space left on device\n"
+    assert prepare.main(command) == 2
+    remedy = "make room there, or give another --out"
+    said = f"error: --out {tmp_path}/a.model: [Errno 28] No space left on device; {remedy}\n"
+    assert capsys.readouterr().err == said
     monkeypatch.setattr("gsa_data.prepare.train_tokenizer", interrupted)
     assert prepare.main(command) == 130
     assert capsys.readouterr().err == "interrupted; start the same command again\n"
@@ -178,5 +180,34 @@ def test_shards_and_tokens_have_folders_of_their_own(
     assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
     full = tmp_path / "chunk1" / "s0.jsonl.zst"  # no folder, as where the disk is full or must not be written
     command = ["tokens", "--data", str(tmp_path), "--tokenizer", tokenizer.path, "--out", str(full)]
-    assert prepare.main(command) == 1
-    assert f"error: [Errno 17] File exists: '{full}" in capsys.readouterr().err
+    assert prepare.main(command) == 2
+    assert f"error: --out {full}: a file; give a folder for the tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("tokens --data {here}/none --tokenizer {model} --out {here}/out", "--data: data folder "),
+        ("tokens --data {here} --tokenizer {here}/none --out {here}/out", "--tokenizer: tokenizer file "),
+        (
+            "tokens --data {here} --tokenizer {model} --out {here}/out",
+            "--data {here}: no document in its 1 shards; give",
+        ),
+        (
+            "tokens --data {here} --tokenizer {model} --out /proc/none",
+            "--out /proc/none: [Errno 2] No such file",
+        ),
+        ("tokenizer --shards {here}/none --out {here}/out", "--shards: data folder "),
+        (
+            "tokenizer --shards {here} --out {here}/out --vocab-size -5",
+            "--vocab-size -5: not positive; give 1",
+        ),
+    ],
+)
+def test_bad_input_is_named_with_its_option(
+    arguments: str, said: str, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    names = {"here": tmp_path, "model": tokenizer.path}
+    assert prepare.main(arguments.format(**names).split()) == 2
+    assert f"error: {said.format(**names)}" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""The tokenizer of a config, for a start and for a dry run. Loads no torch, which a dry run does without."""
+
+from __future__ import annotations
+
+from gsa_data.chat_template import ChatEncoder, ChatTemplate, find_chat_template
+from gsa_data.faults import Reading
+from gsa_data.tokenize import Tokenizer, TokenizerError
+from gsa_train.config import Config
+
+
+def reading_of(config: Config) -> Reading:
+    data = config.data
+    return Reading(
+        on_bad_shard=data.on_bad_shard,
+        max_bad_line_fraction=data.max_bad_line_fraction,
+        max_document_bytes=data.max_document_bytes,
+        retries=data.read_retries,
+        timeout_seconds=data.read_timeout_seconds,
+    )
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """Raises TokenizerError when there is none, the model's embedding is too small for it, or conversations cannot be
+    written for it."""
+    try:
+        tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
+    except TokenizerError as error:
+        raise TokenizerError(f"data.tokenizer: {error}") from error
+    if config.data.format == "chat":
+        try:
+            ChatEncoder(chat_template_of(config), tokenizer)
+        except TokenizerError as error:
+            raise TokenizerError(f"data.chat_template: {error}") from error
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise TokenizerError(
+            f"model.vocab_size = {config.model.vocab_size}: {config.data.tokenizer} has {tokenizer.vocab_size} "
+            f"tokens; set model.vocab_size to at least that"
+        )
+    return tokenizer
+
+
+def chat_template_of(config: Config) -> ChatTemplate:
+    """Raises TokenizerError when there is none, or several."""
+    return find_chat_template(config.data.tokenizer, config.data.chat_template, reading_of(config))
