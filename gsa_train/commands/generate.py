@@ -35,6 +35,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.step is not None and arguments.run is None:
         parser.error("--step is of a run; give --run RUN_DIR")
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {arguments.max_new_tokens}: below 1; give 1 or more")
     samples = [arguments.temperature, arguments.top_k, arguments.top_p]
     if arguments.seed is not None and all(each is None for each in samples):
         parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")

@@ -185,7 +185,7 @@ def test_a_damaged_tokenizer_is_named(
             "--run {}/run --prompt a --max-new-tokens 48",
             "with 48 new ones more than the model's context of 48",
         ),
-        ("--run {}/run --prompt a --max-new-tokens 0", "max_new_tokens is 0"),
+        ("--run {}/run --prompt a --max-new-tokens 0", "--max-new-tokens 0: below 1; give 1 or more"),
         ("--run {}/run --prompt a --temperature 0", "temperature is 0.0"),
         ("--run {}/run --prompt a --seed 3", "--seed is of sampling"),
         (
