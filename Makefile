@@ -44,7 +44,7 @@ check: setup
 
 # What CI runs: each feature by itself.
 test: SHARE = not nightly and not gpu
-# With what is marked nightly, combinations of layouts, options and faults: 5 minutes more on two cores.
+# With what is marked nightly, combinations of layouts, options and faults: 2 to 5 minutes more on two cores.
 test-nightly: SHARE = not gpu
 test test-nightly: setup
 	$(LINT)

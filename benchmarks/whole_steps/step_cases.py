@@ -146,14 +146,15 @@ def plan(
     With a model whose layers share selections all models have depths of whole groups of these.
 
     Raises:
-        ValueError: a shape has fewer layers, or they are no whole groups.
+        ValueError: a shape does not have so many layers, or they are no whole groups.
     """
     reuse = REUSE if any("_reuse" in model for model in models) else 1
     for name in shapes:
         for depth in layers:
-            if depth > SHAPES[name].layers or depth % reuse:
-                whole = f"whole groups of {reuse}" if reuse > 1 else "not more"
-                raise ValueError(f"--layers {depth}: {name} has {SHAPES[name].layers}; take {whole}")
+            most = SHAPES[name].layers
+            if not 1 <= depth <= most or depth % reuse:
+                groups = f", in whole groups of {reuse}" if reuse > 1 else ""
+                raise ValueError(f"--layers {depth}: the shape {name} has {most}; give 1 to {most}{groups}")
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
         StepCase(name, length, depth, model, sequences, max(1, sequences // micro_batches))

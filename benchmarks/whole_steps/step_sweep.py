@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,14 +106,18 @@ def main(arguments: argparse.Namespace) -> int:
     report = harness.Report(FILE, arguments)
     report.take_over()
     files = dict(exported(path, torch.device("cuda")) for path in arguments.selection)
-    groups = plan(
-        arguments.shapes,
-        arguments.lengths,
-        arguments.models,
-        arguments.tokens,
-        arguments.micro_batches,
-        arguments.layers,
-    )
+    try:
+        groups = plan(
+            arguments.shapes,
+            arguments.lengths,
+            arguments.models,
+            arguments.tokens,
+            arguments.micro_batches,
+            arguments.layers,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
     leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
     bench = Sweep(report, arguments, parallel, files)

@@ -8,15 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import read_bytes
 from gsa_data.marks import mark
 from gsa_data.tokenize import Part, Tokenizer, TokenizerError
+
+if TYPE_CHECKING:  # it loads torch, which a dry run does without
+    from gsa_data.pack import Tokens
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 """As transformers names them beside a tokenizer's file."""
@@ -116,7 +118,7 @@ class ChatEncoder:
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         self._check()
 
-    def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[NDArray[np.int32], int]:
+    def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
         """A conversation with an EOS behind it, unless it ends with one: marked tokens (marks.py), and the bytes of its
         text.
 

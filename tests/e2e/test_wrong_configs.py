@@ -34,6 +34,19 @@ def launch(
     )
 
 
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command of Python, with the ranks' environment."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def message_of(result: subprocess.CompletedProcess[str]) -> str:
     """What a refused start wrote to stderr."""
     assert result.returncode == 2, result.stderr
@@ -177,15 +190,7 @@ def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_p
     folder.mkdir()
     (folder / "short.jsonl").write_text(line)
     overrides = [f"data.validation_dir={folder}", f"run.dir={tmp_path}", "checkpoint.initial_weights=''"]
-    result = subprocess.run(
-        [sys.executable, "launch/pretrain.py", "--config", config, *overrides],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = run("launch/pretrain.py", "--config", config, *overrides)
     assert result.returncode == 2, result.stderr
     (message,) = [each for each in result.stderr.splitlines() if each.startswith("data.validation_dir")]
     assert message.startswith(
@@ -245,15 +250,7 @@ def test_what_one_node_has_otherwise_ends_all_ranks_at_the_start(fault, line, tm
 
 def test_under_torchrun_the_message_comes_once_and_last():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "launch/pretrain.py"]
-    result = subprocess.run(
-        [sys.executable, *torchrun, "--config", CONFIG, "modle.num_layers=2"],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = run(*torchrun, "--config", CONFIG, "modle.num_layers=2")
     assert result.returncode == 1
     output = result.stdout + result.stderr
     assert output.count("did you mean model?") == 1

@@ -167,3 +167,16 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         row["speed_up"] for row in rows if (row["model"], row["layers"]) == (shared, 10) and "r" in row
     ]
     assert (whole["layer_ms"], whole["whole_ms"], whole["whole_speed_up"]) == (None, 11000, in_turns)
+
+
+def test_a_depth_that_no_shape_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import bench_step
+
+    stand_in_for_cuda(monkeypatch)
+    words = ["--lengths", "128", "--shapes", "1.7b", "--layers", "25", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
+    assert bench_step.main() == 2
+    assert capsys.readouterr().err == "--layers 25: the shape 1.7b has 24; give 1 to 24\n"
+    assert not list(tmp_path.iterdir())

@@ -24,9 +24,11 @@ def test_depths_that_are_asked_for() -> None:
     assert [[(case.model, case.layers) for case in group] for group in groups] == [
         [("standard", 24), ("shared_rope_reuse", 24)]
     ]
-    with pytest.raises(ValueError, match=r"--layers 10: 1\.7b has 24; take whole groups of 4"):
+    with pytest.raises(
+        ValueError, match=r"--layers 10: the shape 1\.7b has 24; give 1 to 24, in whole groups of 4"
+    ):
         plan(["1.7b"], [4096], ["standard", "shared_rope_reuse"], 4096, layers=[10])
-    with pytest.raises(ValueError, match=r"--layers 25: 1\.7b has 24; take not more"):
+    with pytest.raises(ValueError, match=r"--layers 25: the shape 1\.7b has 24; give 1 to 24$"):
         plan(["1.7b"], [4096], ["standard"], 4096, layers=[25])
 
 
