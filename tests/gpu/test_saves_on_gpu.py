@@ -1,8 +1,10 @@
-"""Saves on a CUDA device, whose copies are filled while the next step computes: the update waits, the host does not."""
+"""Saves on CUDA devices, whose copies are filled while the next step computes: the update waits, the host does not.
+What becomes of a save that fails on one of two ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,15 @@ from gsa_train.checkpoint.staging import Group, Staging
 from gsa_train.config import CheckpointConfig
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import run_state
+from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 
 SLEEP_CYCLES = 8 * 10**9
 """About five seconds of a device, in which a host that others keep busy comes to its next line."""
@@ -74,3 +79,37 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning(tmp_path: Path, waits: b
     assert all(map(torch.equal, before, other.gpt.parameters()))
     state = [tensor for part in again.state_parts() for tensor in part.tensors.values()]
     assert all(map(torch.equal, moments, state))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return start(tmp_path_factory.mktemp("undisturbed"), *SMALL, ranks=2, real=True).wait().records()
+
+
+@TWO_DEVICES
+def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    faults = {"raising_saves": [1, [0]], "saves_end": True}
+    retry = "checkpoint.retry_after_steps=1"
+    run = start(tmp_path, *SMALL, retry, ranks=2, real=True, faults=faults).wait()
+    (failed,) = (record for record in run.records() if record.get("event") == "checkpoint_failed")
+    assert (failed["step"], failed["checkpoint_failures"]) == (5, 1)
+    assert failed["checkpoint_error"].startswith("rank 1: RuntimeError")
+    assert next(record["step"] for record in run.records() if record.get("event") == "checkpoint") == 7
+    assert [(step["step"], step["loss"]) for step in run.steps()] == [
+        (record["step"], record["loss"]) for record in undisturbed if "loss" in record
+    ]
+
+
+@TWO_DEVICES
+def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    run = start(tmp_path, *SMALL, ranks=2, real=True, faults={"lost_saves": [1, [1]]}).wait(expected=1)
+    assert "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks" in run.output
+    assert 10 <= run.steps()[-1]["step"] < 15
+    assert run.latest == "step_00000005"
+    resumed = start(tmp_path, *SMALL, ranks=2, real=True).wait()
+    assert f"resuming from {run.checkpoints}/step_00000005" in resumed.output
+    assert numbers_of(resumed.records(), keys=OF_A_GPU) == numbers_of(undisturbed, keys=OF_A_GPU)
