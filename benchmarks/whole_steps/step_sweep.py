@@ -42,14 +42,15 @@ COLUMNS = (
 )
 """Parts of a step in a row; those of `step_timing.PARTS` that are not here are in `other`."""
 
+_SHARED = ("shared", "shared_rope", "shared_rope_reuse")
+_PER_QUERY = ("gsa", "gsa_rope_reuse")
 AIMS = (
     # shape, length, models, standard's time over theirs, of the whole model
-    *(("1.7b", length, ("shared", "shared_rope", "shared_rope_reuse"), aim) for length, aim in
-      ((8192, 1.0), (16384, 1.3), (32768, 2.0), (131072, 3.0))),
-    ("1.7b", 32768, ("gsa", "gsa_rope_reuse"), 1.0),
-    ("1.7b", 131072, ("gsa", "gsa_rope_reuse"), 1.5),
-    ("100m", 8192, ("shared", "shared_rope", "shared_rope_reuse"), 1.0),
-    ("1.7b", 4096, ("gsa",), 1 / 1.1),
+    *(("1.7b", length, _SHARED, aim) for length, aim in ((8192, 1.0), (16384, 1.3), (32768, 2.0), (131072, 3.0))),
+    ("1.7b", 32768, _PER_QUERY, 1.0),
+    ("1.7b", 131072, _PER_QUERY, 1.5),
+    ("100m", 8192, _SHARED, 1.0),
+    ("1.7b", 4096, (*_SHARED, *_PER_QUERY), 1 / 1.1),
 )  # fmt: skip
 
 FIXED = (

@@ -16,12 +16,12 @@ from gsa_train.study.efficiency_cases import (
     PAPER,
     Bench,
     Case,
-    few_layers,
     generation,
+    measured_steps,
     random_inputs,
+    scaled_steps,
     selections,
     steps,
-    whole_models,
 )
 from gsa_train.study.results import NOT_RUN, Standing
 from gsa_train.study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
@@ -91,7 +91,7 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
         Table(
             "Training steps from 4K to 128K tokens",
             [*of_steps, *memory, "commit"],
-            [*few_layers(benches), *whole_models(benches)],
+            [*measured_steps(benches), *scaled_steps(benches)],
         ),
         Table(
             "Generation by the whole model",

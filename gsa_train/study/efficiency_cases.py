@@ -128,18 +128,23 @@ def steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
         yield Case(_name("step", row["config"]), cells, values, bench)
 
 
+RUN, MODEL = slice(0, 3), slice(3, None)
+"""Of what `_case` returns: what rows that were measured beside each other have in common, and whose steps they are."""
+
+
 def _case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
-    """Of one device and commit."""
-    return (row["gpu"], row["commit"], row["shape"], row["length"], row.get("layers"), model)
+    run = (row["gpu"], row["commit"], row.get("micro_batch"))
+    return (*run, row["shape"], row["length"], row.get("layers"), model)
 
 
-def few_layers(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers. The newest row of each case."""
+def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
+    """Steps of models with few layers, or with all. The newest row of each case."""
     rows = _rows(benches, STEPS)
+    whole = {_case(row, row["model"]) for row in rows if "whole_ms" in row}
     steps = {_case(row, row["model"]): row for row in rows if row.get("step_ms") is not None}
-    newest = {key[2:]: (key, row) for key, row in steps.items()}
-    for key, row in sorted(newest.values(), key=lambda each: (each[0][2], *each[0][3:5])):
-        standard = steps.get((*key[:5], "standard"))
+    newest = {key[MODEL]: (key, row) for key, row in steps.items()}
+    for key, row in sorted(newest.values(), key=lambda each: (each[0][3], *each[0][4:6])):
+        standard = steps.get((*key[:-1], "standard"))
         values = {
             "ms": row["step_ms"],
             "time": 1 / row["speed_up"] if row.get("speed_up") else None,
@@ -150,22 +155,26 @@ def few_layers(benches: Mapping[str, Bench]) -> Iterator[Case]:
         shape, length, layers, model = row["shape"], row["length"], row["layers"], row["model"]
         paper = PAPER["step"] if model.startswith("gsa") and length == 4096 else ""
         cells = [
-            shape, str(length), str(layers), model, "–" if row.get("r") is None else f"{row['r']:.2g}",
+            shape, str(length), "all" if key in whole else str(layers), model,
+            "–" if row.get("r") is None else f"{row['r']:.2g}",
             f"{values['ms']:.1f}", _two(values["time"]), _two(values["theory"]), paper, f"{values['gib']:.1f}",
             _two(values["memory"]), row["commit"],
         ]  # fmt: skip
-        yield Case(_name("step", shape, length, layers, "layers", model), cells, values, STEPS, row["commit"])
+        depth = () if key in whole else (layers, "layers")
+        yield Case(_name("step", shape, length, *depth, model), cells, values, STEPS, row["commit"])
 
 
-def whole_models(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """What two depths say of the whole model. The newest row of each case."""
+def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
+    """What two depths say of a whole model that was not measured. The newest row of each case."""
     rows = _rows(benches, STEPS)
-    whole = {_case(row, row["model"])[2:]: row for row in rows if "whole_ms" in row}.values()
-    for row in sorted(whole, key=lambda each: (each["shape"], each["length"])):
+    measured = {_case(row, row["model"])[MODEL] for row in rows if row.get("step_ms") is not None}
+    whole = {_case(row, row["model"])[MODEL]: row for row in rows if "whole_ms" in row}
+    scaled = [row for key, row in whole.items() if key not in measured]
+    for row in sorted(scaled, key=lambda each: (each["shape"], each["length"])):
         time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
         shape, length, model = row["shape"], row["length"], row["model"]
         cells = [
-            shape, str(length), "all", model, "–", f"{row['whole_ms']:.1f}", _two(time_over), "–", "", "–", "–",
+            shape, str(length), "all, scaled", model, "–", f"{row['whole_ms']:.1f}", _two(time_over), "–", "", "–", "–",
             row["commit"],
         ]  # fmt: skip
         values = {"ms": row["whole_ms"], "time": time_over}

@@ -104,7 +104,10 @@ def at_128k(selection: str, key: str) -> list[float]:
     return [1 / EFFICIENCY[f"layer_{shape}_131072_{selection}", key] for shape in ("1.7B", "7B")]
 
 
-def step(length: int, model: str) -> float:
+TO_32K = (4096, 8192, 16384, 32768)
+
+
+def step(length: int | str, model: str) -> float:
     """Times as fast as the standard model's."""
     return 1 / EFFICIENCY[f"step_1.7b_{length}_{model}", "time"]
 
@@ -119,14 +122,15 @@ def decoding(model: str) -> list[float]:
 
 # Beginning of a row of README's tables, how many rows below it, and the numbers there in their order.
 MEASURED: list[tuple[str, int, list[float]]] = [
-    ("a selection for each query, as", 0, [
-        *steps("gsa_graphs", 4096), *steps("gsa", 32768, 65536, 131072)
-    ]),
+    ("a selection for each query, as", 0, steps("gsa", *TO_32K, 65536, 131072)),
     ("a selection for each query, as", 1, [
-        *steps("shared_graphs", 8192, 16384, 32768), *steps("shared", 65536, 131072)
+        *steps("shared_rope", *TO_32K), step("65536_12_layers", "shared_rope"), step(131072, "shared")
     ]),
-    ("a selection for each query, as", 2, steps("shared_rope_k1024_graphs", 8192, 16384, 32768)),
-    ("a selection for each query, as", 3, steps("shared_rope_reuse_k1024_graphs", 8192, 16384, 32768)),
+    ("a selection for each query, as", 2, [
+        *steps("shared_rope_k1024", *TO_32K), step("65536_12_layers", "shared_rope_k1024")
+    ]),
+    ("a selection for each query, as", 3, steps("shared_rope_k512", *TO_32K)),
+    ("a selection for each query, as", 4, steps("shared_rope_reuse_k512", *TO_32K)),
     ("a selection for each query\\*", 0, at_128k("token_r4", "forward")),
     ("a selection for each query\\*", 1, at_128k("token_r4", "forward_backward")),
     ("a selection for each query\\*", 2, at_128k("block_selected", "forward")),

@@ -359,7 +359,8 @@ def test_the_theory_of_one_layer_by_hand() -> None:
 
 
 def test_steps_over_lengths(folder: Path) -> None:
-    """The newest row of a case, over the standard model's of the same device and commit; whole models behind them."""
+    """The newest row of a case, over the standard model's of the same device, commit and micro-batch. Whole models by
+    their own steps where these were measured, else as scaled ones."""
     common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
     gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
     rows = [
@@ -371,19 +372,26 @@ def test_steps_over_lengths(folder: Path) -> None:
          "whole_speed_up": 0.3},
         {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "model": "gsa", "whole_ms": 200.0,
          "whole_speed_up": 0.4},
+        *({**gsa, "micro_batch": size, "layers": 24, "step_ms": 350.0 + size, "speed_up": 0.8, "peak_gib": 10.0 * size,
+           "model": model} for size in (2, 1) for model in ("standard", "gsa_rope")),
+        {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "model": "gsa_rope", "layers": 24,
+         "micro_batch": 1, "whole_ms": 351.0, "whole_speed_up": 0.8},
     ]  # fmt: skip
     (folder / "benches" / "bench_step_lengths.json").write_text(json.dumps({**BENCH, "rows": rows}))
     assert main() == 0
-    standard, of_gsa, whole = lines_of(folder / "out" / "efficiency.md", "| 94m")
+    standard, of_gsa, _, measured, scaled = lines_of(folder / "out" / "efficiency.md", "| 94m")
     assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 | b |"
     assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 | b |"
-    assert whole == "| 94m | 8192 | all | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
+    assert measured == "| 94m | 8192 | all | gsa_rope | 3.5 | 351.0 | 1.25 | 0.80 |  | 10.0 | 1.00 | b |"
+    assert scaled == "| 94m | 8192 | all, scaled | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
     with (folder / "out" / "efficiency.csv").open(newline="") as file:
         values = {(row["arm"], row["key"]): float(row["value"]) for row in csv.DictReader(file)}
     assert values["step_94m_8192_12_layers_gsa", "time"] == 2.0
     assert values["step_94m_8192_12_layers_gsa", "memory"] == 1.5
     assert values["step_94m_8192_gsa", "time"] == 2.5
     assert ("step_94m_8192_gsa", "memory") not in values  # not measured
+    assert values["step_94m_8192_gsa_rope", "time"] == 1.25
+    assert ("step_94m_8192_24_layers_gsa_rope", "time") not in values
 
 
 def test_the_theory_of_prefill_by_hand() -> None:
