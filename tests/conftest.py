@@ -11,6 +11,21 @@ import pytest
 import torch
 from torch.utils import collect_env
 
+# What a launcher, a scheduler or the user's W&B says to a run, tests say themselves: they are the same tests in a pod
+# of several ranks or in an allocation.
+OF_A_RANK = {
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+for name in [*os.environ]:
+    if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
+        del os.environ[name]
+
 # Asked otherwise, CUDA does not work in forks of this process.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
