@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils import collect_env
 
-# What a launcher, a scheduler or the user's W&B says to a run, tests say themselves: they are the same tests in a pod
-# of several ranks or in an allocation.
+# By these variables a launcher, Slurm and W&B speak to a run. Without them tests are the same in a pod of several ranks
+# and in an allocation; and with no key of W&B, in netrc neither, none sends a run to the user's account.
 OF_A_RANK = {
     "RANK",
     "LOCAL_RANK",
@@ -25,6 +25,7 @@ OF_A_RANK = {
 for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]
+os.environ["NETRC"] = os.devnull
 
 # Asked otherwise, CUDA does not work in forks of this process.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -128,23 +128,25 @@ def steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
         yield Case(_name("step", row["config"]), cells, values, bench)
 
 
-RUN, MODEL = slice(0, 3), slice(3, None)
-"""Of what `_case` returns: what rows that were measured beside each other have in common, and whose steps they are."""
+def _run(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows have in common whose models were measured beside each other."""
+    return row["gpu"], row["commit"], row.get("micro_batch")
 
 
-def _case(row: Mapping[str, Any], model: str) -> tuple[Any, ...]:
-    run = (row["gpu"], row["commit"], row.get("micro_batch"))
-    return (*run, row["shape"], row["length"], row.get("layers"), model)
+def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Whose steps they are."""
+    return row["shape"], row["length"], row.get("layers"), row["model"]
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers, or with all. The newest row of each case."""
+    """Steps of models with few layers, or with all. The newest row of each model."""
     rows = _rows(benches, STEPS)
-    whole = {_case(row, row["model"]) for row in rows if "whole_ms" in row}
-    steps = {_case(row, row["model"]): row for row in rows if row.get("step_ms") is not None}
-    newest = {key[MODEL]: (key, row) for key, row in steps.items()}
-    for key, row in sorted(newest.values(), key=lambda each: (each[0][3], *each[0][4:6])):
-        standard = steps.get((*key[:-1], "standard"))
+    whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
+    steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}
+    newest = {model: (run, row) for (run, model), row in steps.items()}
+    for model_key, (run, row) in sorted(newest.items(), key=lambda each: each[0][:3]):
+        standard = steps.get((run, (*model_key[:3], "standard")))
+        is_whole = (run, model_key) in whole
         values = {
             "ms": row["step_ms"],
             "time": 1 / row["speed_up"] if row.get("speed_up") else None,
@@ -155,21 +157,21 @@ def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
         shape, length, layers, model = row["shape"], row["length"], row["layers"], row["model"]
         paper = PAPER["step"] if model.startswith("gsa") and length == 4096 else ""
         cells = [
-            shape, str(length), "all" if key in whole else str(layers), model,
+            shape, str(length), "all" if is_whole else str(layers), model,
             "–" if row.get("r") is None else f"{row['r']:.2g}",
             f"{values['ms']:.1f}", _two(values["time"]), _two(values["theory"]), paper, f"{values['gib']:.1f}",
             _two(values["memory"]), row["commit"],
         ]  # fmt: skip
-        depth = () if key in whole else (layers, "layers")
+        depth = () if is_whole else (layers, "layers")
         yield Case(_name("step", shape, length, *depth, model), cells, values, STEPS, row["commit"])
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """What two depths say of a whole model that was not measured. The newest row of each case."""
+    """What two depths say of a whole model that was not measured. The newest row of each model."""
     rows = _rows(benches, STEPS)
-    measured = {_case(row, row["model"])[MODEL] for row in rows if row.get("step_ms") is not None}
-    whole = {_case(row, row["model"])[MODEL]: row for row in rows if "whole_ms" in row}
-    scaled = [row for key, row in whole.items() if key not in measured]
+    measured = {_model(row) for row in rows if row.get("step_ms") is not None}
+    whole = {_model(row): row for row in rows if "whole_ms" in row}
+    scaled = [row for model, row in whole.items() if model not in measured]
     for row in sorted(scaled, key=lambda each: (each["shape"], each["length"])):
         time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
         shape, length, model = row["shape"], row["length"], row["model"]

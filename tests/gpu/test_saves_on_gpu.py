@@ -4,7 +4,6 @@ What becomes of a save that fails on one of two ranks."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from gsa_train.checkpoint.staging import Group, Staging
 from gsa_train.config import CheckpointConfig
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.checkpoints import run_state
-from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
+from helpers.runs import OF_A_GPU, SMALL, Run, numbers_of, start
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
 pytestmark = [
@@ -82,13 +81,13 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning(tmp_path: Path, waits: b
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return start(tmp_path_factory.mktemp("undisturbed"), *SMALL, ranks=2, real=True).wait().records()
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return start(tmp_path_factory.mktemp("undisturbed"), *SMALL, ranks=2, real=True).wait()
 
 
 @TWO_DEVICES
 def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
+    tmp_path: Path, undisturbed: Run
 ) -> None:
     faults = {"raising_saves": [1, [0]], "saves_end": True}
     retry = "checkpoint.retry_after_steps=1"
@@ -97,14 +96,13 @@ def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(
     assert (failed["step"], failed["checkpoint_failures"]) == (5, 1)
     assert failed["checkpoint_error"].startswith("rank 1: RuntimeError")
     assert next(record["step"] for record in run.records() if record.get("event") == "checkpoint") == 7
-    assert [(step["step"], step["loss"]) for step in run.steps()] == [
-        (record["step"], record["loss"]) for record in undisturbed if "loss" in record
-    ]
+    assert run.series("step") == undisturbed.series("step")
+    assert run.series("loss") == undisturbed.series("loss")
 
 
 @TWO_DEVICES
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
+    tmp_path: Path, undisturbed: Run
 ) -> None:
     run = start(tmp_path, *SMALL, ranks=2, real=True, faults={"lost_saves": [1, [1]]}).wait(expected=1)
     assert "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks" in run.output
@@ -112,4 +110,4 @@ def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_go
     assert run.latest == "step_00000005"
     resumed = start(tmp_path, *SMALL, ranks=2, real=True).wait()
     assert f"resuming from {run.checkpoints}/step_00000005" in resumed.output
-    assert numbers_of(resumed.records(), keys=OF_A_GPU) == numbers_of(undisturbed, keys=OF_A_GPU)
+    assert numbers_of(resumed.records(), keys=OF_A_GPU) == numbers_of(undisturbed.records(), keys=OF_A_GPU)

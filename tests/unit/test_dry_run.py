@@ -119,10 +119,8 @@ def test_every_stage_and_rank_is_named():
 def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
     """And refused by a run before anything is started."""
     path, missing = Path("configs/demo.yaml"), f"checkpoint.initial_weights={tmp_path / 'gone'}"
-    options = [
-        missing,
-        f"run.dir={tmp_path}",
-    ]  # in runs/ there may be a demo that goes on from its own checkpoint
+    # In the folder of the config there may be a demo, which would go on from its own checkpoint.
+    options = [missing, f"run.dir={tmp_path}"]
     report = describe(load_config(path, options, world_size=1, need_data=False), 1)
     assert f"checkpoint.initial_weights = {tmp_path / 'gone'}: no such folder" in report
     with pytest.raises(ConfigError, match="no such folder"):
