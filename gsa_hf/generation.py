@@ -92,9 +92,16 @@ class Generator:
     not, they are the model's own forward pass.
     """
 
-    def __init__(self, model: GSAForCausalLM, compile: bool = False, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: GSAForCausalLM,
+        compile: bool = False,
+        vocab_size: int | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
         """
         Args:
+            context_tokens: of the longest prompt and its continuation; None: the model's `max_position_embeddings`
             vocab_size: tokens from there on, which a tokenizer does not have, are not chosen
             compile: of CUDA steps, also fuse by torch.compile what is between matrix products; the first takes longer
         """
@@ -107,6 +114,7 @@ class Generator:
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)
         self._graphs: DecodingGraphs | None = None
         self._vocab_size = vocab_size or model.config.vocab_size
+        self._context_tokens = context_tokens or model.config.max_position_embeddings
         how = "fused steps in CUDA graphs" if fused else "the model's forward pass"
         how += f" ({obstacle})" if obstacle else ""
         logger.info("decoding by %s, attn_implementation %s, on %s", how, implementation, self.device)
@@ -159,7 +167,7 @@ class Generator:
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        context, vocabulary = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        context, vocabulary = self._context_tokens, self.model.config.vocab_size
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; pass at least 1")
         if not prompts:

@@ -145,7 +145,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--dtype", default="", choices=("", "bf16", "fp32"), help="(default: as the weights are)"
     )
     how.add_argument(
-        "--batch-size", type=positive, default=1, metavar="N", help="sequences at once (default: 1)"
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="sequences at once (default: 1; of RULER's prompts on a GPU, as many as have 65536 tokens)",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from gsa_data.faults import Reading
+from gsa_hf import GSAForCausalLM
+from gsa_hf.generation import Generator
 from gsa_train.config import Config
+from gsa_train.evaluation.answers import answer_prompts
 from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.perplexity import score_text, token_losses
 from gsa_train.evaluation.request_files import is_request_file, score
@@ -124,7 +128,12 @@ def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, A
             raise ValueError(
                 f"--tasks needs the package {missing.name}; run in the checkout: pip install '.[hf,eval]'"
             ) from missing
-        options = (arguments.batch_size, arguments.context_length, arguments.limit, arguments.num_fewshot)
+        options = (
+            arguments.batch_size or 1,
+            arguments.context_length,
+            arguments.limit,
+            arguments.num_fewshot,
+        )
         results["tasks"] = run_tasks(subject, tasks, *options)
         tables.append(task_table(results["tasks"]))
     if arguments.ruler and arguments.ruler_gold:
@@ -157,7 +166,7 @@ def _nats(
     """Of each continuation behind its context, both together at most `length` tokens."""
     requests = encode_requests(texts, subject.tokenizer, length, where)
     sums = np.zeros(len(requests))
-    for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size):
+    for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size or 1):
         sums[each.number] = each.nats.sum(dtype=np.float64)
     found: list[float] = sums.tolist()
     return found
@@ -183,7 +192,7 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[st
     for name, place in places.items():
         text = read_text(place, subject.tokenizer, options)
         logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
-        scores = score_text(subject.model, text, arguments.batch_size, name)
+        scores = score_text(subject.model, text, arguments.batch_size or 1, name)
         yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}
 
 
@@ -215,15 +224,25 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def generate(prompts: Sequence[str], new_tokens: int) -> list[str]:
         tokens = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-        return continue_prompts(model, tokenizer, tokens, new_tokens, batch_size=arguments.batch_size)
+        if generator is None:
+            return continue_prompts(model, tokenizer, tokens, new_tokens)
+        return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
 
     options = RulerOptions(
         arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
     )
+    generator: Generator | None = None
+    begin = time.perf_counter()
     if arguments.ruler_gold:
         found = score_gold(partial(_nats, subject, arguments, where="RULER"), tokenizer, options)
     else:
+        if isinstance(model, GSAForCausalLM):
+            longest = max(arguments.ruler)
+            generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
         found = score_ruler(generate, tokenizer, options)
+    found["seconds"] = round(time.perf_counter() - begin, 2)
+    count = len(tasks) * len(options.lengths_tokens) * options.samples
+    logger.info("RULER, %d samples: %.1f s", count, found["seconds"])
     return {**found, "haystack": haystack, "without": [name for name in TASKS if name not in tasks]}
 
 

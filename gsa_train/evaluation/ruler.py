@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.evaluation.ruler_words import NOISE, TooFewWords, distinct, letters
+from gsa_train.evaluation.ruler_words import NOISE, TooFewWords, distinct, letters, list_words
 from gsa_train.files import read_named
 
 SENTENCE_ENDS = (".", "!", "?")
@@ -48,7 +48,17 @@ class Question:
     answers: list[str]
 
 
-Make = Callable[[random.Random, int, Material], Sample]
+@dataclass(frozen=True)
+class Setting:
+    """What a sample is made for."""
+
+    length_tokens: int
+    """Of the prompt and its answer: some frequencies depend on it."""
+    material: Material
+
+
+Make = Callable[[random.Random, int, Setting], Sample]
+"""The seed's numbers, units of filling, setting -> a sample."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def niah(
         keys, values: `words`, `numbers` or `uuids`.
     """
 
-    def make(rng: random.Random, size: int, material: Material) -> Sample:
+    def make(rng: random.Random, size: int, setting: Setting) -> Sample:
         names = distinct(rng, keys, max(num_keys, num_queries))
         hidden = {name: distinct(rng, values, num_values) for name in names}
         needles = [_needle(values, name, value) for name in names for value in hidden[name]]
@@ -81,7 +91,7 @@ def niah(
         if haystack == "noise":
             units = [NOISE[place % len(NOISE)] for place in range(size)]
         elif haystack == "essay":
-            units = _essay(rng, size, material.essay)
+            units = _essay(rng, size, setting.material.essay)
         else:
             others = distinct(rng, keys, size, set(names))
             units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
@@ -143,7 +153,7 @@ def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list
     return text, value, names
 
 
-def variable_tracking(rng: random.Random, size: int, _: Material) -> Sample:
+def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
     """With an example in front."""
 
     def asked(text: str, value: str, names: Sequence[str]) -> str:
@@ -157,42 +167,64 @@ def variable_tracking(rng: random.Random, size: int, _: Material) -> Sample:
     return Sample(f"{asked(*example)} {' '.join(example[2])}\n\n{asked(*chain)}", chain[2])
 
 
-def common_words(often: int, seldom: int) -> Make:
-    """Ten words `often` times in a numbered list, `size` others `seldom` times; with an example in front."""
+@dataclass(frozen=True)
+class Frequencies:
+    """Of a list of words: ten common ones, each `common` times, and others, each `other` times."""
 
-    def listed(
-        rng: random.Random, common: Sequence[str], others: Sequence[str], times: tuple[int, int]
-    ) -> str:
-        words = list(common) * times[0] + list(others) * times[1]
-        rng.shuffle(words)
-        numbered = " ".join(f"{place}. {each}" for place, each in enumerate(words, 1))
-        return (
-            f"Some words of the numbered list below are in it more often than others.\n\n{numbered}\n\n"
+    common: int
+    other: int
+
+
+SHORT_TOKENS = 4096
+"""Below it the list of `cwe` repeats its words less often."""
+
+
+def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
+    """A numbered list with ten common words and `size` others, after an example with its answer.
+
+    Frequencies, and the 10 or 30 other words of the example, are those of RULER's `common_words_extraction.py`.
+    """
+    if setting.length_tokens < SHORT_TOKENS:
+        example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
+    else:
+        example_others, example_times, times = 30, Frequencies(10, 3), Frequencies(30, 3)
+
+    def listed(others: int, times: Frequencies) -> tuple[str, list[str]]:
+        words = list_words(rng, 10 + others)
+        common = words[:10]
+        in_list = common * times.common + words[10:] * times.other
+        rng.shuffle(in_list)
+        text = (
+            "Some words of the numbered list below are in it more often than others.\n\n"
+            f"{_numbered(in_list)}\n\n"
             "Question: which 10 words are in the list most often?\nAnswer: the 10 most frequent words are"
         )
+        return text, common
 
-    def make(rng: random.Random, size: int, _: Material) -> Sample:
-        words = distinct(rng, "words", 30)
-        first, second, few = words[:10], words[10:20], words[20:]
-        example = listed(rng, first, few, (4, 1)) + " " + _numbered(first) + "\n\n"
-        others = distinct(rng, "words", size, set(words))
-        return Sample(example + listed(rng, second, others, (often, seldom)), list(second))
-
-    return make
+    example, of_example = listed(example_others, example_times)
+    asked, common = listed(size, times)
+    return Sample(f"{example} {_numbered(of_example)}\n\n{asked}", common)
 
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{place}. {each}" for place, each in enumerate(words, 1))
 
 
-def frequent_words(rng: random.Random, size: int, _: Material) -> Sample:
-    """Coded words whose frequency falls with the square of their rank; the first rank is dots."""
+MOST_FREQUENT = 100
+"""Words of the shortest coded text: with fewer, the third and the fourth code would be equally frequent."""
+
+
+def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
+    """Coded words whose frequency falls with the square of their rank; the first rank is dots.
+
+    The number of codes, a 50th of the length in tokens, and the rounding down are RULER's (`freq_words_extraction.py`).
+    """
     codes: list[str] = []
-    while len(codes) < 200:
+    while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)
         codes += [code] * (code not in codes)
-    total = 100 + size
-    counts = [round(total / (math.pi**2 / 6) / rank**2) for rank in range(1, len(codes) + 2)]
+    total = MOST_FREQUENT + size
+    counts = [math.floor(total / (math.pi**2 / 6) / rank**2) for rank in range(1, len(codes) + 2)]
     words = [each for code, count in zip(["...", *codes], counts, strict=True) for each in [code] * count]
     rng.shuffle(words)
     prompt = (
@@ -205,8 +237,8 @@ def frequent_words(rng: random.Random, size: int, _: Material) -> Sample:
 def questions(name: str) -> Make:
     """A question on one of many documents."""
 
-    def make(rng: random.Random, size: int, material: Material) -> Sample:
-        found = material.questions[name]
+    def make(rng: random.Random, size: int, setting: Setting) -> Sample:
+        found = setting.material.questions[name]
         asked = rng.choice(found)
         contexts = sorted({each.context for each in found} - {asked.context})
         place = rng.random()
@@ -233,7 +265,7 @@ TASKS: dict[str, Task] = {
     "niah_multivalue": Task(niah("essay", "words", "numbers", num_values=4), 128, "essay"),
     "niah_multiquery": Task(niah("essay", "words", "numbers", num_queries=4), 128, "essay"),
     "vt": Task(variable_tracking, 30),
-    "cwe": Task(common_words(30, 3), 120),
+    "cwe": Task(common_words, 120),
     "fwe": Task(frequent_words, 50),
     "qa_1": Task(questions("qa_1"), 32, "qa_1", any_answer=True),
     "qa_2": Task(questions("qa_2"), 32, "qa_2", any_answer=True),
@@ -249,14 +281,14 @@ def samples(
     Raises:
         ValueError: not even the empty task has room.
     """
-    task = TASKS[name]
+    task, setting = TASKS[name], Setting(length_tokens, material)
     found = []
     size = 64  # the last sample's is a good guess
     for index in range(count):
         own_seed = f"{seed} {name} {length_tokens} {index}"
 
         def make(units: int, own_seed: str = own_seed) -> Sample:
-            return task.make(random.Random(own_seed), units, material)
+            return task.make(random.Random(own_seed), units, setting)
 
         size = fill(
             make, length_tokens - task.new_tokens, tokenizer, size, f"{name} at {length_tokens} tokens"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.evaluation.ruler import TASKS, Material, samples
+from gsa_train.evaluation.ruler import TASKS, Material, Sample, samples
 
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
+
+THREADS = 8
+"""That make prompts: the tokenizers let others run while they work."""
 
 Generate = Callable[[Sequence[str], int], list[str]]
 """Prompts, and tokens of an answer -> answers."""
@@ -44,26 +48,22 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     Raises:
         ValueError: an unknown task, one whose material is missing, or a length too short for one.
     """
-    _check(options)
     scores: dict[str, dict[str, float]] = {}
     needles: list[dict[str, Any]] = []
-    for length in sorted(options.lengths_tokens):
-        of_length = scores[str(length)] = {}
-        for name in options.tasks:
-            task = TASKS[name]
-            asked = samples(name, length, options.samples, options.seed, tokenizer, options.material)
-            answers = generate([sample.prompt for sample in asked], task.new_tokens)
-            got = [
-                answer_score(answer, sample.answers, task.any_answer)
-                for answer, sample in zip(answers, asked, strict=True)
-            ]
-            needles += [
-                {"tokens": length, "task": name, "depth": round(sample.depth, 4), "score": 100 * value}
-                for sample, value in zip(asked, got, strict=True)
-                if sample.depth is not None
-            ]
-            of_length[name] = 100 * sum(got) / len(got)
-            logger.info("RULER, %d tokens, %s: %.1f", length, name, of_length[name])
+    for length, name, asked in _asked(tokenizer, options):
+        task = TASKS[name]
+        answers = generate([sample.prompt for sample in asked], task.new_tokens)
+        got = [
+            answer_score(answer, sample.answers, task.any_answer)
+            for answer, sample in zip(answers, asked, strict=True)
+        ]
+        needles += [
+            {"tokens": length, "task": name, "depth": round(sample.depth, 4), "score": 100 * value}
+            for sample, value in zip(asked, got, strict=True)
+            if sample.depth is not None
+        ]
+        mean = scores.setdefault(str(length), {})[name] = 100 * sum(got) / len(got)
+        logger.info("RULER, %d tokens, %s: %.1f", length, name, mean)
     means = {length: sum(each.values()) / len(each) for length, each in scores.items()}
     good = [int(length) for length, mean in means.items() if mean >= THRESHOLD]
     return {
@@ -87,22 +87,16 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
     Raises:
         ValueError: as of `score_ruler`.
     """
-    _check(options)
     bits: dict[str, dict[str, float]] = {}
-    for length in sorted(options.lengths_tokens):
-        of_length = bits[str(length)] = {}
-        for name in options.tasks:
-            asked = samples(name, length, options.samples, options.seed, tokenizer, options.material)
-            texts = [
-                f" {sample.answers[0] if TASKS[name].any_answer else ', '.join(sample.answers)}"
-                for sample in asked
-            ]
-            nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
-            of_each = [
-                each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)
-            ]
-            of_length[name] = sum(of_each) / len(of_each)
-            logger.info("RULER, %d tokens, %s: %.3f bits per byte", length, name, of_length[name])
+    for length, name, asked in _asked(tokenizer, options):
+        texts = [
+            f" {sample.answers[0] if TASKS[name].any_answer else ', '.join(sample.answers)}"
+            for sample in asked
+        ]
+        nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
+        of_each = [each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)]
+        mean = bits.setdefault(str(length), {})[name] = sum(of_each) / len(of_each)
+        logger.info("RULER, %d tokens, %s: %.3f bits per byte", length, name, mean)
     return {
         "bits_per_byte": bits,
         "mean": {length: sum(each.values()) / len(each) for length, each in bits.items()},
@@ -110,6 +104,28 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
         "samples": options.samples,
         "seed": options.seed,
     }
+
+
+def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
+    """Length, task and its samples, the shortest first. Threads make them while the model answers earlier ones: ten
+    tokenizations, by which a prompt is fitted into its length, take as long as its answer on a GPU.
+
+    Raises:
+        ValueError: as of `score_ruler`.
+    """
+    _check(options)
+    cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
+
+    def make(length: int, name: str) -> list[Sample]:
+        return samples(name, length, options.samples, options.seed, tokenizer, options.material)
+
+    threads = ThreadPoolExecutor(THREADS, "ruler")
+    try:
+        made = [threads.submit(make, *cell) for cell in cells]
+        for cell, future in zip(cells, made, strict=True):
+            yield *cell, future.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,18 @@ def word(rng: random.Random) -> str:
     return f"{rng.choice(FIRST)}-{rng.choice(NOUNS)}"
 
 
+def list_words(rng: random.Random, count: int) -> list[str]:
+    """Different words in random order, single ones as long as they last: a list of pairs would be twice as long.
+
+    Raises:
+        TooFewWords: there are fewer words.
+    """
+    found = rng.sample(FIRST, min(count, len(FIRST)))
+    found += distinct(rng, "words", count - len(found))
+    rng.shuffle(found)
+    return found
+
+
 def number(rng: random.Random) -> str:
     """Of seven digits."""
     return str(rng.randrange(10**6, 10**7))

@@ -15,7 +15,7 @@ import pytest
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
 from gsa_train.evaluation import ruler_words
-from gsa_train.evaluation.ruler import TASKS, Material, Question, read_questions, samples
+from gsa_train.evaluation.ruler import TASKS, Material, Question, Setting, read_questions, samples
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
     answer_score,
@@ -169,13 +169,37 @@ def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Materia
     assert len(set(NOUNS)) == len(NOUNS)
 
 
+@pytest.mark.parametrize(
+    ("length", "in_example", "in_list"), [(4095, {3: 10, 1: 10}, (6, 1)), (4096, {10: 10, 3: 30}, (30, 3))]
+)
+def test_frequencies_of_common_words_are_rulers(
+    length: int, in_example: dict[int, int], in_list: tuple[int, int], material: Material
+) -> None:
+    """As `generate_input_output` of RULER's common_words_extraction.py counts them."""
+    sample = TASKS["cwe"].make(random.Random(0), 50, Setting(length, material))
+    parts = sample.prompt.split("\n\n")
+    example, asked = (Counter(re.findall(r"\d+\. (\S+)", part)) for part in (parts[1], parts[4]))
+    assert Counter(example.values()) == in_example
+    assert Counter(asked.values()) == {in_list[0]: 10, in_list[1]: 50}
+    assert {word for word, times in asked.items() if times == in_list[0]} == set(sample.answers)
+
+
+def test_frequencies_of_coded_words_are_rulers(material: Material) -> None:
+    """As `generate_input_output` of RULER's freq_words_extraction.py counts them: 4000 / 50 words with the dots."""
+    sample = TASKS["fwe"].make(random.Random(0), 900, Setting(4000, material))
+    found = Counter(sample.prompt.split("\n\n")[1].split())
+    expected = [int(1000 * rank**-2.0 / (math.pi**2 / 6)) for rank in range(1, 81)]
+    assert [times for _, times in found.most_common()] == [each for each in expected if each]
+    assert [word for word, _ in found.most_common(4)] == ["...", *sample.answers]
+
+
 def test_a_length_that_there_are_words_for_is_filled(
     tokenizer: Tokenizer, material: Material, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search for how many units have room tries more of them, for which the words do not last."""
     monkeypatch.setattr(ruler_words, "USABLE", 380 / (len(FIRST) * len(NOUNS)))
     task = TASKS["niah_multikey_2"]
-    of_all = len(tokenizer.encode(task.make(random.Random(0), 350, material).prompt))
+    of_all = len(tokenizer.encode(task.make(random.Random(0), 350, Setting(5000, material)).prompt))
     (sample,) = samples("niah_multikey_2", of_all + task.new_tokens, 1, 0, tokenizer, material)
     assert 0.95 * of_all < len(tokenizer.encode(sample.prompt)) <= of_all + 1
     with pytest.raises(ValueError, match="different words of"):
