@@ -95,7 +95,9 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
-        subject = Subject(to_device(loaded, device), _tokenizer(source.hf), length, False, None, None, about)
+        subject = Subject(
+            to_device(loaded, device), folder_tokenizer(source.hf), length, False, None, None, about
+        )
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
@@ -185,7 +187,12 @@ def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name != "transformers_version"}
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
+def folder_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder of transformers, with the end of document that tokenizer_config.json names.
+
+    Raises:
+        ValueError: there is none.
+    """
     path = next(
         (folder / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON) if (folder / name).is_file()), None
     )

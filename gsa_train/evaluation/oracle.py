@@ -1,0 +1,184 @@
+"""What a model retrieves when its attention reads only the keys that a perfect indexer selects.
+
+The selection is made of the model's own attention probabilities, so that it is the ceiling of every learned indexer of
+the same form: how many neighbouring queries share a selection, how many neighbouring keys are selected as one.
+Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D their size, L tokens, C queries
+of a chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "oracle"
+"""Of the attention in transformers' registry, which knows one form at a time."""
+
+CHUNK_QUERIES = 512
+"""Queries whose probabilities are in memory at once."""
+
+FORM = re.compile(r"q(\d+)k(\d+)(?:h(all|kv))?")
+
+
+@dataclass(frozen=True)
+class Form:
+    """Of a selection."""
+
+    queries: int = 1
+    """Neighbouring queries that share the selection of the first one."""
+    keys: int = 1
+    """Neighbouring keys that are selected as one, by the best of them."""
+    per_kv_head: bool = False
+    """A selection for each key-value head; else one for all heads, by their mean probability."""
+
+    def __str__(self) -> str:
+        return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")
+
+    @staticmethod
+    def parse(text: str) -> Form:
+        """Of `q1k16`, `q32k1`, `q1k16hkv`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = FORM.fullmatch(text)
+        if found is None or "0" in found.groups()[:2]:
+            raise ValueError(
+                f"form {text!r}: give q<queries>k<keys>, such as q1k16, with hkv for a selection a key-value head"
+            )
+        return Form(int(found[1]), int(found[2]), found[3] == "kv")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of each query, in tokens."""
+
+    selected: int
+    window: int = 64
+    """The latest keys, which are attended to beside the selected ones."""
+    first: int = 0
+    """The sequence's first keys, likewise."""
+
+
+class OracleAttention:
+    """Attention over selected keys, in the interface of transformers' attention functions."""
+
+    def __init__(self, form: Form, budget: Budget) -> None:
+        if budget.selected % form.keys:
+            raise ValueError(
+                f"form {form}: {budget.selected} keys are no multiple of {form.keys}; give such a budget"
+            )
+        self.form, self.budget = form, budget
+        self.kept = 0.0
+        """Sum over calls of the mean attention mass that the selection keeps."""
+        self.calls = 0
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Query [1, H, L, D], key and value [1, Hkv, L, D] -> [1, L, H, D]. No padding: the mask is not read."""
+        assert query.shape[0] == 1, "one sequence at a time"
+        length, kv_heads = query.shape[2], key.shape[1]
+        queries = query[0].unflatten(0, (kv_heads, -1))
+        keys, values = key[0], value[0]
+        # A chunk begins where a group of queries does.
+        chunk = -(-CHUNK_QUERIES // self.form.queries) * self.form.queries
+        out, kept = [], 0.0
+        for first in range(0, length, chunk):
+            rows = torch.arange(first, min(first + chunk, length), device=query.device)
+            probs = _probabilities(queries[:, :, rows], keys, rows, scaling)
+            selected = select(probs, rows, self.form, self.budget)
+            mass = probs * selected[:, None]
+            sums = mass.sum(-1, keepdim=True)
+            kept += float(sums.mean()) * len(rows)
+            out.append(torch.einsum("ngck,nkd->cngd", (mass / sums).to(values.dtype), values))
+        self.kept += kept / length
+        self.calls += 1
+        return torch.cat(out).flatten(1, 2)[None], None
+
+
+def _probabilities(
+    queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Queries [Hkv, G, C, D] at the places `rows`, keys [Hkv, L, D] -> causal softmax in fp32 [Hkv, G, C, L]."""
+    logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float() * scaling
+    places = torch.arange(keys.shape[1], device=keys.device)
+    return logits.masked_fill(places > rows[:, None], float("-inf")).softmax(-1)
+
+
+def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
+    """Probabilities [Hkv, G, C, L] of the queries at `rows` -> bool [Hkv or 1, C, L].
+
+    `rows` begin at a multiple of `form.queries`. Of a group of keys that the query does not see whole, the part that it
+    sees is selected.
+    """
+    length = probs.shape[-1]
+    scores = probs.mean(1) if form.per_kv_head else probs.mean((0, 1))[None]
+    leaders = scores[:, :: form.queries]
+    groups = -(-length // form.keys)
+    padded = torch.nn.functional.pad(leaders, (0, groups * form.keys - length))
+    best = padded.unflatten(-1, (groups, form.keys)).amax(-1)
+    chosen = torch.zeros_like(best, dtype=torch.bool)
+    chosen.scatter_(-1, best.topk(min(budget.selected // form.keys, groups), sorted=False).indices, True)
+    of_leaders = chosen.repeat_interleave(form.keys, -1)[..., :length]
+    selected = of_leaders.repeat_interleave(form.queries, 1)[:, : len(rows)]
+    places, row = torch.arange(length, device=probs.device), rows[:, None]
+    beside = (places > row - budget.window) | (places < budget.first) | (places == row)
+    return (selected | beside) & (places <= row)
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """Of the answers to some prompts."""
+
+    exact: float
+    """Share of the prompts all of whose answer's tokens are the most probable ones, from 0 to 100."""
+    log_probability: float
+    """Mean over the answers' tokens, in nats."""
+    kept_mass: float | None
+    """Share of the attention probability that the selection keeps, mean over queries, heads and layers; None: dense."""
+
+
+@torch.no_grad()
+def retrieve(
+    model: PreTrainedModel,
+    prompts: Iterable[tuple[Sequence[int], Sequence[int]]],
+    how: OracleAttention | None,
+) -> Retrieved:
+    """Score answers that are given to the model token by token (teacher forcing).
+
+    Args:
+        prompts: token ids of each prompt and its answer
+        how: None: the model's own attention, dense or by its learned indexers
+    """
+    implementation = model.config._attn_implementation
+    if how is not None:
+        AttentionInterface.register(NAME, how)
+        model.set_attn_implementation(NAME)
+    exact, log_probabilities = [], []
+    try:
+        for prompt, answer in prompts:
+            tokens = torch.tensor([[*prompt, *answer]], device=model.device)
+            logits = model(tokens, logits_to_keep=len(answer) + 1, use_cache=False).logits[0, :-1].float()
+            expected = tokens[0, len(prompt) :]
+            exact.append(bool((logits.argmax(-1) == expected).all()))
+            log_probabilities += logits.log_softmax(-1).gather(1, expected[:, None])[:, 0].tolist()
+    finally:
+        model.set_attn_implementation(implementation)
+    return Retrieved(
+        100 * sum(exact) / len(exact),
+        sum(log_probabilities) / len(log_probabilities),
+        None if how is None else how.kept / how.calls,
+    )

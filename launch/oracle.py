@@ -1,0 +1,14 @@
+"""What a selection of keys retrieves at best: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
+
+`gsa_train/commands/oracle.py` says what it does.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
+
+from gsa_train.commands.oracle import main
+
+if __name__ == "__main__":
+    sys.exit(main())
