@@ -23,7 +23,7 @@ from gsa_train.evaluation.perplexity import score_text, token_losses
 from gsa_train.evaluation.request_files import is_request_file, score
 from gsa_train.evaluation.requests import as_piece, encode_requests, read_tasks, requests_table
 from gsa_train.evaluation.results import circumstances, result_folder, table, write_results
-from gsa_train.evaluation.ruler import TASKS, Material, read_questions
+from gsa_train.evaluation.ruler import TASKS, Material, Sample, read_questions
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
     gold_table,
@@ -222,8 +222,8 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
     tasks = tasks or [name for name, task in TASKS.items() if task.needs not in without]
 
-    def generate(prompts: Sequence[str], new_tokens: int) -> list[str]:
-        tokens = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
+        tokens = [sample.tokens for sample in asked]
         if generator is None:
             return continue_prompts(model, tokenizer, tokens, new_tokens)
         return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)

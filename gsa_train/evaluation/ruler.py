@@ -10,7 +10,7 @@ import math
 import random
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ class Sample:
     prompt: str
     answers: list[str]
     depth: float | None = None
-    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end; in an essay that of the end of
-    the sentence that it stands behind."""
+    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end; in an essay the end of a
+    sentence."""
+    tokens: tuple[int, ...] = ()
+    """Of the prompt, where `samples` fitted it into a length."""
 
 
 @dataclass(frozen=True)
@@ -290,37 +292,60 @@ def samples(
         def make(units: int, own_seed: str = own_seed) -> Sample:
             return task.make(random.Random(own_seed), units, setting)
 
-        size = fill(
-            make, length_tokens - task.new_tokens, tokenizer, size, f"{name} at {length_tokens} tokens"
-        )
-        found.append(make(size))
+        what = f"{name} at {length_tokens} tokens"
+        size, sample = fill(make, length_tokens - task.new_tokens, tokenizer, size, what)
+        found.append(sample)
     return found
 
 
-def fill(make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str) -> int:
-    """The most units, to 1%, with which a prompt has at most `room_tokens`."""
+LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
+"""How far a prompt's tokens may be from the line through those of two other sizes: a share of the difference, as prose
+and code alternate in essays, and a long word."""
 
+
+def fill(
+    make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
+) -> tuple[int, Sample]:
+    """The most units, to 1%, with which a prompt has at most `room_tokens`; and that sample, with its tokens.
+
+    Prompts far from the room are judged by the line through two that were tokenized: tokenizing is what takes time.
+    """
+    made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}
 
     def fits(units: int) -> bool:
-        try:
-            prompt = make(units).prompt
-        except TooFewWords as error:  # the search may go further than it has to
-            without_words[units] = error
-            return False
-        return len(tokenizer.encode(prompt)) <= room_tokens
+        if units not in made and units not in without_words:
+            try:
+                sample = make(units)
+                made[units] = replace(sample, tokens=tuple(tokenizer.encode(sample.prompt).tolist()))
+            except TooFewWords as error:  # the search may go further than it has to
+                without_words[units] = error
+        return units in made and len(made[units].tokens) <= room_tokens
+
+    def seems_to_fit(units: int) -> bool:
+        nearest = min(made, key=lambda other: abs(other - units))
+        largest = max(made)
+        rate = (len(made[largest].tokens) - len(made[0].tokens)) / max(1, largest)
+        more = rate * (units - nearest)
+        left = room_tokens - len(made[nearest].tokens) - more
+        sure = nearest and abs(left) > LINE_ERROR * abs(more) + LINE_ERROR_TOKENS
+        return left > 0 if sure else fits(units)
 
     if not fits(0):
         raise ValueError(f"{what}: has no room for the task with this tokenizer; give a longer length")
-    low, high = 0, max(guess, 1)
-    while fits(high):
-        low, high = high, math.ceil(high * 1.5)
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    for judge in (seems_to_fit, fits):
+        low, high = 0, max(guess, 1)
+        fits(high)
+        while judge(high):
+            low, high = high, math.ceil(high * 1.5)
+        while high - low > max(1, low // 100):
+            middle = (low + high) // 2
+            low, high = (middle, high) if judge(middle) else (low, middle)
+        if fits(low):
+            break
     if high in without_words:  # with all words there is room left
         raise without_words[high]
-    return low
+    return low, made[low]
 
 
 def read_questions(path: Path) -> list[Question]:

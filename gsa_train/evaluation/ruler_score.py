@@ -15,11 +15,11 @@ from gsa_train.evaluation.ruler import TASKS, Material, Sample, samples
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
 
-THREADS = 8
-"""That make prompts: the tokenizers let others run while they work."""
+THREADS = 3
+"""That make prompts. Tokenizers let other threads run while they work; eight of them were no faster than one."""
 
-Generate = Callable[[Sequence[str], int], list[str]]
-"""Prompts, and tokens of an answer -> answers."""
+Generate = Callable[[Sequence[Sample], int], list[str]]
+"""Samples, and tokens of an answer -> answers."""
 Score = Callable[[Sequence[tuple[str, str]], int], Sequence[float]]
 """Prompts with their answers, and tokens of both -> nats of each answer."""
 
@@ -52,7 +52,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
     needles: list[dict[str, Any]] = []
     for length, name, asked in _asked(tokenizer, options):
         task = TASKS[name]
-        answers = generate([sample.prompt for sample in asked], task.new_tokens)
+        answers = generate(asked, task.new_tokens)
         got = [
             answer_score(answer, sample.answers, task.any_answer)
             for answer, sample in zip(answers, asked, strict=True)
@@ -107,8 +107,8 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
 
 
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
-    """Length, task and its samples, the shortest first. Threads make them while the model answers earlier ones: ten
-    tokenizations, by which a prompt is fitted into its length, take as long as its answer on a GPU.
+    """Length, task and its samples, the shortest first. Threads make them while the model answers earlier ones: the
+    tokenizations by which a prompt is fitted into its length take as long as its answer on a GPU.
 
     Raises:
         ValueError: as of `score_ruler`.

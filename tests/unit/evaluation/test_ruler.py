@@ -15,7 +15,7 @@ import pytest
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
 from gsa_train.evaluation import ruler_words
-from gsa_train.evaluation.ruler import TASKS, Material, Question, Setting, read_questions, samples
+from gsa_train.evaluation.ruler import TASKS, Material, Question, Sample, Setting, read_questions, samples
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
     answer_score,
@@ -49,9 +49,9 @@ def material() -> Material:
     return Material(essay, {"qa_1": QUESTIONS, "qa_2": QUESTIONS})
 
 
-def reader(prompts: Sequence[str], new_tokens: int) -> list[str]:
+def reader(asked: Sequence[Sample], new_tokens: int) -> list[str]:
     """Answers from what stands in the prompt alone."""
-    return [f" {read(prompt.rpartition(chr(10) * 2)[2], prompt)}, I think." for prompt in prompts]
+    return [f" {read(each.prompt.rpartition(chr(10) * 2)[2], each.prompt)}, I think." for each in asked]
 
 
 def read(question: str, prompt: str) -> str:
@@ -90,7 +90,7 @@ def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
     assert ruler_table(found)["rows"][0][:2] == [str(LENGTH), "100.0"]
 
     options = RulerOptions([LENGTH], samples=2, material=material)
-    found = score_ruler(lambda prompts, _: ["I do not know"] * len(prompts), tokenizer, options)
+    found = score_ruler(lambda asked, _: ["I do not know"] * len(asked), tokenizer, options)
     assert found["scores"][str(LENGTH)] == dict.fromkeys(TASKS, 0.0)
     assert found["effective_length"] is None
 
@@ -127,10 +127,10 @@ def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> N
 
 
 def test_the_effective_length_is_the_longest_with_a_mean_of_85_6(tokenizer: Tokenizer) -> None:
-    def forgets(prompts: Sequence[str], new_tokens: int) -> list[str]:
+    def forgets(asked: Sequence[Sample], new_tokens: int) -> list[str]:
         return [
-            answer if len(prompt) < 8000 else ""
-            for prompt, answer in zip(prompts, reader(prompts, 0), strict=True)
+            answer if len(each.prompt) < 8000 else ""
+            for each, answer in zip(asked, reader(asked, 0), strict=True)
         ]
 
     options = RulerOptions([1000, 1500, 6000], ["niah_single_1", "niah_multikey_2"], samples=1)
@@ -150,7 +150,8 @@ def test_prompts_fit_hold_their_answers_and_come_again(
 ) -> None:
     made = samples(name, LENGTH, 3, 7, tokenizer, material)
     for sample in made:
-        tokens = len(tokenizer.encode(sample.prompt)) + TASKS[name].new_tokens
+        assert [*sample.tokens] == tokenizer.encode(sample.prompt).tolist()
+        tokens = len(sample.tokens) + TASKS[name].new_tokens
         assert 0.9 * LENGTH < tokens <= LENGTH
         answers = sample.answers[:1] if TASKS[name].any_answer else sample.answers
         assert all(answer in sample.prompt for answer in answers)
@@ -158,6 +159,13 @@ def test_prompts_fit_hold_their_answers_and_come_again(
     assert samples(name, LENGTH, 3, 7, tokenizer, material) == made
     assert samples(name, LENGTH, 3, 8, tokenizer, material) != made
     assert len({sample.prompt for sample in made}) == 3
+
+
+@pytest.mark.parametrize("words", [["a"] * 500 + ["x" * 400] * 5, ["x" * 400] * 5 + ["a"] * 500])
+def test_a_line_through_two_sizes_does_not_overfill_a_length(words: list[str], tokenizer: Tokenizer) -> None:
+    """In text whose words differ in length as no text's do."""
+    made = samples("niah_single_2", 1500, 4, 0, tokenizer, Material(words))
+    assert all(900 < len(sample.tokens) + 128 <= 1500 for sample in made)
 
 
 def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Material) -> None:
