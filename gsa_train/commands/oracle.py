@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from gsa_train.commands.as_command import as_command
 from gsa_train.commands.evaluate import lengths, positive
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     forms = [Form.parse(each) for each in arguments.forms.split(",")]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         arguments.hf, dtype=DTYPES[arguments.dtype], trust_remote_code=False
     )
     model = model.to(device).eval()
