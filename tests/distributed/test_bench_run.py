@@ -9,6 +9,8 @@ import pytest
 
 from helpers.runs import run_script
 
+pytestmark = pytest.mark.nightly
+
 SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--warmup-steps", "0")
 
 

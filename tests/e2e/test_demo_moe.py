@@ -29,7 +29,7 @@ SHORT = (
 )
 EXPERTS, LAYERS = 8, 2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

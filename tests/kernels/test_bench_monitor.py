@@ -9,9 +9,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_monitor
+import pytest
 
 from gsa_train.metrics.record_format import read_records
 from helpers.single_rank import single_rank, tiny_config
+
+pytestmark = pytest.mark.nightly
 
 
 def test_steps_of_each_kind_are_timed(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import torch
 
 from helpers.bench_without_cuda import stand_in_for_cuda
 
+pytestmark = pytest.mark.nightly
+
 
 def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models on a CPU, on which nothing is profiled: who takes turns with whom, and which ratios are bars."""

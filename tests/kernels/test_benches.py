@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend
 from gsa_kernels.key_lists.format import mask_from_key_lists
 from gsa_kernels.packed_mask import unpack_mask
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,7 @@ def test_the_example_wants_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_learns() -> None:
     result = subprocess.run(
         [sys.executable, str(EXAMPLE), "20"],

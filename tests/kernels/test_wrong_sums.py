@@ -114,6 +114,7 @@ def test_a_kernel_is_refused_or_said_to_be_unread(tmp_path: Path, caplog: pytest
     assert "kernel kernel is not checked for wrong sums" in caplog.text
 
 
+@pytest.mark.nightly
 def test_what_triton_compiles() -> None:
     """Real layouts: of a sum known to be wrong, of its right sister, and of the indexer's loss by GPU. Heads of 256 are
     where shared memory ends."""

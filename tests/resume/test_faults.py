@@ -28,6 +28,7 @@ def assert_as_undisturbed(run: Run) -> None:
     assert numbers_of(run.records(), without=told) == numbers_of(finished(ranks=RANKS).records())
 
 
+@pytest.mark.nightly
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
     alerting = ("parallel.timeout_minutes=0.75", "data.read_timeout_seconds=4", "logging.wandb=offline")

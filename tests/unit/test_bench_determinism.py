@@ -12,6 +12,8 @@ import torch
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 from whole_steps.step_bench import OurTrainee, random_batches
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def trainee() -> Iterator[OurTrainee]:

@@ -121,6 +121,7 @@ def test_what_cannot_be_compared_says_so() -> None:
     assert "bench_moe.py" in unsupported_by_megatron(config), "and not a dense model in its place"
 
 
+@pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real steps at a small size, on a CPU, on which nothing is traced and no graph is captured: who takes turns, what
     is compared with what, and what is promised. Those that find no room, or cannot be captured, say so, and the others

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import bench_save
+import pytest
 
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 from whole_steps.step_bench import OurTrainee
+
+pytestmark = pytest.mark.nightly
 
 
 def test_each_way_has_a_first_a_later_and_a_last_save(tmp_path: Path) -> None:

@@ -67,10 +67,23 @@ print(len(sys.argv) - 2)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_script_of_a_checkout_finds_its_packages(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     assert len(SCRIPTS) > 20
     assert run(FROM_CHECKOUT, str(ROOT), *SCRIPTS, cwd=tmp_path) == f"{len(SCRIPTS)}\n"
+
+
+def test_every_script_puts_the_checkouts_packages_on_its_path_first() -> None:
+    """Before it imports one of them; that this is enough, the nightly tests see."""
+    first = re.compile(r"^(sys\.path\[:0\] = |import harness$)|^(?:from|import) gsa_", re.MULTILINE)
+    without = [script for script in SCRIPTS if not _puts_path_first(first, (ROOT / script).read_text())]
+    assert without == []
+
+
+def _puts_path_first(first: re.Pattern[str], text: str) -> bool:
+    found = first.search(text)
+    return found is None or found[1] is not None
 
 
 def test_every_hint_to_install_names_an_extra_of_the_checkout() -> None:
