@@ -13,11 +13,11 @@ keys, which ones is not said, and a NaN KL if it chose the bad key; so has the l
 selection's size and visibility are promised. Rows that do not see them keep their results to the last bit, apart from
 what key lists do:
 
-What a query gets (output, log-sum-exp, KL and its gradients) depends on its own keys alone. Over a packed mask, and over
-the lists of blocks that share a selection, that holds to the last bit. Over the key lists of queries that select for
-themselves the last bits also depend on which keys the other queries of its tile select, later ones too: a tile, that is
-limits.TILE_QUERIES neighbours, has one list, and its order is that in which each query's terms are added. In fp32 that
-moves 1e-7 of a value; nothing else of another query's comes in.
+What a query gets (output, log-sum-exp, KL and its gradients) depends on its own keys alone. Over a packed mask, and
+over the lists of blocks that share a selection, that holds to the last bit. Over the key lists of queries that select
+for themselves the last bits also depend on which keys the other queries of its tile select, later ones too: a tile,
+limits.TILE_QUERIES neighbours, has one list, and the terms of each query's sums are added in its order. In fp32 that
+moves 1e-7 of a value; nothing else of another query comes in.
 """
 
 from __future__ import annotations
