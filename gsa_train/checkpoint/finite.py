@@ -55,10 +55,10 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     finite = torch.ones((), dtype=torch.bool)
     for (device, _), group in alike.items():
         if device.type == "cuda":
-            largest = torch._foreach_norm(group, torch.inf)  # a few kernels for all of them
+            largest = list(torch._foreach_norm(group, torch.inf))  # a few kernels for all of them
         else:  # at the speed of memory; a norm on CPUs takes ten times as long
             largest = [extreme for tensor in group for extreme in tensor.aminmax()]
-        finite = finite.to(device) & torch.stack(list(largest)).isfinite().all()
+        finite = finite.to(device) & torch.stack(largest).isfinite().all()
     return finite
 
 

@@ -57,7 +57,11 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         validation = validate(run, last_phase.name, stop_if_asked)
     loss = validation["validation_loss"]
     if not math.isfinite(loss):
-        raise NotFinite(f"step {step}, the last one: the loss of the validation is {loss}", step)
+        raise NotFinite(
+            f"step {step}, the last one: the loss of the validation is {loss}. Go on from an earlier checkpoint "
+            "(--resume-from DIR), with a lower learning rate",
+            step,
+        )
     if run.data.tasks:
         with goodput.clock.during("tasks"):
             score_tasks_in_turn(run, last_phase.name, stop_if_asked)

@@ -94,7 +94,8 @@ def report_saves(run: Run, results: list[SaveResult]) -> None:
         if result.not_finite:
             raise NotFinite(
                 f"step {result.step}: weights or optimizer state have {result.error}. Nothing was saved after step "
-                f"{run.services.saver.durable_step or 0}",
+                f"{run.services.saver.durable_step or 0}; add --resume-after-stop to go on from there, and if it comes "
+                "again, look for it with monitor.recheck_every_steps=1",
                 result.step,
             )
     run.services.saver.check()

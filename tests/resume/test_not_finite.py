@@ -115,7 +115,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [run("rewound from the end", REWIND, *SKIPS, KEEP, nan_in=[9, 0, "weight"])],
         [old("rewound past it", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"])],
         [old("old", KEEP, nan_in=[9, 0, "unread weight"])],
-        [run("initial", f"checkpoint.initial_weights={folder / 'old'}")],
+        [
+            run("initial", f"checkpoint.initial_weights={folder / 'old'}"),
+            run("by name", "--resume-from", str(folder / "old")),
+        ],
         [run("old, again", "run.name=old", KEEP) | {"log": str(folder / "old.log")}],
         [run("stopped, again", "run.name=weight at the last step")],
     ]
@@ -179,8 +182,12 @@ def test_a_start_passes_over_it_too(runs: dict[str, Finished]) -> None:
     assert "step_00000009" in again.checkpoints  # trained again
 
 
-def test_nor_does_a_new_run_begin_with_it(runs: dict[str, Finished]) -> None:
+def test_nor_does_a_run_that_is_told_to(runs: dict[str, Finished]) -> None:
     initial = runs["initial"]
     assert initial.codes == [REFUSED]
     assert "has values that are not finite (rank 0: 1 of " in initial.log
+    by_name = runs["by name"]
+    assert by_name.codes == [REFUSED]
+    assert "step_00000009 is damaged: values that are not finite (rank 0: 1 of " in by_name.log
     assert not initial.folder.exists()
+    assert not by_name.folder.exists()
