@@ -11,7 +11,7 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
     """Learning rate of the base at one step of a phase.
 
     Linear learning-rate warm-up from 0 to `lr` over `warmup_steps`, then a half cosine to `min_lr` at the phase's last
-    step (or `lr` throughout with decay=constant).
+    step (or `lr` throughout with decay=constant). The one step of a phase of one has `lr`.
 
     Args:
         phase: the phase.
@@ -21,8 +21,10 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
         return phase.lr * (phase_step + 1) / phase.warmup_steps
     if phase.decay == "constant":
         return phase.lr
-    decay_steps = max(phase.steps - 1 - phase.warmup_steps, 1)
-    progress = min((phase_step - phase.warmup_steps) / decay_steps, 1.0)
+    decay_steps = phase.steps - 1 - phase.warmup_steps
+    if decay_steps == 0 and phase.warmup_steps > 0:
+        return phase.min_lr  # the warm-up has ended with `lr`
+    progress = min((phase_step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
     return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))
 
 

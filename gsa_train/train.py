@@ -19,6 +19,7 @@ import torch
 
 from gsa_train.batches import shared_validation_sets
 from gsa_train.checkpoint.damage import tensor_files
+from gsa_train.checkpoint.finite import not_finite
 from gsa_train.checkpoint.initial_weights import (
     find_initial_weights,
     initial_data_state,
@@ -33,7 +34,7 @@ from gsa_train.evaluate import describe
 from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import MonitorStop, SpikeFound
+from gsa_train.monitor.monitor import MonitorStop, NotFinite, SpikeFound
 from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
@@ -41,7 +42,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.parallel import Parallel, collective_timeout, init_parallel, join_world
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.profiling.profiler import StepProfiler
-from gsa_train.resume import Start, choose_again, choose_start, open_batches, run_dir, start_from
+from gsa_train.resume import ResumeError, Start, choose_again, choose_start, open_batches, run_dir, start_from
 from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
 from gsa_train.run.finish import draw, finish, give_up, give_up_corrupted, leave, leave_world
 from gsa_train.run.folder import RunFolder, open_run_folder
@@ -272,7 +273,9 @@ def open_phase(
 
     Raises:
         StateError: the checkpoint's optimizer state is not that of its weights.
-        DamagedCheckpoint: it is not what was written; call this again with another one.
+        DamagedCheckpoint: it is not what was written, or has values that are not finite; call this again with another
+            one.
+        ResumeError: `weights_from` has such values.
     """
     # Python's garbage collector leaves frozen objects out. megatron-core asks for a full collection at each save, which
     # would search the million objects that are here and stay. The phase's optimizer is made after this, since it is
@@ -287,13 +290,29 @@ def open_phase(
             load_checkpoint(
                 start.checkpoint, model, phase_optimizer, parallel, start.inside_phase, unchecked=unchecked
             )
+            _check_finite(model, phase_optimizer, parallel)
         except DamagedCheckpoint:
             close_optimizer(model, phase_optimizer)
             gc.unfreeze()  # until this is called again
             raise
     if weights_from is not None:
         load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
+        try:
+            _check_finite(model, phase_optimizer, parallel)
+        except DamagedCheckpoint as damage:
+            raise ResumeError(
+                f"checkpoint.initial_weights = {config.checkpoint.initial_weights}: {weights_from} has {damage}. Give "
+                "another checkpoint."
+            ) from damage
     return phase_optimizer
+
+
+def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
+    """Of what was loaded, which may come from a version that saved anything. Collective; raises DamagedCheckpoint."""
+    with phase_optimizer.whole_weights(changes=False):
+        fault = not_finite(model, phase_optimizer, parallel)
+    if fault is not None:
+        raise DamagedCheckpoint(fault)
 
 
 def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
@@ -310,11 +329,15 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
         assert run.phase_optimizer is not None
         try:
             spike = run_phase(run, phase_range, run.phase_optimizer)
+            if spike is None and phase_range is ranges[-1]:
+                save_the_end(run, phase_range, run.phase_optimizer)
+        except NotFinite as found:
+            if run.config.monitor.action != "rewind":
+                raise
+            spike = found.as_spike(run.state.monitor.spikes)
         finally:
             run.services.log.write_late()  # of the last step, or of one before a step that failed
-        if spike is None and phase_range is ranges[-1]:
-            save_the_end(run, phase_range, run.phase_optimizer)
-        elif spike is None:
+        if spike is None and phase_range is not ranges[-1]:
             kept = keep_main_weights(run.model, run.phase_optimizer)
         run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
@@ -334,7 +357,7 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
         MonitorStop: there is nothing to go back to, or the run has gone back too often.
         CheckpointError: too many saves in a row have failed.
     """
-    config, parallel, services, step = run.config, run.parallel, run.services, run.state.step
+    services, step = run.services, run.state.step
     gc.unfreeze()  # until `open_phase`
     services.watchdog.heartbeat(step, "starting")
     services.goodput.note(step, next(each.phase.name for each in ranges if step <= each.end))
@@ -342,9 +365,37 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     report_saves(run, services.saver.ended(now=step, wait=True))
     services.watchdog.heartbeat(step, "starting")
     services.profiler.close()
-    rewinds, last_step = run.state.monitor.rewinds, ranges[-1].end
+    rewinds = run.state.monitor.rewinds
+    damaged: list[tuple[str, str]] = []
+    while True:
+        try:
+            _start_before(run, spike, rewinds, damaged, arguments, ranges)
+            return
+        except DamagedCheckpoint as damage:
+            assert run.start.checkpoint is not None
+            damaged = [*run.start.damaged, (run.start.checkpoint.name, str(damage))]
+
+
+def _start_before(
+    run: Run,
+    spike: SpikeFound,
+    rewinds: list[dict[str, Any]],
+    known: list[tuple[str, str]],
+    arguments: Arguments,
+    ranges: list[PhaseRange],
+) -> None:
+    """From the newest checkpoint that is old enough.
+
+    Args:
+        rewinds: those before.
+        known: checkpoints that are not to be taken: name, and what is wrong with it.
+
+    Raises:
+        DamagedCheckpoint: it has values that are not finite; call this again without it.
+    """
+    config, parallel, services, last_step = run.config, run.parallel, run.services, ranges[-1].end
     checkpoint, done, damaged = rewind(
-        spike, services.saver.checkpoints, rewinds, config, parallel, last_step
+        spike, services.saver.checkpoints, rewinds, config, parallel, last_step, known
     )
     start = run.start = start_from(checkpoint, config, ranges, damaged)
     phase_range = ranges[start.phase_index]
@@ -358,13 +409,12 @@ def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[Phas
     services.saver.go_back(start.step)
     run.data.batches.close()
     run.data.batches = open_batches(config, arguments, start, run.data.tokenizer, parallel)
-    rewinds = [*rewinds, asdict(done)]
     # Validation and tasks at this step are in the metrics already.
     clock = run.state.task_clock  # what was spent stays spent
-    state = state_at(start, rewinds)
+    state = state_at(start, [*rewinds, asdict(done)])
     run.state = dataclasses.replace(state, validation_due=False, tasks_due=False, task_clock=clock)
     run.newest_validation = run.newest_tasks_step = None
-    run.skipped_steps = skipped_steps(config, rewinds)
+    run.skipped_steps = skipped_steps(config, run.state.monitor.rewinds)
     run.model.runtime.stats.reset()
     run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel, services.goodput.clock)
 

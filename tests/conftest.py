@@ -73,6 +73,7 @@ LONGEST_FILES = (
     "distributed/test_fused_tensor_parallel.py",
     "kernels/test_benches.py",
     "resume/test_wrong_bits.py",
+    "resume/test_not_finite.py",
     "resume/test_kills.py",
     "kernels/test_nonfinite.py",
     "e2e/test_notebooks.py",

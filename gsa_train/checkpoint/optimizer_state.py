@@ -131,7 +131,10 @@ def names_of_others(
     found = []
     for name, main, weight in zip(names, mains, weights, strict=True):
         rounded = main.to(weight.device).to(saved[name].dtype).to(weight.dtype)
-        if not torch.equal(rounded, weight):
+        if torch.equal(rounded, weight):
+            continue
+        finite = rounded.isfinite() & weight.isfinite()  # what is not, finite.py tells of
+        if ((rounded != weight) & finite).any():
             found.append(name)
     return found
 

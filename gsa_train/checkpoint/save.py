@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from gsa_train.checkpoint.files import Manifest, prune, publish, step_folder, write_manifest
+from gsa_train.checkpoint.finite import not_finite
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint.staging import Copies, Staging
@@ -75,6 +76,8 @@ class SaveResult:
     """From the beginning until `latest` named it, or until it had failed."""
     warnings: list[str] = field(default_factory=list)
     """What did not work, beside the save itself."""
+    not_finite: bool = False
+    """There is none because of what it would hold, and another try would end the same."""
 
 
 @dataclass
@@ -161,7 +164,8 @@ class CheckpointSaver:
         """Start the save of this moment; returns the saves that have ended by then.
 
         Waits for the one under way first, and without `checkpoint.async_save` also for this one. Starts none when that
-        was the last try: `check` stops the run.
+        was the last try: `check` stops the run. Nor of weights or optimizer state that are not finite on some rank:
+        these are the last in the list, as a save that failed.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -170,9 +174,12 @@ class CheckpointSaver:
         began = time.perf_counter()
         final = step_folder(self.checkpoints, state.step)
         save = _Save(state, final.with_name(f".tmp_{final.name}"), began)
-        error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
-        if error is None:
-            with phase_optimizer.whole_weights(changes=False):
+        with phase_optimizer.whole_weights(changes=False):
+            fault = not_finite(model, phase_optimizer, self._parallel)
+            if fault is not None:
+                return [*ended, replace(_result(save, error=fault), not_finite=True)]
+            error = self._agree(_make_folder(save.folder) if self._parallel.is_main else None)
+            if error is None:
                 _plan(save, model, phase_optimizer, self._parallel)
                 error = self._agree(self._copy(save, waits=not phase_optimizer.weights_stay))
                 if save.copies is not None and error is not None:

@@ -6,9 +6,9 @@
 Options: --resume-from DIR, --no-resume, --resume-after-stop, --accept-new-data, --dry-run [--world-size N --device NAME
 --mfu SHARE].
 Exit code 2: wrong use, config, device, tokenizer, task, validation set, profile, run folder, a refusal by W&B, or a
-checkpoint that does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike, or would
-again. 14: it found silent data corruption. 15: a device is not healthy, before the first step. 75: asked to stop,
-saved, and to be started again (runs/<name>/stopped.json remains).
+checkpoint that does not fit. 3: checkpoints cannot be written. 13: the monitor stopped the run at a spike or for
+values that are not finite, or would again. 14: it found silent data corruption. 15: a device is not healthy, before
+the first step. 75: asked to stop, saved, and to be started again (runs/<name>/stopped.json remains).
 130: a second Ctrl-C, or one before the first step. 1: the run failed otherwise, also for its data. torchrun itself
 ends with 1 for each, and shows its ranks'.
 """

@@ -50,8 +50,10 @@ class GSAConfig:
     """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. 1 = the paper."""
     indexer_loss_row_fraction: float = 1.0
     """Share of the queries, 1 / n, on which the indexer loss is computed in training: every n-th stretch of 128
-    queries, from an offset drawn anew for each micro-batch and layer. The estimate has no bias. 1 = the paper; below 1
-    is cheaper and noisier. Validation uses all queries."""
+    queries, from an offset drawn for each micro-batch and layer. Over key lists a stretch is a list: 32 queries, or the
+    `selection_block` that share one. Of a sequence (or a chunk of it, under context parallelism) of fewer than n
+    stretches one is taken. The estimate has no bias. 1 = the paper; below 1 is cheaper and noisier. Validation uses all
+    queries."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """Budget of keys of a query (eq. 8), with var the variance of its scores and ema their moving average: `inverse`
     k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""

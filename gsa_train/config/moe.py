@@ -31,7 +31,10 @@ class MoEConfig:
     router_score=sigmoid, a bias of each expert that only the choice sees, and that moves against its load after each
     step (arXiv 2408.15664)."""
     balance_coeff: float = 1e-3
-    """Coefficient of the loss of `global_batch`, which is added for each layer; 1e-3 is Qwen3's."""
+    """Coefficient of the loss of `global_batch`, experts x the sum of share of the choices x mean score, which is 1
+    where even and is added for each layer, as megatron-core's `moe_aux_loss_coeff`. The 1e-3 of Qwen3's config.json
+    (`router_aux_loss_coef`) is for transformers' formula: `top_k` where even, and once for the means over all layers.
+    Here that is 1e-3 x `top_k` / layers: 1.7e-4 with its top 8 and 48 layers."""
     bias_update_rate: float = 1e-3
     """By how much an update moves each bias of `aux_free`; DeepSeek-V3's."""
     z_loss_coeff: float = 1e-3

@@ -10,6 +10,7 @@ from gsa_kernels import limits
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.memory.sizes import Sizes, gathers
+from gsa_train.model.flops import sampled_row_share
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
@@ -183,14 +184,17 @@ def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
     """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
-    model = config.model
+    model, queries_of_chunk = (
+        config.model,
+        sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,
+    )
     return (
         phase.attention == "sparse"
         and phase.train == "all"
         and not gathers(config)
         and config.gsa.indexer_pool == 1
         and sizes.value == 2
-        and config.gsa.indexer_loss_row_fraction == 1
+        and sampled_row_share(config.gsa, queries_of_chunk) == 1
         and config.parallel.tensor == 1
         and model.num_heads // model.num_kv_heads % limits.FUSED_LOSS_HEADS == 0
     )

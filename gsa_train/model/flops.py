@@ -211,8 +211,7 @@ def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
 
     One of n stretches of queries, n = 1 / `gsa.indexer_loss_row_fraction`; of a sequence of fewer one of them all.
     """
-    rows = -(-seq_len_tokens // gsa.selection_block)
-    stretches = -(-rows // STRETCH_ROWS)
+    stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 
 

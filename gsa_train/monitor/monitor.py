@@ -40,6 +40,22 @@ class MonitorStop(RuntimeError):
         self.first_step, self.last_step = first_step, last_step
 
 
+class NotFinite(MonitorStop):
+    """What would be saved, or what was trained to the end, is not finite: no batch is known to be the cause."""
+
+    def __init__(self, why: str, step: int) -> None:
+        """After `step`, counted from 1."""
+        super().__init__(why, step + 1, step)
+
+    def as_spike(self, spikes: int) -> SpikeFound:
+        """For a rewind, which leaves out the batches around the step.
+
+        Args:
+            spikes: of the run before.
+        """
+        return SpikeFound(self.last_step, self.last_step, "weights", math.nan, math.inf, spikes + 1)
+
+
 class SpikeFound(NamedTuple):
     """A spike that asks for a rewind."""
 

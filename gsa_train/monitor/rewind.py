@@ -62,6 +62,7 @@ def rewind(
     config: Config,
     parallel: Parallel,
     last_step: int,
+    known: Sequence[tuple[str, str]] = (),
 ) -> tuple[Path, Rewind, list[tuple[str, str]]]:
     """Make the newest intact checkpoint that is old enough the latest one, and note what is to be left out. Collective.
 
@@ -70,6 +71,7 @@ def rewind(
     Args:
         rewinds: those before.
         last_step: of the run.
+        known: checkpoints found damaged before this, newest first: name, and what is wrong with it.
 
     Returns:
         The checkpoint, what is left out, and newer ones old enough that are damaged: name, and what is wrong with it.
@@ -88,8 +90,14 @@ def rewind(
     newest = found.first_step - monitor.rewind_min_steps
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
-    fitting = [path for path in shared[0] if (step := step_of(path.name)) is not None and step <= newest]
-    checkpoint, damaged = first_intact(fitting, parallel, config.checkpoint.verify == "full")
+    names = [name for name, _ in known]
+    fitting = [
+        path
+        for path in shared[0]
+        if (step := step_of(path.name)) is not None and step <= newest and path.name not in names
+    ]
+    checkpoint, found_damaged = first_intact(fitting, parallel, config.checkpoint.verify == "full")
+    damaged = [*known, *found_damaged]
     if checkpoint is None:
         faults = "".join(f"; {name} is damaged: {fault}" for name, fault in damaged)
         raise MonitorStop(

@@ -61,15 +61,16 @@ def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, paral
         )
     if stop is None:
         return
-    spike = [*range(stop["first_step"], stop["last_step"] + 1)]
-    left_out = set(spike) <= set(config.train.iterations_to_skip)
+    spike = [*range(stop["first_step"], stop["last_step"] + 1)]  # none where no batch is known (`NotFinite`)
+    left_out = bool(spike) and set(spike) <= set(config.train.iterations_to_skip)
     if left_out or goes_on:
         return
     skip = str(sorted({*config.train.iterations_to_skip, *spike})).replace(" ", "")
+    leave_out = f"  - leave out its batches: train.iterations_to_skip={skip}\n" if spike else ""
     raise SpikeAhead(
         f"the monitor stopped this run ({path}):\n  {stop['reason']}\n"
         f"From step {stop['saved_step']} on, the same command would run into the same spike. Instead\n"
-        f"  - leave out its batches: train.iterations_to_skip={skip}\n"
+        f"{leave_out}"
         "  - or change what made it (phases.*.lr, the text, monitor.action=rewind), or nothing if it was the hardware, "
         "and add --resume-after-stop\n"
         "  - or start from an earlier checkpoint (--resume-from DIR), or from step 0 (--no-resume)."

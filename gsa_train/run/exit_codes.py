@@ -7,6 +7,7 @@ REFUSED = 2
 SAVE_FAILED = 3
 """Also in its retries."""
 STOPPED_BY_MONITOR = 13
+"""A spike, or weights, optimizer state or a last validation that are not finite."""
 CORRUPTED = 14
 """Numbers that should be equal were not. A new start from the last checkpoint is right for a fault that passes."""
 UNHEALTHY = 15

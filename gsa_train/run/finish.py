@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from gsa_train.files import write_atomically
 from gsa_train.goodput.account import COMPLETE, INTERRUPTED
 from gsa_train.goodput.account import STOPPED as GOODPUT_STOPPED
 from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import MonitorStop
+from gsa_train.monitor.monitor import MonitorStop, NotFinite
 from gsa_train.monitor.stop import note_stop
 from gsa_train.parallel import shutdown_parallel
 from gsa_train.report.page import write_report
@@ -41,6 +42,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
 
     Raises:
         Stopped: asked to in the validation; the next start ends the run again.
+        NotFinite: the model that was trained gives no finite loss.
     """
     step, watchdog = run.state.step, run.services.watchdog
 
@@ -53,6 +55,13 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     goodput = run.services.goodput
     with goodput.clock.during("validation"):
         validation = validate(run, last_phase.name, stop_if_asked)
+    loss = validation["validation_loss"]
+    if not math.isfinite(loss):
+        raise NotFinite(
+            f"step {step}, the last one: the loss of the validation is {loss}. Go on from an earlier checkpoint "
+            "(--resume-from DIR), with a lower learning rate",
+            step,
+        )
     if run.data.tasks:
         with goodput.clock.during("tasks"):
             score_tasks_in_turn(run, last_phase.name, stop_if_asked)

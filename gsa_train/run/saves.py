@@ -8,6 +8,7 @@ from dataclasses import asdict
 from gsa_train.checkpoint.load import RunState, gather_rng
 from gsa_train.checkpoint.save import SaveResult
 from gsa_train.config import config_to_yaml
+from gsa_train.monitor.monitor import NotFinite
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.run.state import Run
@@ -21,6 +22,7 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
 
     Raises:
         CheckpointError: too many saves in a row have failed.
+        NotFinite: weights or optimizer state are not finite.
     """
     state, saver = run.state, run.services.saver
     if saver.has(state.step):
@@ -57,6 +59,7 @@ def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimi
 
     Raises:
         CheckpointError: too many saves in a row have failed.
+        NotFinite: weights or optimizer state are not finite.
     """
     step, saver = run.state.step, run.services.saver
     run.services.watchdog.heartbeat(step, "saving")
@@ -84,9 +87,17 @@ def report_saves(run: Run, results: list[SaveResult]) -> None:
 
     Raises:
         CheckpointError: too many in a row have failed.
+        NotFinite: there is no checkpoint because of what it would hold.
     """
     for result in results:
         log_save(run, result)
+        if result.not_finite:
+            raise NotFinite(
+                f"step {result.step}: weights or optimizer state have {result.error}. Nothing was saved after step "
+                f"{run.services.saver.durable_step or 0}; add --resume-after-stop to go on from there, and if it comes "
+                "again, look for it with monitor.recheck_every_steps=1",
+                result.step,
+            )
     run.services.saver.check()
 
 
@@ -108,6 +119,7 @@ def log_save(run: Run, result: SaveResult) -> None:
         )
     else:
         log.log({**record, "checkpoint_error": result.error, "checkpoint_failures": saver.failures})
-        log.message(f"step {result.step} could not be saved: {result.error}; {saver.next_try()}")
+        follows = "" if result.not_finite else f"; {saver.next_try()}"
+        log.message(f"step {result.step} could not be saved: {result.error}{follows}")
     for warning in result.warnings:
         log.message(f"checkpoint: {warning}")

@@ -10,8 +10,14 @@ device, or `reference`, plain torch on any device. Both give the same results up
 
 A NaN in the indexer's inputs is not hidden: a row that sees it has a NaN variance, the base budget, that many visible
 keys, which ones is not said, and a NaN KL if it chose the bad key; so has the loss. Of infinite inputs only the
-selection's size and visibility are promised. Rows that do not see them keep their results to the last bit, but for
-the KL over key lists: where a neighbour's selection changes the list of a tile, its rows' sums have another order.
+selection's size and visibility are promised. Rows that do not see them keep their results to the last bit, apart from
+what key lists do:
+
+What a query gets (output, log-sum-exp, KL and its gradients) depends on its own keys alone. Over a packed mask, and
+over the lists of blocks that share a selection, that holds to the last bit. Over the key lists of queries that select
+for themselves the last bits also depend on which keys the other queries of its tile select, later ones too: a tile,
+limits.TILE_QUERIES neighbours, has one list, and the terms of each query's sums are added in its order. In fp32 that
+moves 1e-7 of a value; nothing else of another query comes in.
 """
 
 from __future__ import annotations

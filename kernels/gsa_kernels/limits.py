@@ -45,8 +45,8 @@ KEY_POOLS = (1, 2, 4, 8, 16, 32)
 holds whole groups (selection/triton_group_keys.py)."""
 
 STRETCH_ROWS = 128
-"""Neighbouring rows of the indexer loss that an estimate takes or leaves together: whole tiles of the loss kernels
-(sampling.py)."""
+"""Neighbouring queries of the indexer loss that an estimate takes or leaves together, and rows of it that
+tensor-parallel ranks share out: whole tiles of the loss kernels (sampling.py)."""
 
 ROW_PRODUCT_ROWS = range(1, 17)
 """B of a product of few rows: 16 columns are the narrowest product that wastes none (row_product/triton_product.py)."""

@@ -244,19 +244,20 @@ def _taken_rows(
 ) -> tuple[torch.Tensor | None, int]:
     """The rows of the sample, int64, None for all of them, and by what their sum is to be multiplied.
 
-    The kernels over key lists take whole tiles of the lists, those over packed masks stretches of STRETCH_ROWS.
+    The kernels over key lists take whole tiles of the lists, those over packed masks stretches (`sample_rows`).
     """
     rank, size = rows.share
     pool = geometry.key_pool
     if pool > 1:
         # The kernels' rows are groups of queries: the i-th are those of the (i + 1)-th group of keys.
-        sample, factor = sample_rows(max((num_rows - 1) // pool, 1), rows.fraction, rows.seed, rows.share)
+        groups = max((num_rows - 1) // pool, 1)
+        sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
         if sample.every == 1:
             return None, factor
         queries = ((sample.rows()[:, None] + 1) * pool + torch.arange(pool)).flatten()
         return queries[queries < num_rows], factor
     if selection is None or selection.key_lists is None:
-        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
+        sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, geometry.selection_block)
         return (None if sample.every == 1 else sample.rows()), factor
     unit = selection.key_lists.queries if geometry.selection_block == 1 else 1
     first, factor = systematic(-(-num_rows // unit), rows.fraction, rows.seed)

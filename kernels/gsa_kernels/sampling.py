@@ -1,6 +1,6 @@
 """Which rows of the indexer loss are calculated: all, a share of them for an estimate, or one rank's part."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,61 +9,86 @@ from gsa_kernels.limits import STRETCH_ROWS
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Stretches of STRETCH_ROWS rows, one of each `every` stretches of the sequence."""
+    """Stretches of neighbouring rows, one of each `every` stretches of the sequence."""
 
     start: int
     """First row."""
     count: int
     """Rows in all. Only the sequence's last stretch may be short."""
     every: int = 1
+    stretch: int = field(default_factory=lambda: STRETCH_ROWS)
+    """Rows of a stretch."""
 
     @property
     def spacing(self) -> int:
         """From the first row of a stretch to that of the next."""
-        return self.every * STRETCH_ROWS
+        return self.every * self.stretch
 
     def row(self, number: int) -> int:
         """The row that is number `number` of the sample."""
-        return self.start + number // STRETCH_ROWS * self.spacing + number % STRETCH_ROWS
+        return self.start + number // self.stretch * self.spacing + number % self.stretch
 
     def chunk(self, number: int, count: int) -> "SampledRows":
         """`count` of the rows, from that with `number` on, the first of a stretch."""
-        return SampledRows(self.row(number), min(count, self.count - number), self.every)
+        return SampledRows(self.row(number), min(count, self.count - number), self.every, self.stretch)
 
     def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """All of them, int64 [count]; made where they are needed, since a copy to a device would wait for it."""
         number = torch.arange(self.count, device=device)
-        return self.start + number // STRETCH_ROWS * self.spacing + number % STRETCH_ROWS
+        return self.start + number // self.stretch * self.spacing + number % self.stretch
 
 
 def sample_rows(
-    num_rows: int, fraction: float, seed: int | None, share: tuple[int, int] = (0, 1)
+    num_rows: int,
+    fraction: float,
+    seed: int | None,
+    share: tuple[int, int] = (0, 1),
+    queries_per_row: int = 1,
 ) -> tuple[SampledRows, int]:
     """A systematic sample: evenly spaced stretches, so that each part of the sequence has its share in every draw.
+
+    An estimate takes or leaves stretches of STRETCH_ROWS queries, however many of them share a row. All rows are shared
+    out in stretches of STRETCH_ROWS rows, whole tiles of the kernels.
 
     Args:
         fraction: 1 / n for a whole n; of a sequence with fewer stretches one is taken. 1 takes all rows
         seed: chooses the first stretch, each of n with the same probability
         share: (rank, size): of the stretches that are taken, every size-th from number `rank` on
+        queries_per_row: that share a selection, or a group
 
     Returns:
         The rows, perhaps none, and by what the sum over all shares of the sample is to be multiplied.
     """
-    first, factor = systematic(-(-num_rows // STRETCH_ROWS), fraction, seed)
+    factor = sampled_one_of(num_rows, fraction, queries_per_row)
+    stretch = STRETCH_ROWS if factor == 1 else _rows_of_stretch(queries_per_row)
+    first = _first_of(factor, seed)
     rank, size = share
     every = factor * size
-    start = (first + rank * factor) * STRETCH_ROWS
-    whole, rest = divmod(max(num_rows - start, 0), every * STRETCH_ROWS)
-    return SampledRows(start, whole * STRETCH_ROWS + min(rest, STRETCH_ROWS), every), factor
+    start = (first + rank * factor) * stretch
+    whole, rest = divmod(max(num_rows - start, 0), every * stretch)
+    return SampledRows(start, whole * stretch + min(rest, stretch), every, stretch), factor
+
+
+def sampled_one_of(num_rows: int, fraction: float, queries_per_row: int = 1) -> int:
+    """n where `sample_rows` takes one of n stretches; 1: it takes all rows."""
+    return min(stretches_per_sampled(fraction), -(-num_rows // _rows_of_stretch(queries_per_row)))
+
+
+def _rows_of_stretch(queries_per_row: int) -> int:
+    return max(STRETCH_ROWS // queries_per_row, 1)
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
     """The first unit and the distance to the next: of num_units units each is as likely as any other to be taken."""
     factor = min(stretches_per_sampled(fraction), num_units)
+    return _first_of(factor, seed), factor
+
+
+def _first_of(factor: int, seed: int | None) -> int:
     if factor == 1:
-        return 0, 1
+        return 0
     generator = torch.Generator().manual_seed(int(seed or 0))
-    return int(torch.randint(factor, (), generator=generator)), factor
+    return int(torch.randint(factor, (), generator=generator))
 
 
 def stretches_per_sampled(fraction: float) -> int:

@@ -16,8 +16,19 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 
 @triton.jit
+def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
+    """Rows of the sequence that are the COUNT numbers of a chunk from `number` on, a multiple of COUNT. Stretches are
+    whole multiples of COUNT or the other way round."""
+    if STRETCH % COUNT == 0:  # neighbours
+        rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
+    else:
+        rows = row_of(number + tl.arange(0, COUNT), row_start, STRETCH, SPACING)
+    return rows
+
+
+@triton.jit
 def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Last row of a tile of BM rows, of which STRETCH is a multiple; the chunk has num_rows."""
+    """Last row of a tile of BM rows; the chunk has num_rows."""
     return row_of(tl.minimum(tile * BM + BM, num_rows) - 1, row_start, STRETCH, SPACING)
 
 
@@ -53,7 +64,7 @@ def rows_of_program(
     b = tl.program_id(2)
     local = tile * BM + tl.arange(0, BM)
     valid = local < num_rows
-    in_sequence = row_of(tile * BM, row_start, STRETCH, SPACING) + tl.arange(0, BM)
+    in_sequence = rows_of(tile * BM, row_start, BM, STRETCH, SPACING)
     positions = tl.where(valid, query_start + in_sequence * STRIDE, -1)
     row_index = b.to(tl.int64) * R + in_sequence
     last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gsa_train.checkpoint.finite import _all_finite
 from gsa_train.checkpoint.host_memory import HostMemory
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -27,6 +28,18 @@ TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 
 
 SLEEP_CYCLES = 8 * 10**9
 """About five seconds of a device, in which a host that others keep busy comes to its next line."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [3, 70_001])
+def test_what_is_not_finite_is_seen_among_the_largest_values(dtype: torch.dtype, size: int) -> None:
+    largest = torch.full((size,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
+    both = [largest, -largest, torch.ones(2, device="cuda"), torch.zeros(0, device="cuda")]
+    assert _all_finite(both)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        wrong = largest.clone()
+        wrong[size // 2] = value
+        assert not _all_finite([*both, wrong])
 
 
 def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:

@@ -5,6 +5,8 @@ by name (steps count from 1, "before" a step is before its batch is trained):
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
     nan_gradient: [step, rank]              one element of a weight's gradient is NaN, before any reduction
+    nan_in: [step, rank, place]             one element of what NAN_PLACES names is NaN after that step's update
+    unchecked_saves: true                   saves are made of anything, as by versions that did not look for NaN
     flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once; without rank on all
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
     wrong_output: [step, rank]              a layer's output is twice what it should be, once
@@ -52,6 +54,12 @@ from gsa_train.profiling import table
 from gsa_train.run.health import products
 from gsa_train.run.stop_signals import StopRequest
 
+NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
+"""A weight that every step reads; an embedding that none does; AdamW's state of the first; the variances' average."""
+
+UNREAD_ID = 3
+"""The byte 0: no text has it."""
+
 SMALL_FILE_BYTES = 1000
 LONGEST_SLEEP_SECONDS = 20.0
 """Far below what counts as a hang."""
@@ -84,6 +92,8 @@ class Faults:
                 stack.enter_context(patch.object(table, "TOP_OPERATIONS", 10_000))
             if self._faults.get("wrong_product") == self._rank:
                 stack.enter_context(patch.object(products, "multiply", lambda problem: problem.expected + 1))
+            if "unchecked_saves" in self._faults:
+                stack.enter_context(patch.object(save, "not_finite", lambda *_: None))
             if "saves_end" in self._faults:
                 saver = save.CheckpointSaver
                 stack.enter_context(patch.object(saver, "begin", _waiting(saver.begin)))
@@ -135,6 +145,9 @@ class Faults:
             self._steps += 1
             for hook in hooks:
                 hook.remove()
+            at, rank, place = self._faults.get("nan_in", (0, 0, ""))
+            if (step, self._rank) == (at, rank) and self._first("nan"):
+                _put_nan(place, training, weight)
             return result
 
         return faulty_step
@@ -248,6 +261,24 @@ class Faults:
     def _wait_for(self, number: int) -> None:
         while number not in self._signals:
             time.sleep(0.01)
+
+
+def _put_nan(place: str, training: Any, weight: torch.nn.Parameter) -> None:
+    gpt = training.model.gpt
+    if place == "weight":
+        target = weight.data
+    elif place == "unread weight":
+        target = gpt.embedding.word_embeddings.weight.data[UNREAD_ID]
+    elif place == "average":
+        target = training.model.variance_trackers[0].ema
+    else:
+        kinds = {"moment": "exp_avg", "second moment": "exp_avg_sq", "fp32 weight": "param"}
+        (target, *_) = (
+            part.tensors[kinds[place]]
+            for part in training.optimizer.state_parts()
+            if part.parameter is weight or part.parameter.shape == weight.shape
+        )
+    target.view(-1)[0] = torch.nan
 
 
 def _waiting(begin: Any) -> Any:

@@ -104,6 +104,54 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
     assert wanted["rows"].isnan().any() == (case.rows != RowSample())
 
 
+NEIGHBOURS = {  # the query whose selection becomes another one, and those whose last bits may move with it
+    "packed mask": (Case("masked", 96), 20, range(0)),
+    "packed mask of blocks": (Case("masked", selection_block=16, local_window=16), 16, range(0)),
+    "key lists": (Case("gathered", 96), 20, range(32)),
+    "key lists of blocks": (Case("gathered", selection_block=16, local_window=16), 16, range(0)),
+}
+
+
+@pytest.mark.parametrize(("case", "query", "tile"), NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone(
+    case: Case, query: int, tile: range
+) -> None:
+    """Its keys are added in the order in which the list of all its queries has them, earlier or later ones."""
+    block = case.selection_block
+    found = []
+    for changed in (False, True):
+        given = problem(case)
+        if changed:
+            with torch.no_grad():
+                given.indexer.queries[:, query // block] *= -3.0
+        selection = select(case, given, "triton")
+        mask = mask_of(selection, given.k.shape[1])
+        found.append((mask, results(case, given, selection, "triton")))
+    (mask, before), (mask_after, after) = found
+    moved = (mask != mask_after).any(-1).any(0).nonzero().flatten().tolist()
+    assert moved
+    assert set(moved) <= set(range(query, query + block))
+    others = [each for each in range(LENGTH) if each not in range(query, query + block)]
+    beside = [each for each in others if each in tile]
+    elsewhere = [each for each in others if each not in tile]
+    rows = {
+        "lse": before["lse"].transpose(1, 2),
+        "out": before["out"],
+        "q": before["q"],
+        "rows": before["rows"],
+    }
+    rows_after = rows | {name: after[name] for name in ("out", "q", "rows")}
+    rows_after["lse"] = after["lse"].transpose(1, 2)
+    for name, values in rows.items():
+        of, of_after = values, rows_after[name]
+        if name == "rows":
+            of, of_after = (each.repeat_interleave(block, 1) for each in (of, of_after))
+        assert torch.equal(of[:, elsewhere], of_after[:, elsewhere]), name
+        torch.testing.assert_close(of[:, beside], of_after[:, beside], rtol=1e-5, atol=2e-6)
+    if beside:
+        assert not torch.equal(rows["out"][:, :query], rows_after["out"][:, :query])
+
+
 @pytest.mark.parametrize(("k_base", "wanted"), [(7, "key_lists"), (8, "packed_mask")])
 def test_the_budget_of_a_shared_selection_decides_its_format(k_base: int, wanted: str) -> None:
     """k_base and a window of 16, of 56 keys: just below and above 1 - sqrt(1 / 3) of them, a density of 2/3."""

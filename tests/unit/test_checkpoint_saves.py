@@ -14,6 +14,7 @@ import torch
 
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import save, staging
+from gsa_train.checkpoint.finite import _all_finite
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver, SaveLost, SaveResult
 from gsa_train.model.mcore.build import Model
@@ -25,6 +26,40 @@ from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, 
 
 # The fixtures, where pytest finds them.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
+
+
+# --- what may be saved -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("held", ["weight", "exp_avg_sq"])
+def test_no_checkpoint_is_made_of_what_is_not_finite_and_none_deleted_for_it(
+    make_saver, trained, tmp_path, held, value
+):
+    saver = make_saver(async_save=False, keep_last=1)
+    (good,) = saver.begin(run_state(1), *trained)
+    tensor = next(trained[0].module.parameters()).data
+    if held != "weight":
+        tensor = next(trained[1].state_parts()).tensors[held]
+    before, tensor.view(-1)[3] = tensor.view(-1)[3].item(), value
+    (refused,) = saver.begin(run_state(2), *trained)
+    assert refused.not_finite
+    assert refused.error.startswith(f"values that are not finite (rank 0: 1 of {tensor.numel()} in ")
+    assert names_in(tmp_path) == {"step_00000001", "latest"}
+    assert is_intact(good.folder)
+    assert (saver.durable_step, saver.failures) == (1, 0)
+    tensor.view(-1)[3] = before
+    (again,) = saver.begin(run_state(2), *trained)
+    assert again.error is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_largest_values_are_finite(dtype):
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    both = [largest, torch.zeros(0, dtype=dtype), -largest, torch.ones(2)]
+    assert _all_finite(both)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        assert not _all_finite([*both, torch.tensor([0, value, 0], dtype=dtype)])
 
 
 # --- in the background -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from gsa_train.monitor.monitor import NotFinite
 from gsa_train.report import plots
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
@@ -47,7 +49,7 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(plots, "write_plots", write)
     monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
-    monkeypatch.setattr(finish, "validate", lambda *_: {})
+    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
     config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
     model: Any = None
@@ -58,3 +60,15 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
     assert drawn == [tmp_path / "a"]
     finish.draw(replace(run, parallel=replace(run.parallel, rank=1)))
     assert drawn == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": loss})
+    model: Any = None
+    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, step=7)
+    with pytest.raises(NotFinite, match=rf"step 7, the last one: the loss of the validation is {loss}"):
+        finish.finish(run, SPARSE)
+    assert not run.services.log.sinks.finish.called

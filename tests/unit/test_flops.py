@@ -227,16 +227,17 @@ def test_a_measured_selection_replaces_the_assumed_one():
         (6 * STRETCH_ROWS, 1, 0.3333),
         (12 * STRETCH_ROWS, 2, 0.5),
         (2 * STRETCH_ROWS, 1, 0.25),
-        (4 * STRETCH_ROWS, 4, 0.5),
+        (8 * STRETCH_ROWS, 4, 0.25),
+        (STRETCH_ROWS, 4, 0.5),
     ],
-    ids=["of runs", "of blocks", "fewer runs than n", "one run"],
+    ids=["of runs", "of blocks", "fewer runs than n", "of few blocks", "one run"],
 )
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_an_indexer_loss_of_some_queries_costs_as_many(length, block, fraction, attention):
     whole = dataclasses.replace(GSA, selection_block=block, local_window=6, k_base=10**6)
     gsa = dataclasses.replace(whole, indexer_loss_row_fraction=fraction)
     phase = PhaseConfig(attention=attention, train="all")
-    draws = {sample_rows(length // block, fraction, seed)[0] for seed in range(50)}
+    draws = {sample_rows(length // block, fraction, seed, queries_per_row=block)[0] for seed in range(50)}
     rows = torch.arange(1, length + 1).view(-1, block).double().sum(1)  # keys of each row's queries
     taken = sum(rows[draw.rows()].sum().item() for draw in draws) / len(draws)
 

@@ -348,6 +348,8 @@ def test_the_loss_behind_attention():
         "model.num_kv_heads=8",
     ):
         assert not behind(override), override
+    short = ("train.seq_len_tokens=128", "gsa.indexer_loss_row_fraction=0.25")
+    assert behind(*short)  # a quarter of one stretch of queries is all of it
 
     def bytes_of(sequences):
         config = load_config(GSA, [f"train.micro_batch_size={sequences}"], world_size=8, need_data=False)

@@ -8,11 +8,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gsa_data.pack import FILLER
+from gsa_train.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import enter_phase
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
+    EOS,
     SPARSE,
     WARM_UP,
     named_weights,
@@ -22,6 +26,7 @@ from helpers.single_rank import (
     take_step,
     tiny_config,
     tiny_model,
+    token_losses,
 )
 
 BALANCED: dict[str, Any] = {"experts": 8, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}
@@ -60,6 +65,20 @@ def test_a_skipped_update_leaves_the_routers_where_they_were(moe: dict[str, Any]
         take_step(other, optimizer, random_batches(config, step), config, lr=1e-3, step=step)
     assert balances(other) == after
     close_optimizer(other, optimizer)
+
+
+@BOTH
+def test_filler_counts_and_all_of_it_goes_one_way(moe: dict[str, Any]) -> None:
+    """As docs/how_to/mixture_of_experts.md says."""
+    config = tiny_config(moe=moe)
+    model = tiny_model(config)
+    enter_phase(model, SPARSE)
+    length = config.train.seq_len_tokens
+    blocks = torch.full((2, length + 1), FILLER, dtype=torch.int32)
+    blocks[:, 0] = EOS
+    token_losses(model, to_micro_batch(blocks, EOS, attend_across_documents=False))
+    for router in model.routers:
+        assert sorted(router.counts.tolist())[-config.moe.top_k :] == [2 * length] * config.moe.top_k
 
 
 @BOTH

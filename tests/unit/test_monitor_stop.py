@@ -10,7 +10,7 @@ import pytest
 
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
-from gsa_train.monitor.monitor import MonitorStop
+from gsa_train.monitor.monitor import MonitorStop, NotFinite
 from gsa_train.monitor.stop import FILE, SpikeAhead, note_stop
 from gsa_train.phases import phase_ranges
 from gsa_train.resume import choose_start
@@ -51,6 +51,17 @@ def test_the_same_command_is_refused_with_what_to_do(stopped: Config, tmp_path: 
     assert "train.iterations_to_skip=[2,7,8,9]\n" in text
     for option in ("--resume-after-stop", "--resume-from", "--no-resume"):
         assert option in text
+
+
+def test_where_no_batch_is_known_to_be_the_cause_none_is_named(stopped: Config, tmp_path: Path) -> None:
+    note_stop(tmp_path / "run", NotFinite("step 9: a weight is NaN", 9), saved_step=4)
+    with pytest.raises(SpikeAhead) as refusal:
+        start(stopped)
+    assert "iterations_to_skip" not in str(refusal.value)
+    assert "--resume-after-stop" in str(refusal.value)
+    with pytest.raises(SpikeAhead):
+        start(with_skips(tmp_path, 9, 10))  # which leave out nothing that is known
+    start(stopped, resume_after_stop=True)
 
 
 def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from gsa_train.model.moe.routing import balance_loss, expert_counts
 from helpers.single_rank import DENSE, random_batches, step_gradients, tiny_config, tiny_model
 
 LOADS = torch.tensor([0.3, 0.05, 0.05, 0.1, 0.2, 0.1, 0.15, 0.05])
@@ -40,3 +42,18 @@ def test_their_gradients_are_those_of_the_definitions(size: int) -> None:
     torch.testing.assert_close(found - without, 0.7 * of_balance, rtol=1e-4, atol=1e-6)
     found, _, _ = gradient(0.0, 0.3, size)
     torch.testing.assert_close(found - without, 0.3 * of_z, rtol=1e-4, atol=1e-6)
+
+
+def test_transformers_coefficient_is_another_one() -> None:
+    """As the text of `moe.balance_coeff` says: theirs is ours times top_k, of the means over all layers."""
+    layers, top_k = 3, 2
+    logits = torch.randn(500, 8)
+    scores = logits.softmax(-1)
+    loads = expert_counts(logits.topk(top_k).indices, 8) / (500 * top_k)
+    ours = balance_loss(scores, loads) / 500
+    theirs = load_balancing_loss_func((logits,) * layers, 8, top_k)
+    torch.testing.assert_close(theirs, top_k * ours)
+    of_all_layers = layers * ours
+    torch.testing.assert_close(1e-3 * theirs, 1e-3 * top_k / layers * of_all_layers)
+    even = torch.full((8,), 1 / 8)
+    torch.testing.assert_close(balance_loss(even[None], even), torch.tensor(1.0))

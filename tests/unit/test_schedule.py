@@ -45,5 +45,18 @@ def test_without_warm_up_the_first_step_has_the_peak() -> None:
 
 
 def test_phases_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
-    assert learning_rate(PhaseConfig(steps=1, lr=1e-3), 0) == 1e-3
-    assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=1), 1) == 1e-3
+    assert learning_rate(PhaseConfig(steps=1, lr=1e-3, min_lr=1e-4), 0) == 1e-3
+    assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=2), 1) == 1e-3
+
+
+@pytest.mark.parametrize("decay", ["cosine", "constant"])
+@pytest.mark.parametrize("steps", [2, 3, 11])
+def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(
+    steps: int, decay: str
+) -> None:
+    """Also where that is one step; by a constant rate none has."""
+    for warmup_steps in range(steps):
+        phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps, decay=decay)  # type: ignore[arg-type]
+        rates = [learning_rate(phase, step) for step in range(steps)]
+        assert rates[-1] == (1e-4 if decay == "cosine" else 1e-3)
+        assert max(rates) == 1e-3

@@ -151,7 +151,7 @@ class ReferenceCore:
             assert target is not None
             with attention_pass.indexer_graph(), trace_span("kl"):
                 rows = self._kl_of_rows(loss.indexer, target, attended, causal, geometry)
-                kl, logged = _sum_or_estimate(rows, loss.rows)
+                kl, logged = _sum_or_estimate(rows, loss.rows, geometry.selection_block)
             if loss.counted_rows is not None:
                 # Of a query that sees one key it is 0.
                 statistics.means["indexer_kl"], statistics.counts["indexer_kl"] = logged, loss.counted_rows
@@ -229,11 +229,13 @@ def _causal_keys(geometry: Geometry, num_keys: int, device: torch.device) -> tor
     return causal & (torch.arange(num_keys, device=device) >= geometry.document_starts[..., None])
 
 
-def _sum_or_estimate(rows: torch.Tensor, taken: RowSample) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_or_estimate(
+    rows: torch.Tensor, taken: RowSample, queries_per_row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """KL of the rows [B, R] -> their sum, and what to log: the rows, or the estimate of their sum by a sample."""
     if taken.fraction == 1:
         return rows.sum(), rows
-    sample, factor = sample_rows(rows.shape[1], taken.fraction, taken.seed)
+    sample, factor = sample_rows(rows.shape[1], taken.fraction, taken.seed, queries_per_row=queries_per_row)
     kl = rows[:, sample.rows(rows.device)].sum() * factor
     return kl, kl.detach()
 

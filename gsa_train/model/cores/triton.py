@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gsa_kernels import api
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
+from gsa_kernels.sampling import sampled_one_of
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
@@ -95,7 +96,7 @@ class TritonCore:
         assert attended is not None or not attention_pass.sparse
         teaches = loss is not None and attention_pass.trains_indexer
         lse: torch.Tensor | None = None
-        fuses_loss = loss is not None and self._fuses_loss(q, k, attended, attention_pass)
+        fuses_loss = loss is not None and self._fuses_loss(q, k, loss, attended, geometry, attention_pass)
         if fuses_loss:
             assert attended is not None
             assert loss is not None
@@ -124,14 +125,21 @@ class TritonCore:
         return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
 
     def _fuses_loss(
-        self, q: torch.Tensor, k: torch.Tensor, attended: Selection | None, attention_pass: AttentionPass
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        loss: IndexerLossInputs,
+        attended: Selection | None,
+        geometry: Geometry,
+        attention_pass: AttentionPass,
     ) -> bool:
         """Whether attention's backward pass gives the indexer's gradients, too: it has the loss's target at hand where
         this rank has all heads, and all rows count."""
+        num_rows = loss.indexer.queries.shape[1]
         fuses = (
             attention_pass.trains_indexer
             and attention_pass.has_graph
-            and attention_pass.row_fraction == 1
+            and sampled_one_of(num_rows, loss.rows.fraction, geometry.selection_block) == 1
             and self.settings.tp_group.size() == 1
             and api.can_fuse_indexer_loss(q, k, attended)
         )

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels import sampling
 from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_probs import probs_tiles
 from gsa_kernels.attention.triton_tiles import (
@@ -97,7 +96,7 @@ def block_sum_probs_rows(
         ROWS=rows_per_tile,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        STRETCH=sampling.STRETCH_ROWS,
+        STRETCH=rows.stretch,
         SPACING=rows.spacing,
         HAS_DOCUMENTS=document_starts is not None,
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys, selection_block))

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels import sampling
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE, checked_inputs
 from gsa_kernels.attention.triton_tiles import (
     Tiles,
@@ -106,7 +105,7 @@ def head_sum_probs_rows(
         D=head_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
-        STRETCH=sampling.STRETCH_ROWS,
+        STRETCH=rows.stretch,
         SPACING=rows.spacing,
         HAS_MASK=packed_mask is not None,
         HAS_DOCUMENTS=document_starts is not None,

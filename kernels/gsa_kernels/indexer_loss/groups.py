@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from gsa_kernels import sampling
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.limits import LOSS_CHUNK_BYTES
@@ -39,29 +38,20 @@ def group_indexer_loss(
             )
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
-    def of_stretch(first: int, count: int) -> torch.Tensor:
-        """Of `count` rows: fp32 [B p, count, C]."""
-        queries = SampledRows((first + 1) * pool, count * pool)
+    def target(chunk: SampledRows) -> torch.Tensor:
+        """fp32 [B p, chunk.count, C]"""
+        queries = SampledRows((chunk.start + 1) * pool, chunk.count * pool, chunk.every, chunk.stretch * pool)
         # Of key lists there is no mask: what a query did not select the loss leaves out, group by group.
         probs = head_sum_probs_rows(q, k, lse, packed_mask, queries, dtype=dtype, fill=False)
         sums = probs[..., : num_groups * pool].unflatten(-1, (num_groups, pool)).sum(-1, dtype=torch.float32)
-        return sums.unflatten(1, (count, pool)).transpose(1, 2).flatten(0, 1)
-
-    def target(chunk: SampledRows) -> torch.Tensor:
-        if chunk.every == 1:
-            return of_stretch(chunk.start, chunk.count)
-        numbers = range(0, chunk.count, sampling.STRETCH_ROWS)
-        pieces = [
-            of_stretch(chunk.row(number), min(sampling.STRETCH_ROWS, chunk.count - number))
-            for number in numbers
-        ]
-        return torch.cat(pieces, dim=1)
+        return sums.unflatten(1, (chunk.count, pool)).transpose(1, 2).flatten(0, 1)
 
     total, kl_of_rows = masked_indexer_loss(
         indexer_of_groups(indexer, pool),
         Target(target),
         Attended(group_mask),
         rows,
+        queries_per_row=pool,
         # The probabilities of single keys are p times as many.
         row_chunk_bytes=LOSS_CHUNK_BYTES // pool,
     )

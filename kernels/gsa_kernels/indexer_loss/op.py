@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from gsa_kernels import sampling
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.hopper.target_blocks import block_shape
@@ -86,6 +85,7 @@ def masked_indexer_loss(
     attended: Attended,
     rows: RowSample = ALL_ROWS,
     *,
+    queries_per_row: int | None = None,
     row_chunk_bytes: int = LOSS_CHUNK_BYTES,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,6 +101,7 @@ def masked_indexer_loss(
         indexer: its keys up to the last query's own; a row for the first query of each aligned block of
             `selection_block`
         rows: which rows are calculated; the sample is the same on every tensor-parallel rank
+        queries_per_row: by which a sample counts; None: `selection_block`
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         blocks: block shapes, for measurements
 
@@ -117,7 +118,8 @@ def masked_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
 
     tensors = tensors_of(indexer)
-    sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share)
+    queries_per_row = queries_per_row or geometry.selection_block
+    sample, factor = sample_rows(num_rows, rows.fraction, rows.seed, rows.share, queries_per_row)
     calculate = partial(
         value_and_gradients,
         target=target,
@@ -145,7 +147,7 @@ def value_and_gradients(
     inputs = _inputs(indexer, target.row_sum, attended)
     batch, num_keys = inputs.k_idx.shape[:2]
     chosen = choose_blocks(inputs) if blocks is None else blocks
-    unit = chosen.rows if sample.every == 1 else sampling.STRETCH_ROWS
+    unit = chosen.rows if sample.every == 1 else max(chosen.rows, sample.stretch)
     chunk_rows = max(row_chunk_bytes // (4 * batch * num_keys) // unit, 1) * unit
     sampled = sample.every != 1
     one_chunk = not sampled and sample.count <= chunk_rows

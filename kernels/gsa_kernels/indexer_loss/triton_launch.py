@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels import sampling
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
@@ -194,7 +193,7 @@ def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
     """The kernels of `run_chunk` by name, in the order in which they must run."""
-    assert chunk.every == 1 or sampling.STRETCH_ROWS % blocks.rows == 0, "a tile has rows of one stretch"
+    assert chunk.every == 1 or chunk.stretch % blocks.rows == 0 or blocks.rows % chunk.stretch == 0, "rows_of"
     sum_given = blocks.stacked and inputs.target_sum is not None
     lse_given = sum_given and inputs.log_sum is not None
     memory = _allocate(inputs, chunk, blocks, outputs.dq is not None, sum_given, lse_given)
@@ -296,7 +295,7 @@ def _arguments(
         "BLOCK_D": memory.block_d,
         "BM": blocks.rows,
         "SEGMENT": blocks.segment,
-        "STRETCH": sampling.STRETCH_ROWS,
+        "STRETCH": chunk.stretch,
         "SPACING": chunk.spacing,
         "KIND": inputs.kind,
         "PRECISION": "ieee" if inputs.q_idx.dtype == torch.float32 else "tf32",
@@ -355,7 +354,7 @@ def _reduction(
         BK=block_keys,
         BD=block_dims,
         SEGMENT=blocks.segment,
-        STRETCH=sampling.STRETCH_ROWS,
+        STRETCH=chunk.stretch,
         SPACING=chunk.spacing,
         KIND=inputs.kind,
         WEIGHT_BIAS=inputs.weight_bias is not None,

@@ -10,7 +10,7 @@ import triton.language as tl
 from gsa_kernels.hopper.triton_stacked import by_key_as_held, held_by_key
 from gsa_kernels.indexer_loss.triton_scores import head_weight, head_weight_slope
 from gsa_kernels.triton_constants import LN_2
-from gsa_kernels.triton_rows import last_row_of, number_of, row_of
+from gsa_kernels.triton_rows import last_row_of, number_of, row_of, rows_of
 from gsa_kernels.triton_stacks import place_in_stack
 
 
@@ -52,7 +52,7 @@ def _reduce_rows(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """BR rows of one row tile, from group * BR on, and one head.
+    """BR rows of one row tile, from group * BR on, and one head. Their sums go to the place of the first of them.
 
     The loops are unrolled so that several loads are under way: they wait for memory, not for sums.
     """
@@ -64,7 +64,7 @@ def _reduce_rows(
     tile = group * BR // BM
     valid = local < num_rows
     first_row = row_of(group * BR, row_start, STRETCH, SPACING)
-    row_index = b.to(tl.int64) * R + first_row + tl.arange(0, BR)
+    row_index = b.to(tl.int64) * R + rows_of(group * BR, row_start, BR, STRETCH, SPACING)
     last = query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
     first = tl.load(first_keys + b * num_tiles + tile)
     first_segment = first // SEGMENT

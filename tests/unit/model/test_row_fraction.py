@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels import sampling
-from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows
-from gsa_kernels.types import RowSample
+from gsa_kernels import api, sampling
+from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows, sampled_one_of
+from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.mcore.build import Model
@@ -63,6 +63,73 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
         assert counts.sum() > 0
         assert (counts / 2000 - 1 / factor).abs().max() < 0.05  # five standard deviations
     assert sample_rows(100, 1, None) == (SampledRows(0, 100), 1)
+
+
+@pytest.mark.parametrize("block", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("length", [128, 256, 4096, 8192])
+def test_a_quarter_is_a_quarter_of_the_queries_however_many_share_a_row(length: int, block: int) -> None:
+    """Every fourth stretch of 128 queries, or one of two; all of a single one."""
+    one_of = min(4, length // 128)
+    firsts = set()
+    for seed in range(30):
+        sample, factor = sample_rows(length // block, 0.25, seed, queries_per_row=block)
+        queries = (sample.rows()[:, None] * block + torch.arange(block)).flatten()
+        assert factor == sampled_one_of(length // block, 0.25, block) == one_of
+        assert len(queries) == length // one_of
+        first = int(queries[0])
+        if one_of > 1:
+            assert torch.equal(queries, torch.arange(length).view(-1, 128)[first // 128 :: one_of].flatten())
+        firsts.add(first)
+    assert firsts == set(range(0, 128 * one_of, 128))
+
+
+def test_all_rows_are_shared_out_in_whole_tiles_of_the_kernels() -> None:
+    """Where nothing is left out, the sums of tensor-parallel ranks are what they were."""
+    for block in (1, 32):
+        sample, factor = sample_rows(1024, 1.0, None, (1, 2), block)
+        assert (sample.start, sample.stretch, sample.every, factor) == (128, 128, 2, 1)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(("block", "pool"), [(1, 1), (16, 1), (32, 1), (1, 4)])
+def test_a_loss_is_of_the_queries_that_were_drawn(
+    block: int, pool: int, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 queries in four stretches: of half of them the loss has a KL, and twice their sum."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
+    length = 128
+    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, key_pool=pool)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(1, *shape, generator=generator)
+
+    keys = random(length // pool, 16) if pool > 1 else random(length, 16)
+    if pool > 1:
+        keys = keys.repeat_interleave(pool, 1)
+    rows = -(-length // block)
+    indexer = Indexer(random(rows, 2, 16), keys, random(rows, 2), None, None, "sigmoid", torch.ones(1))
+    q, k = random(length, 2, 32), random(length, 2, 32)
+    _, lse = api.sparse_attention(q, k, k, None, geometry, implementation=implementation)
+
+    def loss(sample: RowSample) -> tuple[torch.Tensor, torch.Tensor]:
+        return api.indexer_loss(indexer, q, k, lse, None, geometry, sample, implementation=implementation)
+
+    _, of_all = loss(RowSample())
+    taken = set()
+    for seed in range(8):
+        value, kl = loss(RowSample(0.5, seed))
+        drawn = ~kl[0].isnan()
+        queries = (
+            drawn.repeat_interleave(block) if pool == 1 else drawn.roll(-pool)
+        )  # the first group has no row
+        stretches = queries.view(4, 32).float().mean(1).round().int().tolist()
+        assert stretches in ([1, 0, 1, 0], [0, 1, 0, 1])
+        assert drawn.sum() * block in (64, 64 - pool)
+        torch.testing.assert_close(kl[0][drawn], of_all[0][drawn], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, 2 * of_all[0][drawn].sum(), rtol=1e-4, atol=1e-4)
+        taken.add(tuple(stretches))
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -10,12 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gsa_kernels import operations_triton
+from gsa_kernels import operations_triton, sampling
 from gsa_kernels.hopper import fused_indexer_loss as distillation_op
 from gsa_kernels.hopper import target_blocks
 from gsa_kernels.indexer_loss import op as kl_op
 from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
-from gsa_kernels.types import Selection
+from gsa_kernels.types import Geometry, RowSample, Selection
 from gsa_train.config import PhaseConfig
 from gsa_train.model import query_sample
 from gsa_train.model.cores.triton import TritonCore
@@ -162,14 +162,35 @@ ELSEWHERE = [
     ("phase", "gsa", "count"), ELSEWHERE, ids=[f"{p.name}-{'-'.join(gsa)}" for p, gsa, _ in ELSEWHERE]
 )
 def test_the_loss_stays_in_the_forward_pass(
-    phase: PhaseConfig, gsa: dict[str, Any], count: int, distillations: list[int], counted_kl: list[int]
+    phase: PhaseConfig,
+    gsa: dict[str, Any],
+    count: int,
+    distillations: list[int],
+    counted_kl: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where not all queries of selections as bits teach the indexer."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     model, config = model_of_kernels(phase, gsa)
     fraction = config.gsa.indexer_loss_row_fraction
     token_losses(model, random_batches(config)[0], measuring=True, row_fraction=fraction)
     assert distillations == []
     assert counted_kl == [count]
+
+
+@pytest.mark.parametrize(("queries", "fuses"), [(16, True), (4, False)], ids=["all rows", "a quarter"])
+def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pass(
+    queries: int,
+    fuses: bool,
+    distillations: list[int],
+    counted_kl: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sequence of 16 queries, by stretches of so many."""
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
+    model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
+    token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)
+    assert bool(distillations) == fuses
 
 
 def test_the_loss_is_measured_without_a_backward_pass_in_validation(
@@ -196,7 +217,9 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     assert read_stats(model)["indexer_kl"][0] == pytest.approx(mean, rel=1e-5)
 
 
-def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_when_attention_distils(
+    distillations: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that it depends on, one by one."""
     model, _ = model_of_kernels(SPARSE, {})
     core = model.attentions[0].over_chunks.core
@@ -208,7 +231,11 @@ def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCapt
     q, k = torch.zeros(1, 1, 8, 32), torch.zeros(1, 1, 2, 32)
 
     def distils(attended: Selection | None = mask, **of_pass: Any) -> bool:
-        return core._fuses_loss(q, k, attended, dataclasses.replace(teaches, **of_pass))
+        rows = of_pass.pop("rows", RowSample())
+        loss = Mock(rows=rows, indexer=Mock(queries=torch.zeros(1, 2, 1, 16)))
+        geometry = Geometry(selection_block=64, local_window=64)
+        of_pass_now = dataclasses.replace(teaches, **of_pass)
+        return core._fuses_loss(q, k, loss, attended, geometry, of_pass_now)
 
     with caplog.at_level("INFO"):
         assert distils()
@@ -222,9 +249,11 @@ def test_when_attention_distils(distillations: list[int], caplog: pytest.LogCapt
         {"is_first_of_two": True},
         {"base_has_graph": False},
         {"trains_indexer": False},
-        {"row_fraction": 0.25},
     ):
         assert not distils(**other)
+    assert distils(rows=RowSample(0.25, seed=1))  # of one stretch of queries
+    monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)  # a row
+    assert not distils(rows=RowSample(0.25, seed=1))
     settings, two = core.settings, SimpleNamespace(size=lambda: 2)
     core.settings = dataclasses.replace(settings, tp_group=two)  # type: ignore[arg-type]
     assert not distils()

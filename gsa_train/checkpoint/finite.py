@@ -1,0 +1,81 @@
+"""Whether weights and optimizer state are finite: asked before a save, so that no checkpoint is made of them that are
+not and none deleted for one, and of what a start or a rewind has loaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.checkpoint.load import sharded_state, sharding_metadata
+from gsa_train.checkpoint.optimizer_state import by_parameter
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
+from gsa_train.parallel import Parallel
+
+MOST_NAMED = 3
+"""Tensors of a rank, and ranks."""
+
+
+@torch.no_grad()
+def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
+    """Tensors with a NaN or an infinite value, by rank and name, the same text on all ranks; None where there are none.
+
+    Each rank looks at all that it holds, whichever replica would write it. Everything is read once, and the host waits
+    for the device once. Collective; call it with whole weights (`PhaseOptimizer.whole_weights`).
+    """
+    held = [tensor for _, tensor in _weights(model)]
+    held += [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
+    finite = _all_finite(held).to(parallel.device, torch.int32)
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if finite.item():
+        return None
+    found: list[list[str]] = [[] for _ in range(parallel.world_size)]
+    dist.all_gather_object(found, _named_faults(model, phase_optimizer, parallel))
+    ranks = [f"rank {rank}: {_in_a_line(faults)}" for rank, faults in enumerate(found) if faults]
+    return f"values that are not finite ({_in_a_line(ranks, '; ')})"
+
+
+def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Also frozen ones, and the averages that are saved with them."""
+    for chunk in model.chunks:
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                yield name, tensor
+
+
+def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """0-d bool. NaN and infinity outlast a maximum, so nothing is added up that could overflow."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            alike[tensor.device, tensor.dtype].append(tensor)
+    finite = torch.ones((), dtype=torch.bool)
+    for (device, _), group in alike.items():
+        if device.type == "cuda":
+            largest = list(torch._foreach_norm(group, torch.inf))  # a few kernels for all of them
+        else:  # at the speed of memory; a norm on CPUs takes ten times as long
+            largest = [extreme for tensor in group for extreme in tensor.aminmax()]
+        finite = finite.to(device) & torch.stack(largest).isfinite().all()
+    return finite
+
+
+def _named_faults(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[str]:
+    """Of this rank, under the names that checkpoints give, which count layers over the whole model. Where some rank has
+    found values that are not finite, for all ranks."""
+    entries = by_parameter(sharded_state(model, None, sharding_metadata(parallel)))
+    keys = {key: entry.key for key, entry in entries.items()}
+    named = [(keys.get(id(tensor), name), tensor) for name, tensor in _weights(model)]
+    for part in phase_optimizer.state_parts():
+        for kind, tensor in part.tensors.items():
+            of = "fp32 weight" if kind == MAIN_WEIGHT else kind
+            named.append((f"{of} of {keys[id(part.parameter)]}", tensor))
+    counted = [(name, int((~tensor.isfinite()).sum()), tensor.numel()) for name, tensor in named]
+    return [f"{bad} of {size} in {name}" for name, bad, size in counted if bad]
+
+
+def _in_a_line(faults: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(faults) - MOST_NAMED} more" if faults[MOST_NAMED:] else ""
+    return between.join(faults[:MOST_NAMED]) + more
