@@ -148,7 +148,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--batch-size",
         type=positive,
         metavar="N",
-        help="sequences at once (default: 1; of RULER's prompts on a GPU, as many as have 131072 tokens)",
+        help="sequences at once (default: 1; of RULER's prompts on a GPU, as many as have 65536 tokens)",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from gsa_data.tokenize import Tokenizer
 from gsa_hf.generation import Generator
 
-BATCH_TOKENS = 131072
-"""Of a batch's prompts and answers on a GPU: 12 GiB of keys and values in a model of 1.7B parameters, bf16."""
+BATCH_TOKENS = 65536
+"""Of a batch's prompts and answers on a GPU: 6 GiB of keys and values in a model of 1.7B parameters, bf16."""
 
 
 def answer_prompts(

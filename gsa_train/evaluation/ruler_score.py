@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
@@ -15,8 +18,9 @@ from gsa_train.evaluation.ruler import TASKS, Material, Sample, samples
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
 
-THREADS = 3
-"""That make prompts. Tokenizers let other threads run while they work; eight of them were no faster than one."""
+MOST_PROCESSES = 8
+IN_PROCESS_TOKENS = 200_000
+"""Of all prompts; fewer are made before the processes would have started."""
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
 """Samples, and tokens of an answer -> answers."""
@@ -107,25 +111,36 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
 
 
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
-    """Length, task and its samples, the shortest first. Threads make them while the model answers earlier ones: the
-    tokenizations by which a prompt is fitted into its length take as long as its answer on a GPU.
+    """Length, task and its samples, the shortest first.
+
+    Other processes make them while the model answers earlier ones: the tokenizations by which a prompt is fitted into
+    its length take longer than its answer on a GPU, and let no other thread run.
 
     Raises:
         ValueError: as of `score_ruler`.
     """
     _check(options)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
+    calls = [
+        (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells
+    ]
+    if sum(length for length, _ in cells) * options.samples < IN_PROCESS_TOKENS:
+        for cell, call in zip(cells, calls, strict=True):
+            yield *cell, samples(*call)
+        return
+    count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
+    # Not forked: this process may have threads and a CUDA device.
+    with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
+        made = [processes.submit(samples, *call) for call in calls]
+        try:
+            for cell, future in zip(cells, made, strict=True):
+                yield *cell, future.result()
+        finally:
+            processes.shutdown(cancel_futures=True)
 
-    def make(length: int, name: str) -> list[Sample]:
-        return samples(name, length, options.samples, options.seed, tokenizer, options.material)
 
-    threads = ThreadPoolExecutor(THREADS, "ruler")
-    try:
-        made = [threads.submit(make, *cell) for cell in cells]
-        for cell, future in zip(cells, made, strict=True):
-            yield *cell, future.result()
-    finally:
-        threads.shutdown(cancel_futures=True)
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:

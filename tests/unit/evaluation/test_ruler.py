@@ -14,7 +14,7 @@ import pytest
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
-from gsa_train.evaluation import ruler_words
+from gsa_train.evaluation import ruler_score, ruler_words
 from gsa_train.evaluation.ruler import TASKS, Material, Question, Sample, Setting, read_questions, samples
 from gsa_train.evaluation.ruler_score import (
     RulerOptions,
@@ -93,6 +93,21 @@ def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
     found = score_ruler(lambda asked, _: ["I do not know"] * len(asked), tokenizer, options)
     assert found["scores"][str(LENGTH)] == dict.fromkeys(TASKS, 0.0)
     assert found["effective_length"] is None
+
+
+def test_other_processes_make_the_same_prompts(
+    tokenizer: Tokenizer, material: Material, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RulerOptions([1000, 700], ["niah_single_2", "fwe"], samples=2, material=material)
+    here = list(ruler_score._asked(tokenizer, options))
+    assert [cell[:2] for cell in here] == [
+        (700, "niah_single_2"), (700, "fwe"), (1000, "niah_single_2"), (1000, "fwe"),
+    ]  # fmt: skip
+    monkeypatch.setattr(ruler_score, "IN_PROCESS_TOKENS", 0)
+    assert list(ruler_score._asked(tokenizer, options)) == here
+    without_room = RulerOptions([1000, 100], ["niah_single_1"], samples=1)
+    with pytest.raises(ValueError, match="niah_single_1 at 100 tokens: has no room"):
+        list(ruler_score._asked(tokenizer, without_room))
 
 
 def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
