@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -164,10 +165,10 @@ def _keep_rewound(path: Path, dropped: list[str]) -> None:
 
 def _set_aside(path: Path, damaged: str) -> None:
     kept, count = path.with_name(f"{path.name}.damaged"), 1
-    while kept.exists():
+    while os.path.lexists(kept):
         count += 1
         kept = path.with_name(f"{path.name}.damaged.{count}")
-    kept.write_bytes(path.read_bytes())
+    write_atomically(kept, path.read_bytes())
     logger.warning("%s: %s; kept as %s, the run goes on with the intact records", path, damaged, kept.name)
 
 

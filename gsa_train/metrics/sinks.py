@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +40,8 @@ def open_sinks(
 ) -> Sinks:
     """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
     steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
-    to `previous/<time>/`, so that nothing is lost and nothing is mixed. With `keeps_later` what is dropped moves to
+    to `previous/<time>/`, so that nothing is lost and nothing is mixed; a folder that is a link or a mounted disk stays,
+    and what is in it moves to `previous/<time>/` there. With `keeps_later` what is dropped moves to
     `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too, because it comes
     again.
 
@@ -211,11 +215,40 @@ OUTPUTS = (
 """Of a run; the last two of its checkpoints, which the next report would show as this run's."""
 
 
+FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
+
+
+def check_links(run_dir: Path) -> None:
+    """
+    Raises:
+        OSError: a link in place of an output folder leads nowhere, as one to a disk that is not mounted.
+    """
+    for path in (run_dir / name for name in FOLDERS):
+        if path.is_symlink() and not path.is_dir():
+            remedy = "mount its disk or make that folder, or remove the link"
+            raise OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, where no folder is; {remedy}", str(path))
+
+
 def _move_aside(run_dir: Path) -> None:
     found = [run_dir / name for name in OUTPUTS]
-    found = [path for path in found if path.exists()] + sorted(run_dir.glob("summary_*.json"))
-    if found:
-        previous = run_dir / "previous" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        previous.mkdir(parents=True)
-        for path in found:
-            path.rename(previous / path.name)
+    found = [path for path in found if os.path.lexists(path)] + sorted(run_dir.glob("summary_*.json"))
+    stay = [path for path in found if path.is_dir() and (path.is_symlink() or path.is_mount())]
+    time = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    previous = run_dir / "previous" / time
+    for path in found:
+        if path not in stay:
+            previous.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, previous / path.name)  # a rename, or a copy where `previous` is a link to another disk
+        elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
+            kept = path / "previous" / time
+            kept.mkdir(parents=True)
+            for each in content:
+                each.rename(kept / each.name)
+            previous.mkdir(parents=True, exist_ok=True)
+            (previous / path.name).symlink_to(kept.resolve())
+            logger.warning(
+                "%s is a %s, and stays one for the new run; what the run before wrote there is now in %s",
+                path,
+                f"link to {path.resolve()}" if path.is_symlink() else "mounted disk",
+                kept.resolve(),
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import Record
 from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
@@ -118,8 +120,7 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
         order = [name for name in panels[0].lines if name in looks]
         figure.legend([looks[name] for name in order], order, frameon=False, loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return _save(figure, path)
 
 
 # --- drawing: figures without pyplot need no display and leave no global state --------------------------
@@ -230,5 +231,11 @@ def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path)
         text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(tokens_at(knots, [step])[0])}")
         axes[-1].xaxis.set_major_formatter(text)
     axes[-1].set_xlabel("step, and tokens seen" if knots else "step")
-    figure.savefig(path)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_atomically(path, content.getvalue())
     return path

@@ -178,7 +178,7 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
         with _goes_on_without(run, "the report"):
             folder.mkdir(parents=True, exist_ok=True)
             note = f"{fault}\nno update was made after step {run.state.step} <--\n"
-            (folder / "report.txt").write_text(note)
+            write_atomically(folder / "report.txt", note)
     _close(run, exit_codes.CORRUPTED)
 
 

@@ -20,7 +20,7 @@ from gsa_train.files import write_atomically
 from gsa_train.goodput.ledger import Line, lost_line, read_lines
 from gsa_train.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
-from gsa_train.metrics.sinks import Sinks, open_sinks
+from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
@@ -138,6 +138,7 @@ def _open_files(
 ) -> tuple[Sinks, Progress, str | None]:
     """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
+    check_links(folder)
     recover_folder(folder / "checkpoints")
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)

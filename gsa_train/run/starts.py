@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gsa_train.files import append_line
 from gsa_train.metrics.wandb_sink import without_credentials
 
 STARTS = "starts.jsonl"
@@ -50,10 +51,7 @@ def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) 
         "torch": version("torch"),
         "command": command_line(sys.argv, os.environ),
     }
-    path = run_dir / STARTS
-    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * is_cut + json.dumps(start) + "\n")
+    append_line(run_dir / STARTS, json.dumps(start))
 
 
 def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
