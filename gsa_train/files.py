@@ -49,7 +49,9 @@ def own_file(path: str, flags: int) -> int:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
         what = "a link" if error.errno == errno.ELOOP else what
-    raise OSError(errno.EPERM, f"it is {what}, and a run writes plain files only; remove it or move it away", str(path))
+    raise OSError(
+        errno.EPERM, f"it is {what}, and a run writes plain files only; remove it or move it away", str(path)
+    )
 
 
 def open_to_append(path: Path) -> FileIO:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
 
 from gsa_train.goodput.account import Account, Accounting, Line
+from gsa_train.metrics.record_checks import is_number, is_step, is_time
 from gsa_train.metrics.record_format import read_records
-
-logger = logging.getLogger(__name__)
 
 FILE = "goodput.jsonl"
 """Lines of gsa_train.goodput.account. Nothing is ever taken out of it."""
@@ -24,7 +22,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "end": (),
     "lost": ("progress",),
 }
-"""Kind of a line -> numbers that it has beside `time` and `step`."""
+"""Kind of a line -> moments that it has beside `time`, in Unix seconds, and `step`."""
 ALIVE_BYTES = 1024
 """Its size, with spaces at the end: written at once in its place, it is whole after any kill."""
 
@@ -35,28 +33,21 @@ def read_lines(folder: Path) -> list[Line]:
     path = folder / FILE
     if not path.exists():
         return []
-    found = read_records(path)
-    whole: list[Line] = [each for each in found if is_whole(each)]
-    if len(whole) < len(found):
-        logger.warning("%s: %d of %d lines are damaged; left out", path, len(found) - len(whole), len(found))
-    return whole
+    return read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
 
 
 def is_whole(line: Line) -> bool:
     """It has what lines of its kind have."""
-    needed = {"time", *NEEDED.get(line.get("kind", ""), ("kind",))}
-    seconds = line.get("seconds")
+    kind, seconds = line.get("kind", ""), line.get("seconds")
+    needed = NEEDED.get(kind) if isinstance(kind, str) else None
     return (
-        all(_is_number(line.get(name)) for name in needed)
+        needed is not None
+        and all(is_time(line.get(name)) for name in ("time", *needed))
         and isinstance(seconds, dict)
-        and all(map(_is_number, seconds.values()))
+        and all(is_number(each) and math.isfinite(each) for each in seconds.values())
         and isinstance(line.get("reason", ""), str)
         and isinstance(line.get("phase", ""), str)
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
@@ -86,12 +77,12 @@ def _read_alive(path: Path) -> dict[str, Any]:
     """Empty where there is none, or it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     keys = {"began", "time", "progress", "step", "seconds"}
-    if not isinstance(content, dict) or content.keys() != keys or not isinstance(content["step"], int):
+    if not isinstance(content, dict) or content.keys() != keys or not is_step(content["step"]):
         return {}
-    return content if is_whole({**content, "kind": "lost"}) and _is_number(content["began"]) else {}
+    return content if is_whole({**content, "kind": "lost"}) and is_time(content["began"]) else {}
 
 
 def read_account(folder: Path) -> Account | None:

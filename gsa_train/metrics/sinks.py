@@ -40,8 +40,8 @@ def open_sinks(
 ) -> Sinks:
     """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
     steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
-    to `previous/<time>/`, so that nothing is lost and nothing is mixed; a folder that is a link or a mounted disk stays,
-    and what is in it moves to `previous/<time>/` there. With `keeps_later` what is dropped moves to
+    to `previous/<time>/`, so that nothing is lost and nothing is mixed; a folder that is a link or a mounted disk
+    stays, and what is in it moves to `previous/<time>/` there. With `keeps_later` what is dropped moves to
     `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too, because it comes
     again.
 
@@ -226,7 +226,9 @@ def check_links(run_dir: Path) -> None:
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink() and not path.is_dir():
             remedy = "mount its disk or make that folder, or remove the link"
-            raise OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, where no folder is; {remedy}", str(path))
+            raise OSError(
+                errno.ENOENT, f"it is a link to {os.readlink(path)}, where no folder is; {remedy}", str(path)
+            )
 
 
 def _move_aside(run_dir: Path) -> None:
@@ -238,7 +240,9 @@ def _move_aside(run_dir: Path) -> None:
     for path in found:
         if path not in stay:
             previous.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, previous / path.name)  # a rename, or a copy where `previous` is a link to another disk
+            shutil.move(
+                path, previous / path.name
+            )  # a rename, or a copy where `previous` is a link to another disk
         elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
             kept = path / "previous" / time
             kept.mkdir(parents=True)

@@ -16,7 +16,7 @@ from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import Record
 from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
-from gsa_train.report.run_files import read_json
+from gsa_train.report.run_files import baselines_of, read_summary
 from gsa_train.report.run_series import (
     first_step,
     flat,
@@ -55,7 +55,7 @@ def write_plots(run_dir: Path) -> list[Path]:
         for ax, panel in zip(axes, panels, strict=True):
             _draw(ax, panel, records)
         if name == "loss":
-            _draw_baselines(axes[0], run_dir / "summary.json")
+            _draw_baselines(axes[0], run_dir)
             _draw_non_finite(axes[0], records)
         written.append(_finish(figure, axes, records, out_dir / f"{name}.png"))
     layers = [(key, label) for key, label in LAYERS.items() if has(records, key)]
@@ -147,7 +147,12 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
     if panel.scale == "linear" and (shown := shown_range([line for _, line in drawn])):
         ax.set_ylim(*shown)
     if panel.band and all(has(records, key) for key in panel.band):
-        (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])
+        both = [
+            record
+            for record in records
+            if all((record.get(edge) is None) == (record.get(panel.band[0]) is None) for edge in panel.band)
+        ]
+        (steps, low), (_, high) = series(both, panel.band[0]), series(both, panel.band[1])
         ax.fill_between(steps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="min to max")
     if panel.scale == "share":
         ax.set_ylim(-0.02, 1.02)
@@ -189,12 +194,9 @@ def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
         _legend(ax)
 
 
-def _draw_baselines(ax: Axes, summary_path: Path) -> None:
-    summary = read_json(summary_path, "steps")
-    for name, style in (("unigram", ":"), ("bigram", "--")):
-        perplexity = summary.get(f"{name}_perplexity")
-        if perplexity is not None:
-            ax.axhline(math.log(float(perplexity)), color=COLORS[-1], linestyle=style, label=name)
+def _draw_baselines(ax: Axes, run_dir: Path) -> None:
+    for name, loss in baselines_of(read_summary(run_dir)).items():
+        ax.axhline(loss, color=COLORS[-1], linestyle={"unigram": ":", "bigram": "--"}[name], label=name)
     _legend(ax)
 
 
@@ -202,7 +204,8 @@ def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[R
     """A row per layer; the column of a record reaches back to the record before."""
     having = [record for record in with_key(records, key) if "event" not in record]
     num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
-    table = [record.get(key) or [math.nan] * num_layers for record in having]
+    rows = (record.get(key) or [None] * num_layers for record in having)
+    table = [[math.nan if value is None else value for value in row] for row in rows]
     columns = list(zip(*table, strict=True))
     edges = [first_step(having), *(record["step"] for record in having)]
     mesh = ax.pcolormesh(edges, [i - 0.5 for i in range(num_layers + 1)], columns, cmap="viridis")

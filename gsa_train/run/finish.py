@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +36,8 @@ from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.trainer import validate
+
+logger = logging.getLogger(__name__)
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -74,18 +78,43 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     dist.barrier()
 
 
+FAULTS_OF_DRAWING = (
+    OSError,
+    ImportError,  # of a checkout newer than the packages beside it
+    MemoryError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+)
+"""Whatever damaged records, other versions of the packages or a full disk may lead to: the run is complete."""
+
+
 def draw(run: Run) -> None:
     """Plots and report, by the main rank, of a run that is over. Call it once the process group is left: they may take
     minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
     if not run.parallel.is_main or not run.config.logging.plots:
         return
-    # matplotlib: half a second, which no other rank and no start has to pay.
-    from gsa_train.report.plots import write_plots
-
     folder = run_dir(run.config)
-    with _goes_on_without(run, "plots and report"):
-        for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
-            run.services.log.message(f"wrote {path}")
+
+    def write_pictures() -> list[Path]:
+        # matplotlib: half a second, which no other rank and no start has to pay.
+        from gsa_train.report.plots import write_plots
+
+        return write_plots(folder)
+
+    for what, write in (
+        ("plots", write_pictures),
+        ("report", lambda: [write_report([folder], folder / "report.html")]),
+    ):
+        try:
+            for path in write():
+                run.services.log.message(f"wrote {path}")
+        except FAULTS_OF_DRAWING as error:
+            said = f"the run is complete, and its {what} cannot be drawn"
+            logger.warning("%s; gsa-plot %s draws again", said, folder, exc_info=error)
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _holder(file: IO[str]) -> str:
 
 def _open(path: Path) -> IO[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+", encoding="utf-8", opener=own_file)
+    file = open(path, "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (held while the run lasts)
     if os.fstat(file.fileno()).st_nlink > 1:
         file.close()
         raise OSError(errno.EPERM, "it is a hard link to another file; delete it", str(path))

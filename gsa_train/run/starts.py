@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.files import append_line
+from gsa_train.metrics.record_checks import is_step, is_time
 from gsa_train.metrics.wandb_sink import without_credentials
+
+logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 SOURCE = Path(__file__).resolve().parents[2]
@@ -33,7 +36,9 @@ def new_run_id() -> str:
 
 def run_id_of(run_dir: Path) -> str:
     """Which run the folder belongs to, by its newest start that says so; "" where none does, or all are damaged."""
-    ids = [str(start.get("run_id", "")) for start in read_starts(run_dir)]
+    ids = [
+        start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
+    ]  # named where they are read whole
     intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
     return intact[-1] if intact else ""
 
@@ -69,17 +74,44 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """In their order; empty for a run of a version that did not note them. A damaged line, as one
-    that a kill or a full disk cut off, is left out."""
-    path = run_dir / STARTS
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    starts = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            start = json.loads(line)
-            if isinstance(start, dict) and isinstance(start.get("unix_seconds"), float):
-                starts.append(start)
+    """In their order; empty for a run of a version that did not note them. A warning counts damaged lines, which are
+    left out; not the last one, if a kill or a full disk cut it off."""
+    starts, damaged = _read_starts(run_dir / STARTS)
+    if damaged:
+        logger.warning("%s: %s; left out", run_dir / STARTS, damaged)
     return starts
+
+
+def _read_starts(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """And what is wrong with the others."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    starts, wrong = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            start = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            wrong += [f"start {number} is not JSON ({error})"] if line and number < len(lines) else []
+            continue
+        fault = _fault_of_start(start)
+        if fault:
+            wrong.append(f"start {number} {fault}")
+        else:
+            starts.append(start)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return starts, f"{wrong[0]}{more}" if wrong else ""
+
+
+def _fault_of_start(start: Any) -> str:
+    """Empty where nothing is wrong with it."""
+    if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
+        return "is not an object with unix_seconds"
+    if not is_step(start.get("step")):
+        return "has no step"
+    needed = [name for name in ("layout", "host") if not isinstance(start.get(name), str)]
+    if needed:
+        return f"has no {needed[0]}"
+    known = (start.get(name) for name in ("run_id", "device", "torch", "command", "commit"))
+    return "" if all(isinstance(each, str | None) for each in known) else "has a number for a text"
 
 
 def source_commit(source: Path) -> str | None:

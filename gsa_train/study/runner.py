@@ -196,7 +196,7 @@ def lock_study(folder: Path) -> IO[str]:
         StudyError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)
+    file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (the caller's)
     if not try_lock(file):
         file.close()
         raise StudyError(

@@ -253,11 +253,11 @@ def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_says_which_file_of_a_run_is_closed_to_it(tmp_path, monkeypatch, capsys):
-    def closed(path):
+    def closed(path, fault_of):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     write_run(tmp_path / "run")
-    monkeypatch.setattr("gsa_train.commands.plot.read_records", closed)
+    monkeypatch.setattr("gsa_train.report.run_series.read_records", closed)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="2"):
         main()

@@ -164,5 +164,7 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # the message has them
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
         new = [name for name in dict.fromkeys(nodes) if name not in known]
-        with open(path, "a", encoding="utf-8", opener=own_file) as file:  # behind what other nodes note at the same moment
+        with open(
+            path, "a", encoding="utf-8", opener=own_file
+        ) as file:  # behind what other nodes note at the same moment
             file.write("".join(f"{name}\n" for name in new))
