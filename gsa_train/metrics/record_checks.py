@@ -19,6 +19,8 @@ TEXTS = frozenset(
 """Keys of strings that are no numbers, whatever they say; the last two of samples, which a model writes."""
 NUMBERS = frozenset(key for panel in PANELS for key in panel.keys) | {"tokens", "step_seconds"}
 """Keys of numbers that are drawn or counted with."""
+COMPARED = frozenset(["value", "threshold"])
+"""Keys of numbers of a spike."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "spike": ("signal", "value", "threshold", "action"),
     "skipped_batches": ("last_step",),
@@ -96,8 +98,8 @@ def _fits(name: str, value: Any, of_event: bool) -> bool:
     if name == "samples":
         return isinstance(value, list) and all(map(_is_sample, value))
     if isinstance(value, dict):
-        return name not in NUMBERS and _is_row(list(value.values()))
-    if name in NUMBERS or name.startswith("validation_") or (name == "value" and of_event):
+        return name not in NUMBERS | COMPARED and _is_row(list(value.values()))
+    if name in NUMBERS | COMPARED or name.startswith("validation_"):
         return is_number(value)
     return of_event or is_number(value) or (isinstance(value, list) and all(map(_is_row, value)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -36,8 +35,6 @@ from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.trainer import validate
-
-logger = logging.getLogger(__name__)
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -113,8 +110,10 @@ def draw(run: Run) -> None:
             for path in write():
                 run.services.log.message(f"wrote {path}")
         except FAULTS_OF_DRAWING as error:
-            said = f"the run is complete, and its {what} cannot be drawn"
-            logger.warning("%s; gsa-plot %s draws again", said, folder, exc_info=error)
+            why = error if isinstance(error, OSError | ImportError) else repr(error)
+            run.services.log.message(
+                f"the run is complete, and its {what} cannot be drawn: {why}; gsa-plot {folder} tries again"
+            )
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +220,7 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
     """The exit code says what to do next, and in a stop the other ranks wait: no file is worth either."""
     try:
         yield
-    except (OSError, ImportError) as error:  # a full disk; a checkout newer than the packages beside it
+    except OSError as error:  # a full disk
         run.services.log.message(f"{what} cannot be written: {error}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,19 +23,36 @@ def run_that_hears(messages: list[str]) -> Run:
     return cast(Run, SimpleNamespace(services=SimpleNamespace(log=log)))
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("No space left on device"), ModuleNotFoundError("No module named 'plotly'")]
-)
-def test_a_report_that_cannot_be_written_is_told_and_ends_nothing(error: Exception) -> None:
+def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
     messages: list[str] = []
-    with _goes_on_without(run_that_hears(messages), "plots and report"):
-        raise error
-    assert messages == [f"plots and report cannot be written: {error}"]
-
-
-def test_a_mistake_in_the_report_is_no_missing_file() -> None:
-    with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "the report"):
+    with _goes_on_without(run_that_hears(messages), "stopped.json"):
+        raise OSError("No space left on device")
+    assert messages == ["stopped.json cannot be written: No space left on device"]
+    with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "stopped.json"):
         raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
+def test_plots_that_fail_are_told_and_fail_neither_the_run_nor_the_report(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete run, in whose records a bit was flipped, ended in KeyError at each start."""
+
+    def fail(folder: Path) -> list[Path]:
+        raise error
+
+    monkeypatch.setattr(plots, "write_plots", fail)
+    monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
+    finish.draw(run)
+    failed, wrote = (call.args[0] for call in console.message.call_args_list)
+    why = repr(error) if isinstance(error, KeyError) else error
+    assert (
+        failed
+        == f"the run is complete, and its plots cannot be drawn: {why}; gsa-plot {tmp_path}/a tries again"
+    )
+    assert wrote == f"wrote {tmp_path}/a/report.html"
 
 
 def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
