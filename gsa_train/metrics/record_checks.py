@@ -3,6 +3,7 @@ value under it."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ from gsa_train.report.panels import PANELS, PICTURES
 
 Record = dict[str, Any]
 
+LARGEST = 1e300
 LARGEST_STEP = 1 << 53
 LATEST_TIME = 1e11
 """Unix seconds, in some thousand years."""
@@ -51,8 +53,8 @@ def fault_of_samples(record: Record) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Also one that is not finite. Longer integers are no floats."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64)
+    """Also one that is not finite; not one beyond what is drawn and counted with."""
+    return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
 
 
 def is_time(value: Any) -> bool:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from gsa_data.faults import printable
 from gsa_train.files import write_atomically
 from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 from gsa_train.report.panels import PICTURES, tag_of
@@ -73,9 +74,9 @@ def tells_by_its_event(record: Record) -> bool:
 
 
 def values_in_words(record: Record, without: Collection[str]) -> list[str]:
-    """`key value` of each but the time stamp, floats with four digits."""
+    """`key value` of each but the time stamp, floats with four digits, in one line."""
     return [
-        f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}"
         for key, value in record.items()
         if key not in without and key != "time"
     ]

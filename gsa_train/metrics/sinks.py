@@ -147,11 +147,17 @@ class Sinks:
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
 
     def finish(self, summary: Record) -> None:
-        """Write `summary.json` and close."""
-        write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
-        if self._wandb:
-            self._wandb.finish(summary)
-        self.close()
+        """Write `summary.json` and close.
+
+        Raises:
+            OSError: it cannot be written; W&B has it.
+        """
+        try:
+            write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
+        finally:
+            if self._wandb:
+                self._wandb.finish(summary)
+            self.close()
 
     def close(self, exit_code: int = 0) -> None:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""

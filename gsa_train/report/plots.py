@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from gsa_data.faults import printable
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import Record
@@ -117,8 +118,8 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
     # One for all panels: a run has the same look in each.
     looks = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if len(looks) > 1:
-        order = [name for name in panels[0].lines if name in looks]
-        figure.legend([looks[name] for name in order], order, frameon=False, loc="outside right center")
+        order = [label for label in map(_words, panels[0].lines) if label in looks]
+        figure.legend([looks[label] for label in order], order, frameon=False, loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     return _save(figure, path)
 
@@ -126,9 +127,14 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
 # --- drawing: figures without pyplot need no display and leave no global state --------------------------
 
 
+def _words(text: str) -> str:
+    """As they stand: to matplotlib what is between two dollars is a formula, and a label that begins with _ is none."""
+    return f"{' ' * text.startswith('_')}{printable(text)}".replace("$", r"\$")
+
+
 def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(10, 1.5 + 2.7 * rows), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(_words(title), fontsize=13, fontweight="bold")
     axes = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
@@ -182,7 +188,7 @@ def _plot(
     ax: Axes, x: Sequence[float], y: list[float], name: str, color: str, style: str = "-", width: float = 1.5
 ) -> None:
     marker = "o" if sum(map(math.isfinite, y)) <= FEW_POINTS else ""
-    ax.plot(x, y, style, color=color, label=name, linewidth=width, marker=marker, markersize=3)
+    ax.plot(x, y, style, color=color, label=_words(name), linewidth=width, marker=marker, markersize=3)
 
 
 def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
@@ -228,7 +234,7 @@ def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path)
         ax.tick_params(labelbottom=ax is axes[-1])
     for step, phase in starts:
         transform = axes[0].get_xaxis_transform()
-        axes[0].text(step, 1.0, phase, transform=transform, rotation=35, fontsize=8, color="#555555")
+        axes[0].text(step, 1.0, _words(phase), transform=transform, rotation=35, fontsize=8, color="#555555")
     knots = token_knots(records)
     if knots:
         text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(tokens_at(knots, [step])[0])}")

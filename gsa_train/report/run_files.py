@@ -40,7 +40,7 @@ class RunFiles:
         self.records = [flat(record) for record in records_of(folder)]
         self.known = known_of(self.records)
         self.steps = [record for record in self.records if "event" not in record]
-        self.starts = read_starts(folder)
+        self.starts = read_starts(folder, needed=("step", "layout", "host"))
         self.samples = _read_samples(folder / SAMPLES)
         """Records of validations with `evaluate.prompts`, in the order of the steps."""
         self.summary = read_summary(folder)

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gsa_data.best_fit import packing_shares
+from gsa_data.faults import printable
 from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
@@ -30,6 +31,7 @@ from gsa_train.resume import run_dir
 from gsa_train.run import exit_codes
 from gsa_train.run.folder import STOPPED
 from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.run.lock import RunFolderError
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
@@ -42,6 +44,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
 
     Raises:
         Stopped: asked to in the validation; the next start ends the run again.
+        RunFolderError: summary.json cannot be written, on all ranks alike; the process group is left. All else is done.
     """
     step, watchdog = run.state.step, run.services.watchdog
 
@@ -61,18 +64,29 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log
+    fault: list[str | None] = [None]
     if log.sinks is not None and log.console is not None:
         summary = summary_of(run, validation, text)
         log.console.close()
-        log.sinks.finish(summary)
+        try:
+            log.sinks.finish(summary)
+        except OSError as error:
+            fault = [
+                f"the run is trained and saved, but its summary.json cannot be written: {error}; make room on its "
+                "disk, or mend what is said, and start the same command again: it writes the end again, and trains "
+                "no step"
+            ]
         for name, value in summary.items():
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
-                label = f"{name} {part}".strip()
+                label = printable(f"{name} {part}".strip())
                 log.message(f"{label:>20}  {'--' if number is None else number}")
         log.message(goodput.in_words())
         _say_where_wandb_is(run)
-    dist.barrier()
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0] is not None:
+        _close(run, exit_codes.REFUSED)
+        raise RunFolderError(fault[0])
 
 
 FAULTS_OF_DRAWING = (

@@ -73,16 +73,20 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return shlex.join(without_credentials([*starter, *words]))
 
 
-def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
     """In their order; empty for a run of a version that did not note them. A warning counts damaged lines, which are
-    left out; not the last one, if a kill or a full disk cut it off."""
-    starts, damaged = _read_starts(run_dir / STARTS)
+    left out; not the last one, if a kill or a full disk cut it off.
+
+    Args:
+        needed: what each must say, for who reads more of them than `unix_seconds`.
+    """
+    starts, damaged = _read_starts(run_dir / STARTS, needed)
     if damaged:
         logger.warning("%s: %s; left out", run_dir / STARTS, damaged)
     return starts
 
 
-def _read_starts(path: Path) -> tuple[list[dict[str, Any]], str]:
+def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
     """And what is wrong with the others."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     starts, wrong = [], []
@@ -92,7 +96,7 @@ def _read_starts(path: Path) -> tuple[list[dict[str, Any]], str]:
         except (ValueError, RecursionError) as error:
             wrong += [f"start {number} is not JSON ({error})"] if line and number < len(lines) else []
             continue
-        fault = _fault_of_start(start)
+        fault = _fault_of_start(start, needed)
         if fault:
             wrong.append(f"start {number} {fault}")
         else:
@@ -101,17 +105,17 @@ def _read_starts(path: Path) -> tuple[list[dict[str, Any]], str]:
     return starts, f"{wrong[0]}{more}" if wrong else ""
 
 
-def _fault_of_start(start: Any) -> str:
+def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
     """Empty where nothing is wrong with it."""
     if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
         return "is not an object with unix_seconds"
-    if not is_step(start.get("step")):
-        return "has no step"
-    needed = [name for name in ("layout", "host") if not isinstance(start.get(name), str)]
-    if needed:
-        return f"has no {needed[0]}"
-    known = (start.get(name) for name in ("run_id", "device", "torch", "command", "commit"))
-    return "" if all(isinstance(each, str | None) for each in known) else "has a number for a text"
+    for name in ("step", "run_id", "layout", "device", "host", "commit", "torch", "command"):
+        value = start.get(name)
+        if value is None and name in needed:
+            return f"has no {name}"
+        if value is not None and not (is_step(value) if name == "step" else isinstance(value, str)):
+            return f"has {name} = {value!r:.40}"
+    return ""
 
 
 def source_commit(source: Path) -> str | None:

@@ -10,9 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from gsa_train.metrics.sinks import Sinks
 from gsa_train.report import plots
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
+from gsa_train.run.lock import RunFolderError
 from gsa_train.run.state import Run
 from helpers.single_rank import SPARSE, tiny_config
 from helpers.tiny_run import tiny_run
@@ -76,3 +78,24 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
     assert drawn == [tmp_path / "a"]
     finish.draw(replace(run, parallel=replace(run.parallel, rank=1)))
     assert drawn == [tmp_path / "a"]
+
+
+def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback on the main rank, while the others waited for it."""
+    (tmp_path / "a" / "summary.json").mkdir(parents=True)
+    left: list[int] = []
+    monkeypatch.setattr(finish, "validate", lambda *_: {})
+    monkeypatch.setattr(finish, "summary_of", lambda *_: {"val_loss": 2.5, "by": {"\x1b[2J a\nb": 7}})
+    monkeypatch.setattr(finish, "leave_world", lambda watchdog: left.append(watchdog.exit_code))
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(config, model, console=console, sinks=Sinks(tmp_path / "a", None, None))
+    said = r"saved, but its summary\.json cannot be written: .*/a/summary\.json'; make room .* trains no step"
+    with pytest.raises(RunFolderError, match=said):
+        finish.finish(run, SPARSE)
+    assert left == [2]
+    printed = [call.args[0].strip() for call in console.message.call_args_list]
+    assert "val_loss  2.5" in printed
+    assert r"by \x1b[2J a\nb  7" in printed  # of a source: it would clear the screen

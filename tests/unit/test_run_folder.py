@@ -180,9 +180,7 @@ def test_what_changed_since_the_checkpoint_is_said(
 def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "starts.jsonl").write_text(
-        '{"unix_seconds": 1.0, "step": 0, "layout": "1", "host": "a"}\n{"unix_sec'
-    )
+    (run_dir / "starts.jsonl").write_text('{"unix_seconds": 1.0, "step": 0}\n{"unix_sec')
     for step in (6, 8):
         open_at(step, config)
     assert [start["step"] for start in read_starts(run_dir)] == [0, 6, 8]
