@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from gsa_train.goodput.account import Account, Accounting, Line
 from gsa_train.metrics.record_checks import is_number, is_step, is_time
 from gsa_train.metrics.record_format import read_records
+
+logger = logging.getLogger(__name__)
 
 FILE = "goodput.jsonl"
 """Lines of gsa_train.goodput.account. Nothing is ever taken out of it."""
@@ -33,7 +36,9 @@ def read_lines(folder: Path) -> list[Line]:
     path = folder / FILE
     if not path.exists():
         return []
-    return read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
+    lines: list[Line] = []
+    lines += read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
+    return lines
 
 
 def is_whole(line: Line) -> bool:
@@ -74,15 +79,24 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Empty where there is none, or it is damaged."""
+    """Empty where there is none, or a damaged one, which is named; a kill before its first writing leaves it empty."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        text = path.read_bytes()
+        content = json.loads(text) if text else {}
+    except FileNotFoundError:
         return {}
-    keys = {"began", "time", "progress", "step", "seconds"}
-    if not isinstance(content, dict) or content.keys() != keys or not is_step(content["step"]):
-        return {}
-    return content if is_whole({**content, "kind": "lost"}) and is_time(content["began"]) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        content = error
+    if isinstance(content, dict) and (not content or _is_sign_of_life(content)):
+        return content
+    logger.warning("%s is damaged; the newest line of %s counts as the last sign of life", path, FILE)
+    return {}
+
+
+def _is_sign_of_life(content: dict[str, Any]) -> bool:
+    if content.keys() != {"began", "time", "progress", "step", "seconds"}:
+        return False
+    return is_step(content["step"]) and is_time(content["began"]) and is_whole({**content, "kind": "lost"})
 
 
 def read_account(folder: Path) -> Account | None:

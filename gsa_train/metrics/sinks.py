@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gsa_train.config import LoggingConfig
-from gsa_train.files import write_atomically
+from gsa_train.files import own_file, write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import (
     SAMPLES,
@@ -221,14 +221,22 @@ OUTPUTS = (
 """Of a run; the last two of its checkpoints, which the next report would show as this run's."""
 
 
+APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")
 FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
 
 
-def check_links(run_dir: Path) -> None:
-    """
+def check_links(run_dir: Path, resumes: bool) -> None:
+    """Before anything in the folder changes.
+
+    Args:
+        resumes: the start appends to what is there, and does not move it away.
+
     Raises:
-        OSError: a link in place of an output folder leads nowhere, as one to a disk that is not mounted.
+        OSError: a link in place of an output folder leads nowhere, as one to a disk that is not mounted; or what is to
+            be appended to is a link.
     """
+    for path in (run_dir / name for name in APPENDED if resumes and os.path.lexists(run_dir / name)):
+        os.close(own_file(str(path), os.O_RDONLY))
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink() and not path.is_dir():
             remedy = "mount its disk or make that folder, or remove the link"

@@ -244,6 +244,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(
     """The start does without it or names it; what the link leads to is another's."""
     run, target = tmp_path / "run", tmp_path / "of_another"
     open_at(6, config)
+    (run / "summary.json").write_text('{"steps": 6}')
     target.write_text('{"of": "another"}\n')
     path = run / (f"{name}.tmp" if "tmp" in leads else name)
     path.unlink(missing_ok=True)
@@ -252,7 +253,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(
     else:
         path.symlink_to(target)
     lock = RunLock(run, single_rank())
-    appended = name in ("starts.jsonl", "goodput.jsonl") and leads == "symbolic"
+    appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
     locked = name == FILE and "tmp" not in leads
     if appended or locked:
         why = (
@@ -262,6 +263,7 @@ def test_no_file_of_the_folder_is_written_through_a_link(
         )
         with pytest.raises(RunFolderError, match=f"it is {why}.*/run/{name}'"):
             lock.take() if locked else open_at(6, config)
+        assert (run / "summary.json").read_text() == '{"steps": 6}'  # nothing has changed
     else:
         lock.take()
         open_at(6, config)
