@@ -57,7 +57,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     )
     (first.folder / "plots").touch()
     again = train(tmp_path, *options, launcher="python")
-    assert "plots and report cannot be written: " in again.output
+    assert "the run is complete, and its plots cannot be drawn: " in again.output
 
 
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
