@@ -119,5 +119,5 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning, once per process: small corpora read a shard many times."""
-    logger.warning(message)
+    """Log a warning in one line, once per process: small corpora read a shard many times, and it may quote them."""
+    logger.warning("%s", printable(message))
