@@ -34,7 +34,7 @@ def read_lines(folder: Path) -> list[Line]:
     """Of the run so far; empty for one of a version that wrote none. A warning names damaged lines, which are left
     out: later ones hold what they said."""
     path = folder / FILE
-    if not path.exists():
+    if not path.is_file():
         return []
     lines: list[Line] = []
     lines += read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
@@ -80,11 +80,11 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 def _read_alive(path: Path) -> dict[str, Any]:
     """Empty where there is none, or a damaged one, which is named; a kill before its first writing leaves it empty."""
+    if not path.is_file():
+        return {}
     try:
         text = path.read_bytes()
         content = json.loads(text) if text else {}
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError, RecursionError) as error:
         content = error
     if isinstance(content, dict) and (not content or _is_sign_of_life(content)):

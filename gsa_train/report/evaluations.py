@@ -61,7 +61,8 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 def _folders(run_dir: Path) -> list[Path]:
     """In the order of their making; of one under way there is none."""
-    folders = [path for path in (run_dir / EVALUATIONS).glob("[!.]*") if path.is_dir()]
+    found = (run_dir / EVALUATIONS).glob("[!.]*")
+    folders = [path for path in found if path.is_dir() and not (path / "results.json").is_fifo()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 

@@ -49,7 +49,7 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
     """
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = folder / "metrics_rewound.jsonl"
-    if rewound.exists():
+    if rewound.is_file():
         again = (record for record in read_records(rewound, fault_of_record) if record.get("event") in KINDS)
         found += [_said(record, "; then rewound") for record in again]
     phases = phase_starts(records)

@@ -46,7 +46,7 @@ class RunFiles:
         self.summary = read_summary(folder)
         self.stopped: Record = read_json(folder / "stopped.json", {"step": int, "reason": str})
         self.config_path = folder / "config.yaml"
-        has_config = self.config_path.exists() and is_own(self.config_path, folder)
+        has_config = self.config_path.is_file() and is_own(self.config_path, folder)
         self.config_yaml = (
             self.config_path.read_text(encoding="utf-8", errors="replace") if has_config else ""
         )
@@ -127,7 +127,7 @@ class RunFiles:
 
 
 def _read_samples(path: Path) -> list[Record]:
-    return read_records(path, fault_of_samples) if path.exists() else []
+    return read_records(path, fault_of_samples) if path.is_file() else []
 
 
 def read_summary(folder: Path) -> Record:
@@ -151,7 +151,7 @@ def read_json(path: Path, needed: Mapping[str, type]) -> Record:
     Args:
         needed: what an intact one has, and of which type.
     """
-    if not path.exists():
+    if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -88,7 +88,7 @@ def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any
 
 def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
     """And what is wrong with the others."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     starts, wrong = [], []
     for number, line in enumerate(lines, start=1):
         try:

@@ -3,6 +3,7 @@ leaves out."""
 
 import base64
 import json
+import os
 import re
 
 import pytest
@@ -200,3 +201,12 @@ def test_a_report_shows_nothing_that_a_link_leads_out_to(tmp_path, caplog, name)
     assert "my own words" not in page
     assert base64.b64encode(secret.read_bytes()).decode() not in page
     assert re.search(rf"{name} is a link that leads out of .*; left out", caplog.text)
+
+
+@pytest.mark.parametrize("name", [each for each in READ if each != "metrics.jsonl"] + ["config.yaml"])
+def test_a_pipe_is_no_file_that_a_report_waits_for(tmp_path, name):
+    folder = tmp_path / "run"
+    write_all_that_a_report_reads(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    write_report([folder], folder / "report.html")
