@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 from gsa_data import Tokenizer
 from gsa_data.best_fit import best_fit, packing_shares
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading, naming
+from gsa_data.faults import Reading, naming, printable
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import LANE_START, AnyTokens, Cursor
 from gsa_data.reader import TextReader
@@ -261,7 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"{'shard':50} {'packed bytes':>13} {'documents':>10} {'text bytes':>12}  sources")
     for report in reports:
-        sources = ", ".join(f"{name or '(none)'} {count}" for name, count in sorted(report.sources.items()))
+        sources = ", ".join(
+            f"{printable(name) or '(none)'} {count}" for name, count in sorted(report.sources.items())
+        )
         row = f"{report.relpath:50} {report.size_bytes:13} {report.documents:10} {report.text_bytes:12}"
         print(f"{row}  {sources}")
     packed, documents, text = (

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gsa_data.faults import printable
 from gsa_data.ngram import fit_ngrams
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet
@@ -79,7 +80,9 @@ def evaluate(
 
 def describe(each: ValidationSet) -> str:
     """What a set amounts to: a source with few tokens has a perplexity that says little."""
-    sources = ", ".join(f"{source} {text.scored_tokens}" for source, text in each.by_source.items())
+    sources = ", ".join(
+        f"{printable(source)} {text.scored_tokens}" for source, text in each.by_source.items()
+    )
     return (
         f"validation set {each.name}: {len(each.text.blocks)} sequences, {each.text.scored_tokens} scored tokens"
         f"{f' ({sources})' if sources else ''}"

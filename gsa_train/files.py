@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Collection
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,65 @@ def read_named(option: str, path: Path) -> str:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """After a crash at any moment the file has its old content or the new one, never a part of it."""
+def own_file(path: str, flags: int) -> int:
+    """`opener` of `open` for a file that a run keeps: a plain file of its own, never what a link leads to, which may be
+    any file of the user's, nor a pipe, which would wait for a reader. Folders on the way may be links.
+
+    Raises:
+        OSError: it is a link, or no plain file.
+    """
+    what = "no plain file"
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        what = "a link" if error.errno == errno.ELOOP else what
+    raise OSError(
+        errno.EPERM, f"it is {what}, and a run writes plain files only; remove it or move it away", str(path)
+    )
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Without a buffer, also to be read; a last line that a kill or a full disk has cut off is ended. What has another
+    name, too (a hard link, as in a copy by `cp -l`), becomes a file of its own: the other name keeps its content.
+
+    Raises:
+        OSError: see `own_file`; or it cannot be written.
+    """
+    file = FileIO(path, "a+b", opener=own_file)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.seek(0)
+        content = file.readall()
+        file.close()
+        write_atomically(path, content)
+        file = FileIO(path, "a+b", opener=own_file)
+    if file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+        file.write(b"\n")
+    return file
+
+
+def append_line(path: Path, line: str) -> None:
+    """
+    Raises:
+        OSError: see `open_to_append`.
+    """
+    with open_to_append(path) as file:
+        content = (line + "\n").encode()
+        while content:  # on an almost full disk a write takes a part, and the next one fails
+            content = content[file.write(content) :]
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """After a crash at any moment the file has its old content or the new one, never a part of it. A link in its place
+    is replaced, and what it leads to stays as it is."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

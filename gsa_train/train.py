@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.evaluate import describe
-from gsa_train.metrics.wandb_sink import WandbRefused
 from gsa_train.model.mcore.build import Model, build_model
 from gsa_train.monitor.corruption import CorruptionFound
 from gsa_train.monitor.monitor import MonitorStop, NotFinite, SpikeFound
@@ -45,7 +45,7 @@ from gsa_train.profiling.profiler import StepProfiler
 from gsa_train.resume import ResumeError, Start, choose_again, choose_start, open_batches, run_dir, start_from
 from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
 from gsa_train.run.finish import draw, finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.run.folder import RunFolder, open_run_folder
+from gsa_train.run.folder import open_run_folder
 from gsa_train.run.hang_limit import step_limit, watch_compilation
 from gsa_train.run.hang_watchdog import HangWatchdog
 from gsa_train.run.health.check import check_health, check_presence
@@ -90,10 +90,13 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)
-    lock.take(make=False)  # a start that is refused makes no folder
-    clock.begin("checkpoint")
-    start = choose_start(config, arguments, ranges, parallel, tensors_later=True)
-    run = open_run(config, arguments, request, start, lock, parallel, clock)
+    lock.take()  # first: the run that held it may have trained all the steps that are to be trained
+    with ExitStack() as refused:
+        refused.callback(lock.take_back)
+        clock.begin("checkpoint")
+        start = choose_start(config, arguments, ranges, parallel, tensors_later=True)
+        run = open_run(config, arguments, request, start, parallel, clock)
+        refused.pop_all()
     try:
         while (spike := train_phases(run, ranges)) is not None:
             go_back(run, spike, arguments, ranges)
@@ -130,12 +133,11 @@ def open_run(
     arguments: Arguments,
     request: StopRequest,
     start: Start,
-    lock: RunLock,
     parallel: Parallel,
     clock: RunClock,
 ) -> Run:
-    """All that training needs, as it was at the start. The run folder comes last: a start that is refused
-    has changed nothing in it. Collective.
+    """All that training needs, as it was at the start. What is in the run folder comes last: a start that is refused
+    has changed nothing there. Collective.
     """
     ranges, folder = phase_ranges(config.phases), run_dir(config)
     limit = step_limit(config.parallel)
@@ -164,7 +166,8 @@ def open_run(
             data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
 
     clock.begin("folder")
-    opened = take_run_folder(config, start, lock, parallel, clock)
+    opened = open_run_folder(config, start, parallel, clock)
+    check_folder_is_shared(folder, opened.run_id, parallel)
     watchdog.on_beat = opened.goodput.beat
     if opened.log.sinks is not None:
         watchdog.on_hang = opened.log.sinks.tell_of_hang
@@ -232,20 +235,6 @@ def open_data(
     batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
     watchdog.heartbeat(start.step, "starting")
     return Data(batches, validation_sets, tokenizer, prompts, tasks)
-
-
-def take_run_folder(
-    config: Config, start: Start, lock: RunLock, parallel: Parallel, clock: RunClock
-) -> RunFolder:
-    """Lock the run folder and open it; a start that W&B refuses leaves none behind. Collective."""
-    lock.take(make=True)
-    try:
-        opened = open_run_folder(config, start, parallel, clock)
-    except WandbRefused:
-        lock.take_back()
-        raise
-    check_folder_is_shared(run_dir(config), opened.run_id, parallel)
-    return opened
 
 
 def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:

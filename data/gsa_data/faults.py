@@ -27,6 +27,12 @@ BAD_SHARDS = (
 logger = logging.getLogger("gsa_data")
 
 
+def printable(word: str) -> str:
+    """A word of someone's data, as the name of a source, for a line on a terminal: what is no visible character stands
+    as in a program's text, so that it begins no new line and moves no cursor."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in word)
+
+
 class DataFault(RuntimeError):
     """The corpus cannot be read as asked; the message names the shard, the value and the remedy."""
 
@@ -113,5 +119,5 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning, once per process: small corpora read a shard many times."""
-    logger.warning(message)
+    """Log a warning in one line, once per process: small corpora read a shard many times, and it may quote them."""
+    logger.warning("%s", printable(message))

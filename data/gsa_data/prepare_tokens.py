@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 from tqdm import tqdm
 
-from gsa_data.faults import BAD_LINES, HARMLESS_LINES, DataFault, Reading, naming
+from gsa_data.faults import BAD_LINES, HARMLESS_LINES, DataFault, Reading, naming, printable
 from gsa_data.reader import TextReader
 from gsa_data.shards import build_manifest
 from gsa_data.token_files import (
@@ -169,7 +169,7 @@ def summary(folder: TokenFolder) -> str:
         f"{sum(r.text_bytes for r in records)} bytes of text"
     ]
     if folder.identity.has_sources:
-        counts = (f"{name} {count}" for name, count in sorted(folder.documents_by_source.items()))
+        counts = (f"{printable(name)} {count}" for name, count in sorted(folder.documents_by_source.items()))
         lines.append(f"documents by source: {', '.join(counts)}")
     for record in records:
         left_out = {

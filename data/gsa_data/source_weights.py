@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gsa_data.faults import DataFault
+from gsa_data.faults import DataFault, printable
 
 NO_SOURCE = "unknown"
 """Source of the documents whose line names none."""
@@ -118,7 +118,7 @@ def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list
 
 def check_known(weights: Mapping[str, float], documents: Mapping[str, int], root: str) -> None:
     """Raises DataFault for a name that is none of the sources in `documents`, and when nothing is left."""
-    found = ", ".join(sorted(documents)) or "none"
+    found = ", ".join(map(printable, sorted(documents))) or "none"
     for name in weights:
         if name not in documents:
             raise DataFault(

@@ -390,7 +390,8 @@ def _delete(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> FileRecord:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # what a link there leads to stays as it is
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from gsa_train.commands.as_command import as_command
-from gsa_train.metrics.record_format import read_records
 from gsa_train.report.page import write_report
 from gsa_train.report.plots import write_comparison, write_plots
+from gsa_train.report.run_series import records_of
 
 
 @as_command()
@@ -71,7 +71,7 @@ def find_problem(run_dir: Path) -> str | None:
     if not metrics.is_file():
         return f"{run_dir}: not the folder of a run (it has no metrics.jsonl); give <run.dir>/<run.name>"
     try:
-        records = read_records(metrics)
+        records = records_of(run_dir)
     except (ValueError, OSError) as error:  # damaged, or another user's
         return str(error)
     return (

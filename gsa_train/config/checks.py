@@ -390,6 +390,9 @@ def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
     lines = []
     if not phase.name.strip():
         lines.append(problem_line(f"{name}.name", phase.name, "empty", "give a name"))
+    if not phase.name.isprintable():
+        wrong = "has characters that are not visible, and stands in every line of the log"
+        lines.append(problem_line(f"{name}.name", phase.name, wrong, "leave them out"))
     if phase.min_lr > phase.lr:
         wrong = f"above {name}.lr = {phase.lr}"
         lines.append(problem_line(f"{name}.min_lr", phase.min_lr, wrong, "give lr or less"))

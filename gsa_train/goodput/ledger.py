@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.goodput.account import Account, Accounting, Line
+from gsa_train.metrics.record_checks import is_number, is_step, is_time
 from gsa_train.metrics.record_format import read_records
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "end": (),
     "lost": ("progress",),
 }
-"""Kind of a line -> numbers that it has beside `time` and `step`."""
+"""Kind of a line -> moments that it has beside `time`, in Unix seconds, and `step`."""
 ALIVE_BYTES = 1024
 """Its size, with spaces at the end: written at once in its place, it is whole after any kill."""
 
@@ -33,30 +34,25 @@ def read_lines(folder: Path) -> list[Line]:
     """Of the run so far; empty for one of a version that wrote none. A warning names damaged lines, which are left
     out: later ones hold what they said."""
     path = folder / FILE
-    if not path.exists():
+    if not path.is_file():
         return []
-    found = read_records(path)
-    whole: list[Line] = [each for each in found if is_whole(each)]
-    if len(whole) < len(found):
-        logger.warning("%s: %d of %d lines are damaged; left out", path, len(found) - len(whole), len(found))
-    return whole
+    lines: list[Line] = []
+    lines += read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
+    return lines
 
 
 def is_whole(line: Line) -> bool:
     """It has what lines of its kind have."""
-    needed = {"time", *NEEDED.get(line.get("kind", ""), ("kind",))}
-    seconds = line.get("seconds")
+    kind, seconds = line.get("kind", ""), line.get("seconds")
+    needed = NEEDED.get(kind) if isinstance(kind, str) else None
     return (
-        all(_is_number(line.get(name)) for name in needed)
+        needed is not None
+        and all(is_time(line.get(name)) for name in ("time", *needed))
         and isinstance(seconds, dict)
-        and all(map(_is_number, seconds.values()))
+        and all(is_number(each) and math.isfinite(each) for each in seconds.values())
         and isinstance(line.get("reason", ""), str)
         and isinstance(line.get("phase", ""), str)
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
@@ -83,15 +79,24 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Empty where there is none, or it is damaged."""
+    """Empty where there is none, or a damaged one, which is named; a kill before its first writing leaves it empty."""
+    if not path.is_file():
+        return {}
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    keys = {"began", "time", "progress", "step", "seconds"}
-    if not isinstance(content, dict) or content.keys() != keys or not isinstance(content["step"], int):
-        return {}
-    return content if is_whole({**content, "kind": "lost"}) and _is_number(content["began"]) else {}
+        text = path.read_bytes()
+        content = json.loads(text) if text else {}
+    except (OSError, ValueError, RecursionError) as error:
+        content = error
+    if isinstance(content, dict) and (not content or _is_sign_of_life(content)):
+        return content
+    logger.warning("%s is damaged; the newest line of %s counts as the last sign of life", path, FILE)
+    return {}
+
+
+def _is_sign_of_life(content: dict[str, Any]) -> bool:
+    if content.keys() != {"began", "time", "progress", "step", "seconds"}:
+        return False
+    return is_step(content["step"]) and is_time(content["began"]) and is_whole({**content, "kind": "lost"})
 
 
 def read_account(folder: Path) -> Account | None:

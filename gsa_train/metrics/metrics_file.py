@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gsa_train.files import open_to_append, write_atomically
 from gsa_train.metrics.lost_records import Outage
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class MetricsFile:
         most_waiting_bytes: int = MOST_WAITING_BYTES,
     ) -> None:
         self._path, self._folder_inode = path, path.parent.stat().st_ino
-        self._file: FileIO = path.open("a+b", buffering=0)
+        self._file: FileIO = open_to_append(path)
         self._to_line = to_line
         self._size = self._file.tell()
         """Bytes of whole lines."""
@@ -110,7 +111,7 @@ class MetricsFile:
         """Write the file again, as long as this process has it open, where someone has removed or replaced it."""
         own = os.fstat(self._file.fileno())
         try:
-            there = self._path.stat()
+            there = self._path.lstat()
             if (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino):
                 return
         except FileNotFoundError:
@@ -119,12 +120,9 @@ class MetricsFile:
         content = self._file.readall()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.folder_was_gone |= self._path.parent.stat().st_ino != self._folder_inode
-        restored = self._path.with_name(self._path.name + ".tmp")
-        with restored.open("wb") as file:
-            file.write(content)
-        os.replace(restored, self._path)
+        write_atomically(self._path, content)
         self._file.close()
-        self._file = self._path.open("a+b", buffering=0)
+        self._file = open_to_append(self._path)
         logger.error(
             "%s was removed, moved or replaced while the run writes it: it is written again, with all %d records",
             self._path,

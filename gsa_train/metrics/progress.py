@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gsa_data.faults import printable
 from gsa_train.metrics.record_format import tells_by_its_event, validation_prefixes, values_in_words
 
 SMOOTHING = 0.3
@@ -169,7 +170,7 @@ def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
     names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
     return [
         "  ".join(
-            [_step_and_phase(record, total_steps), name]
+            [_step_and_phase(record, total_steps), printable(name)]
             + [f"{key.replace('_', ' ')} {each[name]:.4f}" for key, each in scores.items() if name in each]
         )
         for name in names

@@ -23,28 +23,30 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from gsa_data.faults import printable
 from gsa_train.files import write_atomically
+from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 from gsa_train.report.panels import PICTURES, tag_of
-
-Record = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
-TEXTS = frozenset(
-    "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
-)
-"""Keys of strings that are no numbers, whatever they say; the last two of samples, which a model writes."""
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
 """Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
 there to be compared. Neither do they of PICTURES."""
 SAMPLES = "samples.jsonl"
 """Beside metrics.jsonl: what the model wrote after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_RARE = re.compile(r"\\u[dD]|\d{19}")
+"""Half of a character, with which no file can be written, or an integer that is no float: only lines with one of them
+are looked through for that."""
+_LONGEST_INTEGER = 20
+"""Digits."""
 
 
 def to_scalars(record: Record) -> dict[str, float]:
@@ -72,9 +74,9 @@ def tells_by_its_event(record: Record) -> bool:
 
 
 def values_in_words(record: Record, without: Collection[str]) -> list[str]:
-    """`key value` of each but the time stamp, floats with four digits."""
+    """`key value` of each but the time stamp, floats with four digits, in one line."""
     return [
-        f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}"
         for key, value in record.items()
         if key not in without and key != "time"
     ]
@@ -89,19 +91,22 @@ def validation_prefixes(record: Record) -> dict[str, str]:
     return first | {match[1]: match[2] for match in others if match}
 
 
-def read_records(path: Path) -> list[Record]:
-    """All intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are named."""
-    lines, damaged = _read_lines(path)
+def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
+    """All intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are counted, and
+    the first is named.
+
+    Args:
+        fault_of: what is wrong with a record, empty where nothing is; for who needs more of it than the step.
+    """
+    lines, damaged = _read_lines(path, fault_of)
     if damaged:
         logger.warning("%s: %s; left out", path, damaged)
-    # Few lines have one, and to look through all values takes longer than to parse them.
-    return [
-        numbers_back(record) if any(name in line for name in _NON_FINITE) else record
-        for line, record in lines
-    ]
+    return [record for _, record in lines]
 
 
-def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
+def _read_lines(
+    path: Path, fault_of: Callable[[Record], str] | None = None
+) -> tuple[list[tuple[str, Record]], str]:
     """(line, its object) of the intact ones, and what is wrong with the others, empty where nothing is. A last line
     that is cut off, as a kill or a full disk leaves it, is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
@@ -110,16 +115,36 @@ def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8")
-            record = json.loads(text)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                parsed.append((text, record))
-            else:
-                wrong.append(f"record {number} of {len(lines)} is not an object with a step")
-        except ValueError as error:  # of JSON and of UTF-8
+            record = _parse(text)
+        except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
             if number < len(lines):
                 wrong.append(f"record {number} of {len(lines)} is not JSON ({error})")
+            continue
+        if not isinstance(record, dict) or not is_step(record.get("step")):
+            fault = "is not an object with a step"
+        else:
+            fault = fault_of(record) if fault_of is not None else ""
+        if fault:
+            wrong.append(f"record {number} of {len(lines)} {fault}")
+        else:
+            parsed.append((text, record))
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return parsed, f"{wrong[0]}{more}" if wrong else ""
+
+
+def _parse(line: str) -> Any:
+    value = json.loads(line)
+    if _RARE.search(line):
+        json.loads(line, parse_int=_bounded)
+        json.dumps(value, ensure_ascii=False).encode()
+    # Few lines have one, and to look through all values takes longer than to parse them.
+    return numbers_back(value) if any(name in line for name in _NON_FINITE) else value
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"it has an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
@@ -164,10 +189,10 @@ def _keep_rewound(path: Path, dropped: list[str]) -> None:
 
 def _set_aside(path: Path, damaged: str) -> None:
     kept, count = path.with_name(f"{path.name}.damaged"), 1
-    while kept.exists():
+    while os.path.lexists(kept):
         count += 1
         kept = path.with_name(f"{path.name}.damaged.{count}")
-    kept.write_bytes(path.read_bytes())
+    write_atomically(kept, path.read_bytes())
     logger.warning("%s: %s; kept as %s, the run goes on with the intact records", path, damaged, kept.name)
 
 

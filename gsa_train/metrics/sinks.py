@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
 from gsa_train.config import LoggingConfig
-from gsa_train.files import write_atomically
+from gsa_train.files import own_file, write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import (
     SAMPLES,
@@ -37,7 +40,8 @@ def open_sinks(
 ) -> Sinks:
     """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
     steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
-    to `previous/<time>/`, so that nothing is lost and nothing is mixed. With `keeps_later` what is dropped moves to
+    to `previous/<time>/`, so that nothing is lost and nothing is mixed; a folder that is a link or a mounted disk
+    stays, and what is in it moves to `previous/<time>/` there. With `keeps_later` what is dropped moves to
     `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too, because it comes
     again.
 
@@ -143,11 +147,17 @@ class Sinks:
             self._tensorboard = TensorBoardSink(self.run_dir / "tensorboard", step)
 
     def finish(self, summary: Record) -> None:
-        """Write `summary.json` and close."""
-        write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
-        if self._wandb:
-            self._wandb.finish(summary)
-        self.close()
+        """Write `summary.json` and close.
+
+        Raises:
+            OSError: it cannot be written; W&B has it.
+        """
+        try:
+            write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
+        finally:
+            if self._wandb:
+                self._wandb.finish(summary)
+            self.close()
 
     def close(self, exit_code: int = 0) -> None:
         """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
@@ -211,11 +221,52 @@ OUTPUTS = (
 """Of a run; the last two of its checkpoints, which the next report would show as this run's."""
 
 
+APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")
+FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
+
+
+def check_links(run_dir: Path, resumes: bool) -> None:
+    """Before anything in the folder changes.
+
+    Args:
+        resumes: the start appends to what is there, and does not move it away.
+
+    Raises:
+        OSError: a link in place of an output folder leads nowhere, as one to a disk that is not mounted; or what is to
+            be appended to is a link.
+    """
+    for path in (run_dir / name for name in APPENDED if resumes and os.path.lexists(run_dir / name)):
+        os.close(own_file(str(path), os.O_RDONLY))
+    for path in (run_dir / name for name in FOLDERS):
+        if path.is_symlink() and not path.is_dir():
+            remedy = "mount its disk or make that folder, or remove the link"
+            raise OSError(
+                errno.ENOENT, f"it is a link to {os.readlink(path)}, where no folder is; {remedy}", str(path)
+            )
+
+
 def _move_aside(run_dir: Path) -> None:
     found = [run_dir / name for name in OUTPUTS]
-    found = [path for path in found if path.exists()] + sorted(run_dir.glob("summary_*.json"))
-    if found:
-        previous = run_dir / "previous" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        previous.mkdir(parents=True)
-        for path in found:
-            path.rename(previous / path.name)
+    found = [path for path in found if os.path.lexists(path)] + sorted(run_dir.glob("summary_*.json"))
+    stay = [path for path in found if path.is_dir() and (path.is_symlink() or path.is_mount())]
+    time = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    previous = run_dir / "previous" / time
+    for path in found:
+        if path not in stay:
+            previous.mkdir(parents=True, exist_ok=True)
+            shutil.move(
+                path, previous / path.name
+            )  # a rename, or a copy where `previous` is a link to another disk
+        elif content := [each for each in path.iterdir() if each.name not in ("previous", "lost+found")]:
+            kept = path / "previous" / time
+            kept.mkdir(parents=True)
+            for each in content:
+                each.rename(kept / each.name)
+            previous.mkdir(parents=True, exist_ok=True)
+            (previous / path.name).symlink_to(kept.resolve())
+            logger.warning(
+                "%s is a %s, and stays one for the new run; what the run before wrote there is now in %s",
+                path,
+                f"link to {path.resolve()}" if path.is_symlink() else "mounted disk",
+                kept.resolve(),
+            )

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gsa_train.config import ProfileConfig
+from gsa_train.files import write_atomically
 from gsa_train.profiling.table import profile_table
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,12 @@ class StepProfiler:
         folder = self._folder / f"steps_{self._steps[0]:08d}-{self._steps[-1]:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{self._rank:05d}.json.gz"
+        snapshot = path.with_name(f"rank_{self._rank:05d}.memory.pickle")
+        for each in (path, snapshot):  # torch would write through a link
+            each.unlink(missing_ok=True)
         if self._snapshots:
-            torch.cuda.memory._dump_snapshot(str(path.with_name(f"rank_{self._rank:05d}.memory.pickle")))
+            torch.cuda.memory._dump_snapshot(str(snapshot))
         trace.export_chrome_trace(str(path))
         table = profile_table(trace.events(), self._steps, self._device.type == "cuda")
-        path.with_name(f"rank_{self._rank:05d}.txt").write_text(table)
+        write_atomically(path.with_name(f"rank_{self._rank:05d}.txt"), table)
         logger.info("profile of steps %d to %d: %s\n%s", self._steps[0], self._steps[-1], path, table)

@@ -7,6 +7,8 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gsa_train.report.run_series import is_own
+
 FOLDER = "analysis"
 PICTURES: Mapping[str, str] = {
     "attention": "Attention, scores of the indexer and selected keys",
@@ -34,7 +36,7 @@ def section_of_analyses(runs: Mapping[str, Path]) -> str:
 
 def _pictures(analysis: Path) -> Sequence[tuple[Path, str]]:
     found = ((analysis / f"{name}.png", text) for name, text in PICTURES.items())
-    return [(path, text) for path, text in found if path.is_file()]
+    return [(path, text) for path, text in found if path.is_file() and is_own(path, analysis.parent)]
 
 
 def _figure(path: Path, text: str) -> str:

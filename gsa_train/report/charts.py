@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gsa_train.report.events import KINDS
 from gsa_train.report.panels import LAYERS, PICTURES, Panel
-from gsa_train.report.run_files import RunFiles
+from gsa_train.report.run_files import RunFiles, baselines_of
 from gsa_train.report.run_series import (
     first_step,
     has,
@@ -213,14 +213,12 @@ def _not_finite(run: RunFiles, key: str, runs: list[RunFiles]) -> list[Figure]:
 def _baselines(run: RunFiles) -> list[Figure]:
     """What models of one and of two tokens reach on the same text; the y axis does not reach out for them."""
     found = []
-    for name, dash in (("unigram", "dot"), ("bigram", "dash")):
-        perplexity = run.summary.get(f"{name}_perplexity")
-        if perplexity is not None:
-            found.append({
-                "type": "scatter", "mode": "lines", "name": f"{name} model", "hoverinfo": "skip",
-                "line": {"color": "#7a7a7a", "width": 1, "dash": dash},
-                "x": [first_step(run.records), run.last_step], "y": [math.log(float(perplexity))] * 2,
-            })  # fmt: skip
+    for name, loss in baselines_of(run.summary).items():
+        found.append({
+            "type": "scatter", "mode": "lines", "name": f"{name} model", "hoverinfo": "skip",
+            "line": {"color": "#7a7a7a", "width": 1, "dash": {"unigram": "dot", "bigram": "dash"}[name]},
+            "x": [first_step(run.records), run.last_step], "y": [loss] * 2,
+        })  # fmt: skip
     return found
 
 

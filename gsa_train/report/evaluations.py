@@ -9,8 +9,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from gsa_train.metrics.record_checks import is_number
 from gsa_train.metrics.record_format import numbers_back
 from gsa_train.report.run_files import RunFiles
+from gsa_train.report.run_series import is_own
 
 EVALUATIONS = "evaluations"
 TEXT_SCORES = ("perplexity", "bits_per_byte", "word_perplexity")
@@ -22,18 +24,27 @@ logger = logging.getLogger(__name__)
 def scores_of(results: dict[str, Any]) -> dict[str, float]:
     """`<score>/<text, task or length>` -> value, of a results.json."""
     found: dict[str, Any] = {}
-    for name, each in results.get("data", {}).items():
+    for name, each in _tables(results, "data"):
         found |= {f"{score}/{name}": each.get(score) for score in TEXT_SCORES}
-    for name, each in results.get("requests", {}).items():
+    for name, each in _tables(results, "requests"):
         found |= {f"{score}/{name}": each.get(score) for score in REQUEST_SCORES}
-    for name, each in results.get("tasks", {}).get("results", {}).items():
+    for name, each in _tables(_table_in(results, "tasks"), "results"):
         metrics = {key.partition(",")[0]: value for key, value in each.items()}
         found |= {f"{key}/{name}": value for key, value in metrics.items() if not key.endswith("_stderr")}
-    ruler = results.get("ruler", {})
-    found |= {f"ruler/{length}": mean for length, mean in ruler.get("mean", {}).items()}
-    gold = results.get("ruler_gold", {})
-    found |= {f"ruler_bits_per_byte/{length}": mean for length, mean in gold.get("mean", {}).items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    for score, key in (("ruler", "ruler"), ("ruler_bits_per_byte", "ruler_gold")):
+        means = _table_in(_table_in(results, key), "mean")
+        found |= {f"{score}/{length}": mean for length, mean in means.items()}
+    return {name: float(value) for name, value in found.items() if is_number(value)}
+
+
+def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
+    """Empty where there is none, as in a damaged file."""
+    found = results.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _tables(results: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, each) for name, each in _table_in(results, key).items() if isinstance(each, dict)]
 
 
 def evaluations_in_html(runs: list[RunFiles]) -> str:
@@ -50,7 +61,8 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 def _folders(run_dir: Path) -> list[Path]:
     """In the order of their making; of one under way there is none."""
-    folders = [path for path in (run_dir / EVALUATIONS).glob("[!.]*") if path.is_dir()]
+    found = (run_dir / EVALUATIONS).glob("[!.]*")
+    folders = [path for path in found if path.is_dir() and not (path / "results.json").is_fifo()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
@@ -58,10 +70,11 @@ def _read(folder: Path) -> dict[str, Any]:
     """Empty where it is damaged, which is said."""
     try:
         found = numbers_back(json.loads((folder / "results.json").read_text(encoding="utf-8")))
-        if isinstance(found, dict) and "model" in found:
+        model = found.get("model") if isinstance(found, dict) else None
+        if isinstance(model, dict) and isinstance(model.get("settings", []), list):
             return found
         fault = "it is no object with model"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fault = str(error)
     logger.warning("%s: no evaluation in it (%s); left out", folder, fault)
     return {}
@@ -73,7 +86,7 @@ def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
     models = [results["model"] for _, results in found]
     rows = {
         "step": [str(model.get("step", "")) for model in models],
-        "changed": [", ".join(model.get("settings", [])) for model in models],
+        "changed": [", ".join(map(str, model.get("settings", []))) for model in models],
     }
     for name in dict.fromkeys(name for each in scores for name in each):
         values = [each.get(name) for each in scores]
@@ -90,8 +103,10 @@ def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
 
 def _details(folder: Path, results: dict[str, Any]) -> str:
     table = folder / "table.md"
-    text = table.read_text(encoding="utf-8") if table.exists() else ""
-    pictures = "".join(map(_picture, sorted(folder.glob("*.png"))))
+    has_table = table.is_file() and is_own(table, folder.parent)
+    text = table.read_text(encoding="utf-8", errors="replace") if has_table else ""
+    found = (path for path in sorted(folder.glob("*.png")) if path.is_file() and is_own(path, folder.parent))
+    pictures = "".join(map(_picture, found))
     command = _text(results.get("command", ""))
     return (
         f"<details><summary>{_text(folder.name)}</summary><p><code>{command}</code></p><pre>{_text(text)}</pre>"

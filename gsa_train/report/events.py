@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gsa_train.metrics.record_checks import fault_of_record
 from gsa_train.metrics.record_format import Record, read_records, values_in_words
-from gsa_train.report.run_series import phase_starts
+from gsa_train.report.run_series import is_own, phase_starts
 
 KINDS = {
     "restart": ("restart", "#1f5fa8"),
@@ -48,8 +49,8 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
     """
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = folder / "metrics_rewound.jsonl"
-    if rewound.exists():
-        again = (record for record in read_records(rewound) if record.get("event") in KINDS)
+    if rewound.is_file():
+        again = (record for record in read_records(rewound, fault_of_record) if record.get("event") in KINDS)
         found += [_said(record, "; then rewound") for record in again]
     phases = phase_starts(records)
     for start in starts[1:]:
@@ -57,11 +58,13 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
         text = f"{at}: goes on after step {start['step']}, {start['layout']}, {start['host']}"
         found.append(Event(start["step"], _phase_at(start["step"], phases), "restart", text))
     for report in sorted((folder / "faults").glob("*/report.txt")):
+        if not report.is_file() or not is_own(report, folder / "faults"):
+            continue
         words = report.read_text(encoding="utf-8", errors="replace")
         if not words.strip():  # a full disk left nothing but the name
             continue
         # The line of a rank that holds up the others ends in an arrow (gsa_train.run.hang_watchdog).
-        named = re.search(r"after step (\d+).*<--", words)
+        named = re.search(r"after step (\d{1,15})\b.*<--", words)
         step = int(named[1]) if named else None
         phase = "" if step is None else _phase_at(step, phases)
         found.append(

@@ -88,7 +88,8 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 pictures.</p></noscript>{plots}
 {analyses}"""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, document(title, body))
+    # Not all that a file name holds is a character.
+    write_atomically(path, document(title, body).encode(errors="replace"))
     return path
 
 
@@ -148,9 +149,9 @@ def _table_of_runs(runs: list[RunFiles]) -> str:
         "recall (random)": _recalls,
         "tokens/s": lambda run: compact(run.median("tokens_per_second")),
         "MFU": lambda run: _shown(run.median("mfu"), ".1%"),
-        "spikes": lambda run: _shown(run.last("spikes"), "d"),
-        "skipped updates": lambda run: _shown(run.last("skipped_updates"), "d"),
-        "rewinds": lambda run: _shown(run.last("rewinds"), "d"),
+        "spikes": lambda run: _shown(run.last("spikes"), ".0f"),
+        "skipped updates": lambda run: _shown(run.last("skipped_updates"), ".0f"),
+        "rewinds": lambda run: _shown(run.last("rewinds"), ".0f"),
         "restarts": lambda run: str(max(0, len(run.starts) - 1)),
     }
     numbers = set(columns) - {"run", "state"}
@@ -192,8 +193,8 @@ def _about(run: RunFiles) -> str:
     rows = "".join(f"<tr><th>{name}</th><td>{_text(value)}</td></tr>" for name, value in facts.items())
     starts = "".join(
         f"<tr><td>{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(start['unix_seconds']))}</td>"
-        f"<td class=number>{start['step']}</td><td>{_text(start['layout'])}</td><td>{_text(start['host'])}</td>"
-        f"<td>{_text((start['commit'] or 'unknown')[:12])}</td></tr>"
+        f"<td class=number>{_text(start['step'])}</td><td>{_text(start['layout'])}</td><td>{_text(start['host'])}</td>"
+        f"<td>{_text((start.get('commit') or 'unknown')[:12])}</td></tr>"
         for start in run.starts
     )
     count = "1 start" if len(run.starts) == 1 else f"{len(run.starts)} starts"
@@ -295,9 +296,9 @@ def _note(section: str, runs: list[RunFiles]) -> str:
         spikes, rate = run.last("spikes"), run.last("spikes_per_100k_steps")
         if spikes is None or rate is None:
             continue
-        steps = round(1e5 * spikes / rate) if rate else run.last_step
+        steps = 1e5 * spikes / rate if rate else run.last_step
         name = f"{_text(run.name)}: " if len(runs) > 1 else ""
-        said.append(f"{name}spikes in {steps:,} steps: {spikes}, or {rate:.1f} per 100K steps.")
+        said.append(f"{name}spikes in {steps:,.0f} steps: {spikes}, or {rate:.1f} per 100K steps.")
     return f"<p>{' '.join(said)} <span class=soft>{SPIKE}</span></p>" if said else ""
 
 
@@ -305,5 +306,5 @@ def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else f"{value:{form}}"
 
 
-def _text(value: str) -> str:
+def _text(value: object) -> str:
     return html.escape(str(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from gsa_data.faults import printable
+from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 from gsa_train.metrics.record_format import Record
 from gsa_train.report.panels import LAYERS, PANELS, TITLES, Panel
-from gsa_train.report.run_files import read_json
+from gsa_train.report.run_files import baselines_of, read_summary
 from gsa_train.report.run_series import (
     first_step,
     flat,
@@ -53,7 +56,7 @@ def write_plots(run_dir: Path) -> list[Path]:
         for ax, panel in zip(axes, panels, strict=True):
             _draw(ax, panel, records)
         if name == "loss":
-            _draw_baselines(axes[0], run_dir / "summary.json")
+            _draw_baselines(axes[0], run_dir)
             _draw_non_finite(axes[0], records)
         written.append(_finish(figure, axes, records, out_dir / f"{name}.png"))
     layers = [(key, label) for key, label in LAYERS.items() if has(records, key)]
@@ -115,19 +118,23 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
     # One for all panels: a run has the same look in each.
     looks = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if len(looks) > 1:
-        order = [name for name in panels[0].lines if name in looks]
-        figure.legend([looks[name] for name in order], order, frameon=False, loc="outside right center")
+        order = [label for label in map(_words, panels[0].lines) if label in looks]
+        figure.legend([looks[label] for label in order], order, frameon=False, loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return _save(figure, path)
 
 
 # --- drawing: figures without pyplot need no display and leave no global state --------------------------
 
 
+def _words(text: str) -> str:
+    """As they stand: to matplotlib what is between two dollars is a formula, and a label that begins with _ is none."""
+    return f"{' ' * text.startswith('_')}{printable(text)}".replace("$", r"\$")
+
+
 def _figure(title: str, rows: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(10, 1.5 + 2.7 * rows), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(_words(title), fontsize=13, fontweight="bold")
     axes = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
@@ -146,7 +153,12 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
     if panel.scale == "linear" and (shown := shown_range([line for _, line in drawn])):
         ax.set_ylim(*shown)
     if panel.band and all(has(records, key) for key in panel.band):
-        (steps, low), (_, high) = series(records, panel.band[0]), series(records, panel.band[1])
+        both = [
+            record
+            for record in records
+            if all((record.get(edge) is None) == (record.get(panel.band[0]) is None) for edge in panel.band)
+        ]
+        (steps, low), (_, high) = series(both, panel.band[0]), series(both, panel.band[1])
         ax.fill_between(steps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="min to max")
     if panel.scale == "share":
         ax.set_ylim(-0.02, 1.02)
@@ -176,7 +188,7 @@ def _plot(
     ax: Axes, x: Sequence[float], y: list[float], name: str, color: str, style: str = "-", width: float = 1.5
 ) -> None:
     marker = "o" if sum(map(math.isfinite, y)) <= FEW_POINTS else ""
-    ax.plot(x, y, style, color=color, label=name, linewidth=width, marker=marker, markersize=3)
+    ax.plot(x, y, style, color=color, label=_words(name), linewidth=width, marker=marker, markersize=3)
 
 
 def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
@@ -188,12 +200,9 @@ def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
         _legend(ax)
 
 
-def _draw_baselines(ax: Axes, summary_path: Path) -> None:
-    summary = read_json(summary_path, "steps")
-    for name, style in (("unigram", ":"), ("bigram", "--")):
-        perplexity = summary.get(f"{name}_perplexity")
-        if perplexity is not None:
-            ax.axhline(math.log(float(perplexity)), color=COLORS[-1], linestyle=style, label=name)
+def _draw_baselines(ax: Axes, run_dir: Path) -> None:
+    for name, loss in baselines_of(read_summary(run_dir)).items():
+        ax.axhline(loss, color=COLORS[-1], linestyle={"unigram": ":", "bigram": "--"}[name], label=name)
     _legend(ax)
 
 
@@ -201,7 +210,8 @@ def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[R
     """A row per layer; the column of a record reaches back to the record before."""
     having = [record for record in with_key(records, key) if "event" not in record]
     num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
-    table = [record.get(key) or [math.nan] * num_layers for record in having]
+    rows = (record.get(key) or [None] * num_layers for record in having)
+    table = [[math.nan if value is None else value for value in row] for row in rows]
     columns = list(zip(*table, strict=True))
     edges = [first_step(having), *(record["step"] for record in having)]
     mesh = ax.pcolormesh(edges, [i - 0.5 for i in range(num_layers + 1)], columns, cmap="viridis")
@@ -224,11 +234,17 @@ def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path)
         ax.tick_params(labelbottom=ax is axes[-1])
     for step, phase in starts:
         transform = axes[0].get_xaxis_transform()
-        axes[0].text(step, 1.0, phase, transform=transform, rotation=35, fontsize=8, color="#555555")
+        axes[0].text(step, 1.0, _words(phase), transform=transform, rotation=35, fontsize=8, color="#555555")
     knots = token_knots(records)
     if knots:
         text = FuncFormatter(lambda step, _: f"{step:,.0f}\n{compact(tokens_at(knots, [step])[0])}")
         axes[-1].xaxis.set_major_formatter(text)
     axes[-1].set_xlabel("step, and tokens seen" if knots else "step")
-    figure.savefig(path)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_atomically(path, content.getvalue())
     return path

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,18 @@ from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.goodput.account import Account
 from gsa_train.goodput.ledger import read_account
 from gsa_train.metrics.progress import compact
-from gsa_train.metrics.record_format import SAMPLES, Record, read_records
+from gsa_train.metrics.record_checks import fault_of_samples, is_number
+from gsa_train.metrics.record_format import SAMPLES, Record, numbers_back, read_records
 from gsa_train.report.events import events_of
-from gsa_train.report.run_series import flat, known_of, phase_starts, records_of, token_knots, tokens_at
+from gsa_train.report.run_series import (
+    flat,
+    is_own,
+    known_of,
+    phase_starts,
+    records_of,
+    token_knots,
+    tokens_at,
+)
 from gsa_train.run.starts import read_starts
 
 logger = logging.getLogger(__name__)
@@ -29,13 +40,16 @@ class RunFiles:
         self.records = [flat(record) for record in records_of(folder)]
         self.known = known_of(self.records)
         self.steps = [record for record in self.records if "event" not in record]
-        self.starts = read_starts(folder)
+        self.starts = read_starts(folder, needed=("step", "layout", "host"))
         self.samples = _read_samples(folder / SAMPLES)
         """Records of validations with `evaluate.prompts`, in the order of the steps."""
-        self.summary: Record = read_json(folder / "summary.json", "steps")
-        self.stopped: Record = read_json(folder / "stopped.json", "reason")
+        self.summary = read_summary(folder)
+        self.stopped: Record = read_json(folder / "stopped.json", {"step": int, "reason": str})
         self.config_path = folder / "config.yaml"
-        self.config_yaml = self.config_path.read_text(encoding="utf-8") if self.config_path.exists() else ""
+        has_config = self.config_path.is_file() and is_own(self.config_path, folder)
+        self.config_yaml = (
+            self.config_path.read_text(encoding="utf-8", errors="replace") if has_config else ""
+        )
         self.phases = phase_starts(self.records)
         self.token_knots = token_knots(self.records)
         self.events = events_of(folder, self.records, self.starts)
@@ -113,23 +127,38 @@ class RunFiles:
 
 
 def _read_samples(path: Path) -> list[Record]:
-    return read_records(path) if path.exists() else []
+    return read_records(path, fault_of_samples) if path.is_file() else []
 
 
-def read_json(path: Path, key: str) -> Record:
+def read_summary(folder: Path) -> Record:
+    """Empty before the end."""
+    return read_json(folder / "summary.json", {"steps": int})
+
+
+def baselines_of(summary: Record) -> dict[str, float]:
+    """Losses that models of one and of two tokens reach on the same text."""
+    perplexities = {name: numbers_back(summary.get(f"{name}_perplexity")) for name in ("unigram", "bigram")}
+    return {
+        name: math.log(value)
+        for name, value in perplexities.items()
+        if is_number(value) and 0 < value < math.inf
+    }
+
+
+def read_json(path: Path, needed: Mapping[str, type]) -> Record:
     """Empty where there is none, or a damaged one, which is named.
 
     Args:
-        key: what an intact one has.
+        needed: what an intact one has, and of which type.
     """
-    if not path.exists():
+    if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and key in found:
+        if isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in needed.items()):
             return found
-        fault = f"it is no object with {key}"
-    except ValueError as error:  # of JSON and of UTF-8
+        fault = f"it is no object with {' and '.join(needed)}"
+    except (OSError, ValueError, RecursionError) as error:  # of JSON and of UTF-8
         fault = str(error)
     logger.warning("%s is damaged (%s); left out", path, fault)
     return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +11,23 @@ from pathlib import Path
 
 import numpy as np
 
+from gsa_train.metrics.record_checks import fault_of_record, of_other_lengths
 from gsa_train.metrics.record_format import Record, read_records, validation_prefixes
 from gsa_train.report.panels import Panel
+
+logger = logging.getLogger(__name__)
 
 
 def records_of(run_dir: Path) -> list[Record]:
     """Of its metrics.jsonl, in the order of the steps: the end of a save is logged some steps later, perhaps in the
     next phase."""
-    return sorted(read_records(run_dir / "metrics.jsonl"), key=lambda record: int(record["step"]))
+    path = run_dir / "metrics.jsonl"
+    records = read_records(path, fault_of_record)
+    damaged = of_other_lengths(records)
+    if damaged:
+        logger.warning("%s: %d records have lists of another number of layers; left out", path, len(damaged))
+        records = [record for record in records if not any(record is each for each in damaged)]
+    return sorted(records, key=lambda record: int(record["step"]))
 
 
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
@@ -130,6 +140,15 @@ def names_of(run_dirs: list[Path]) -> dict[str, Path]:
     }
 
 
+def is_own(path: Path, folder: Path) -> bool:
+    """Lies in this folder of a run, which may itself be a link, as to a larger disk. What another link leads to may be
+    any file of whoever draws the report: it is named and left out."""
+    own = path.resolve().is_relative_to(folder.resolve())
+    if not own:
+        logger.warning("%s is a link that leads out of %s; left out", path, folder)
+    return own
+
+
 def shown_range(
     lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
 ) -> tuple[float, float] | None:
@@ -152,4 +171,5 @@ def shown_range(
     reach = (high - low) / 2
     low, high = max(low - reach, min(later)), min(high + reach, max(later))
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    return float(low - margin), float(high + margin)
+    bounds = float(low - margin), float(high + margin)
+    return bounds if all(map(math.isfinite, bounds)) else None

@@ -9,11 +9,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from gsa_data.best_fit import packing_shares
+from gsa_data.faults import printable
 from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
@@ -30,6 +32,7 @@ from gsa_train.resume import run_dir
 from gsa_train.run import exit_codes
 from gsa_train.run.folder import STOPPED
 from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.run.lock import RunFolderError
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
 from gsa_train.run.stop_signals import Stopped, reason_in_words
@@ -43,6 +46,7 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     Raises:
         Stopped: asked to in the validation; the next start ends the run again.
         NotFinite: the model that was trained gives no finite loss.
+        RunFolderError: summary.json cannot be written, on all ranks alike; the process group is left. All else is done.
     """
     step, watchdog = run.state.step, run.services.watchdog
 
@@ -69,18 +73,43 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
     log = run.services.log
+    fault: list[str | None] = [None]
     if log.sinks is not None and log.console is not None:
         summary = summary_of(run, validation, text)
         log.console.close()
-        log.sinks.finish(summary)
+        try:
+            log.sinks.finish(summary)
+        except OSError as error:
+            fault = [
+                f"the run is trained and saved, but its summary.json cannot be written: {error}; make room on its "
+                "disk, or mend what is said, and start the same command again: it writes the end again, and trains "
+                "no step"
+            ]
         for name, value in summary.items():
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
-                label = f"{name} {part}".strip()
+                label = printable(f"{name} {part}".strip())
                 log.message(f"{label:>20}  {'--' if number is None else number}")
         log.message(goodput.in_words())
         _say_where_wandb_is(run)
-    dist.barrier()
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0] is not None:
+        _close(run, exit_codes.REFUSED)
+        raise RunFolderError(fault[0])
+
+
+FAULTS_OF_DRAWING = (
+    OSError,
+    ImportError,  # of a checkout newer than the packages beside it
+    MemoryError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+)
+"""Whatever damaged records, other versions of the packages or a full disk may lead to: the run is complete."""
 
 
 def draw(run: Run) -> None:
@@ -88,13 +117,26 @@ def draw(run: Run) -> None:
     minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
     if not run.parallel.is_main or not run.config.logging.plots:
         return
-    # matplotlib: half a second, which no other rank and no start has to pay.
-    from gsa_train.report.plots import write_plots
-
     folder = run_dir(run.config)
-    with _goes_on_without(run, "plots and report"):
-        for path in [*write_plots(folder), write_report([folder], folder / "report.html")]:
-            run.services.log.message(f"wrote {path}")
+
+    def write_pictures() -> list[Path]:
+        # matplotlib: half a second, which no other rank and no start has to pay.
+        from gsa_train.report.plots import write_plots
+
+        return write_plots(folder)
+
+    for what, write in (
+        ("plots", write_pictures),
+        ("report", lambda: [write_report([folder], folder / "report.html")]),
+    ):
+        try:
+            for path in write():
+                run.services.log.message(f"wrote {path}")
+        except FAULTS_OF_DRAWING as error:
+            why = error if isinstance(error, OSError | ImportError) else repr(error)
+            run.services.log.message(
+                f"the run is complete, and its {what} cannot be drawn: {why}; gsa-plot {folder} tries again"
+            )
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +229,7 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
         with _goes_on_without(run, "the report"):
             folder.mkdir(parents=True, exist_ok=True)
             note = f"{fault}\nno update was made after step {run.state.step} <--\n"
-            (folder / "report.txt").write_text(note)
+            write_atomically(folder / "report.txt", note)
     _close(run, exit_codes.CORRUPTED)
 
 
@@ -201,7 +243,7 @@ def _goes_on_without(run: Run, what: str) -> Iterator[None]:
     """The exit code says what to do next, and in a stop the other ranks wait: no file is worth either."""
     try:
         yield
-    except (OSError, ImportError) as error:  # a full disk; a checkout newer than the packages beside it
+    except OSError as error:  # a full disk
         run.services.log.message(f"{what} cannot be written: {error}")
 
 

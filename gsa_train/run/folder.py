@@ -20,7 +20,7 @@ from gsa_train.files import write_atomically
 from gsa_train.goodput.ledger import Line, lost_line, read_lines
 from gsa_train.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
-from gsa_train.metrics.sinks import Sinks, open_sinks
+from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
 from gsa_train.monitor.stop import FILE as MONITOR_STOP
 from gsa_train.parallel import Parallel
@@ -138,10 +138,11 @@ def _open_files(
 ) -> tuple[Sinks, Progress, str | None]:
     """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
+    continues = start.same_run and start.state is not None
+    check_links(folder, continues)
     recover_folder(folder / "checkpoints")
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
-    continues = start.same_run and start.state is not None
     is_complete = start.step == total_steps
     went_back = continues and _go_back_to_older(start.checkpoint)  # before the metrics forget what came later
     starts = read_starts(folder)

@@ -53,14 +53,11 @@ class GoodputLog:
             return
         path = folder / FILE
         has_moved = not path.exists()
-        is_cut = not has_moved and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
-        if is_cut:
-            with path.open("ab") as file:
-                file.write(b"\n")
         self._file = MetricsFile(path, to_json)
         for line in [*(before if has_moved else []), *lost]:
             self._file.write(dict(line))
-        self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        (folder / ALIVE).unlink(missing_ok=True)  # what a link there leads to stays as it is
+        self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._note("start", step, began=self.clock.began)
         self._say_alive(step, self.clock.now())
 

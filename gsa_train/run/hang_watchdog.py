@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import torch.distributed as dist
 
+from gsa_train.files import own_file
 from gsa_train.run.exit_codes import FAILED
 from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 from gsa_train.run.last_words import tell_torchrun
@@ -319,7 +320,8 @@ class HangWatchdog:
         def write() -> None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / REPORT).write_text(text)
+                with open(folder / REPORT, "w", opener=own_file) as file:
+                    file.write(text)
             except OSError as error:  # a full disk must not keep the ranks from ending
                 _say(f"rank {self._rank}: no report: {error}\n")
 
@@ -339,7 +341,7 @@ class HangWatchdog:
     def _write_stacks(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
-            with (folder / f"rank_{self._rank:05d}.txt").open("w") as file:
+            with open(folder / f"rank_{self._rank:05d}.txt", "w", opener=own_file) as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             _say(f"rank {self._rank}: no stacks: {error}\n")

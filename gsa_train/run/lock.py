@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from gsa_train.files import NO_LOCKS
+from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.parallel import Parallel
 from gsa_train.run.file_names import LOCK as FILE
 
@@ -35,33 +35,35 @@ class RunFolderError(ValueError):
 
 
 class RunLock:
-    """Held by the main rank until its process ends."""
+    """Held by the main rank until its process ends. What a start reads of the folder, above all the step to go on from,
+    it reads with the lock held: until then another run may write there."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel
         self._file: IO[str] | None = None
-        self._made_folder = False
+        self._made_folder = self._made_file = False
 
-    def take(self, make: bool) -> None:
-        """Lock the folder, if some run has locked it before. Collective.
-
-        Args:
-            make: make folder and lock where they are missing.
+    def take(self) -> None:
+        """Lock the folder, which is made where it is missing. Collective.
 
         Raises:
             RunFolderError: on all ranks alike.
         """
         fault: list[Any] = [None]
         if self._parallel.is_main and self._file is None:
+            made = not self._folder.is_dir()
             try:
-                if make:
-                    self._made_folder = not self._folder.is_dir()
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                if make or (self._folder / FILE).exists():
-                    self._file = _lock(self._folder / FILE)
+                self._file = _lock(self._folder / FILE)
+                # Of two starts that made them at once the second one finds what the first has written.
+                self._made_file = not _holder(self._file)
+                self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
+                self._file.truncate(0)
+                self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                self._file.flush()
             except RunFolderError as error:
                 fault = [str(error)]
             except OSError as error:
+                self.take_back()
                 fault = [
                     f"the run folder {self._folder} cannot be written: {error}; mend that, or set run.dir and run.name"
                 ]
@@ -70,10 +72,12 @@ class RunLock:
             raise RunFolderError(fault[0])
 
     def take_back(self) -> None:
-        """For a start that is refused with the folder open: remove it again if this start made it."""
+        """For a start that is refused: remove folder and lock again if this start made them."""
         if self._made_folder:
             # A file server keeps what is open, as the lock is.
             shutil.rmtree(self._folder, ignore_errors=True)
+        elif self._made_file:
+            (self._folder / FILE).unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -84,12 +88,16 @@ class RunLock:
 
 
 def _lock(path: Path) -> IO[str]:
-    file = path.open("a+", encoding="utf-8")
     began, told = time.monotonic(), False
+    file = _open(path)
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _is_of(file, path):
+                break
+            file.close()  # a start that was refused has removed it meanwhile
+            file = _open(path)
+            continue
         except OSError as error:
             if error.errno in NO_LOCKS:
                 logger.warning(
@@ -98,7 +106,7 @@ def _lock(path: Path) -> IO[str]:
                 break
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-        holder = path.read_text(encoding="utf-8", errors="replace").strip()
+        holder = _holder(file)
         is_here = holder.endswith(f" on {socket.gethostname()}")
         patience = PATIENCE_SECONDS if is_here else REMOTE_PATIENCE_SECONDS
         if time.monotonic() - began > patience:
@@ -111,7 +119,25 @@ def _lock(path: Path) -> IO[str]:
             logger.warning("%s is held by %s; waiting up to %.0f s for it", path, holder, patience)
             told = True
         time.sleep(0.5)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
     return file
+
+
+def _holder(file: IO[str]) -> str:
+    """Empty in a new lock. Not by the file's buffer, which would not see what others write."""
+    return os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip()
+
+
+def _open(path: Path) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (held while the run lasts)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.close()
+        raise OSError(errno.EPERM, "it is a hard link to another file; delete it", str(path))
+    return file
+
+
+def _is_of(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -17,7 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gsa_train.files import append_line
+from gsa_train.metrics.record_checks import is_step, is_time
 from gsa_train.metrics.wandb_sink import without_credentials
+
+logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 SOURCE = Path(__file__).resolve().parents[2]
@@ -32,7 +36,9 @@ def new_run_id() -> str:
 
 def run_id_of(run_dir: Path) -> str:
     """Which run the folder belongs to, by its newest start that says so; "" where none does, or all are damaged."""
-    ids = [str(start.get("run_id", "")) for start in read_starts(run_dir)]
+    ids = [
+        start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
+    ]  # named where they are read whole
     intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
     return intact[-1] if intact else ""
 
@@ -50,10 +56,7 @@ def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) 
         "torch": version("torch"),
         "command": command_line(sys.argv, os.environ),
     }
-    path = run_dir / STARTS
-    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * is_cut + json.dumps(start) + "\n")
+    append_line(run_dir / STARTS, json.dumps(start))
 
 
 def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -70,18 +73,49 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return shlex.join(without_credentials([*starter, *words]))
 
 
-def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """In their order; empty for a run of a version that did not note them. A damaged line, as one
-    that a kill or a full disk cut off, is left out."""
-    path = run_dir / STARTS
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    starts = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            start = json.loads(line)
-            if isinstance(start, dict) and isinstance(start.get("unix_seconds"), float):
-                starts.append(start)
+def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """In their order; empty for a run of a version that did not note them. A warning counts damaged lines, which are
+    left out; not the last one, if a kill or a full disk cut it off.
+
+    Args:
+        needed: what each must say, for who reads more of them than `unix_seconds`.
+    """
+    starts, damaged = _read_starts(run_dir / STARTS, needed)
+    if damaged:
+        logger.warning("%s: %s; left out", run_dir / STARTS, damaged)
     return starts
+
+
+def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
+    """And what is wrong with the others."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    starts, wrong = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            start = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            wrong += [f"start {number} is not JSON ({error})"] if line and number < len(lines) else []
+            continue
+        fault = _fault_of_start(start, needed)
+        if fault:
+            wrong.append(f"start {number} {fault}")
+        else:
+            starts.append(start)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return starts, f"{wrong[0]}{more}" if wrong else ""
+
+
+def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
+    """Empty where nothing is wrong with it."""
+    if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
+        return "is not an object with unix_seconds"
+    for name in ("step", "run_id", "layout", "device", "host", "commit", "torch", "command"):
+        value = start.get(name)
+        if value is None and name in needed:
+            return f"has no {name}"
+        if value is not None and not (is_step(value) if name == "step" else isinstance(value, str)):
+            return f"has {name} = {value!r:.40}"
+    return ""
 
 
 def source_commit(source: Path) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.files import own_file
 from gsa_train.run import exit_codes
 from gsa_train.run.last_words import SUBMISSION
 from gsa_train.study.jobs import Job
@@ -78,7 +79,7 @@ def start_process(
 
     If the study itself dies, the system sends the child SIGTERM, and a run stops as gracefully as by any other.
     """
-    with log.open("ab") as file:
+    with open(log, "ab", opener=own_file) as file:
         return subprocess.Popen(
             list(command),
             env=dict(environment),

@@ -21,7 +21,7 @@ from gsa_train.study.columns import Equal, columns_of, equal_of
 from gsa_train.study.facts import RunFacts, facts_of
 from gsa_train.study.states import TEXT_FIELDS, changed_fields
 from gsa_train.study.study_file import Study, StudyRun
-from gsa_train.study.tables import VALUES_HEAD, Results, csv_text, values_csv
+from gsa_train.study.tables import VALUES_HEAD, Results, csv_text, values_csv, word_of
 from gsa_train.study.values import LossPoint, RunValues
 
 RUNS_HEAD = (
@@ -251,6 +251,6 @@ def _read(path: Path, head: Sequence[str], add: Callable[[Mapping[str, str]], No
         for row in reader:
             if len(row) != len(head):
                 raise ValueError(f"{len(row)} cells, not {len(head)}")
-            add(dict(zip(head, row, strict=True)))
+            add(dict(zip(head, map(word_of, row), strict=True)))
     except (ValueError, csv.Error) as error:
         raise ConfigError(path, [f"line {reader.line_num}: {error}; {REMEDY}"]) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gsa_train.files import NO_LOCKS
+from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.run.file_names import LOCK, MONITOR_STOP
 from gsa_train.run.stop_signals import STOP_SIGNALS, reason_in_words
 from gsa_train.study import processes
@@ -196,7 +196,7 @@ def lock_study(folder: Path) -> IO[str]:
         StudyError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+", encoding="utf-8")
+    file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (the caller's)
     if not try_lock(file):
         file.close()
         raise StudyError(
@@ -221,5 +221,5 @@ def is_locked(path: Path) -> bool:
     """Whether a process writes this run's folder."""
     if not path.exists():
         return False
-    with path.open("a+", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8", opener=own_file) as file:
         return not try_lock(file)

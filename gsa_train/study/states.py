@@ -15,6 +15,7 @@ from typing import Any
 from gsa_train.checkpoint.files import is_complete as is_saved
 from gsa_train.config import ConfigError, config_from_yaml
 from gsa_train.config.load import flat_fields
+from gsa_train.files import append_line
 from gsa_train.study.checks import FIELD
 from gsa_train.study.jobs import Job
 from gsa_train.study.study_file import StudyRun
@@ -135,9 +136,7 @@ def read_failures(study_folder: Path) -> dict[str, str]:
 
 def append_note(path: Path, note: dict[str, Any]) -> None:
     """A line of JSON."""
-    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * is_cut + json.dumps(note, ensure_ascii=False) + "\n")
+    append_line(path, json.dumps(note, ensure_ascii=False))
 
 
 def read_notes(path: Path) -> Iterator[dict[str, Any]]:

@@ -210,7 +210,28 @@ def values_csv(results: Results) -> str:
     return csv_text(rows)
 
 
+FORMULA = tuple("=+-@\t\r")
+"""What spreadsheets compute begins with one of these, if it is no number."""
+
+
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """A word that a spreadsheet would compute, such as a host's or a device's name out of a run folder, gets an
+    apostrophe in front, which spreadsheets do not show."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()
+
+
+def word_of(cell: str) -> str:
+    """What `csv_text` was given."""
+    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA) else cell
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value

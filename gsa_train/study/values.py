@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from gsa_train.metrics.record_format import Record, numbers_back, read_records
+from gsa_train.metrics.record_format import Record, numbers_back
 from gsa_train.report.run_series import flat, phase_starts, records_of, token_knots
 from gsa_train.run.starts import read_starts
 from gsa_train.study.states import is_complete, read_json
@@ -35,10 +35,8 @@ class RunValues:
     def __init__(self, run: StudyRun) -> None:
         self.run = run
         self.before = RunValues(run.source.run) if run.source else None
-        has_records = (run.folder / "metrics.jsonl").is_file() and bool(
-            read_records(run.folder / "metrics.jsonl")
-        )
-        self.records = [with_means(record) for record in records_of(run.folder)] if has_records else []
+        records = records_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
+        self.records = [with_means(record) for record in records]
         self.complete = is_complete(run)
         self.starts = read_starts(run.folder)
 

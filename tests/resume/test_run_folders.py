@@ -10,7 +10,7 @@ import pytest
 
 from gsa_train.run.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import QUICK, STEPS, TINY, Run, finished, kill, start, train
+from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, STEPS, TINY, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
@@ -57,7 +57,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     )
     (first.folder / "plots").touch()
     again = train(tmp_path, *options, launcher="python")
-    assert "plots and report cannot be written: " in again.output
+    assert "the run is complete, and its plots cannot be drawn: " in again.output
 
 
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
@@ -155,3 +155,18 @@ def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_sam
     assert again.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
         assert again.series(key) == original.series(key)
+
+
+@pytest.mark.nightly
+def test_of_two_launchers_of_a_new_run_one_trains(tmp_path):
+    """The second one chose step 0 while it waited for nothing, and then moved the first one's run away."""
+    runs = [start(tmp_path, *TINY, *QUICK, launcher="python") for _ in range(2)]
+    codes = sorted(run.process.wait(LONGEST_WAIT_SECONDS) for run in runs)
+    assert codes in ([0, 0], [0, 2]), [
+        run.output for run in runs
+    ]  # it is refused where the first one takes longer
+    assert sorted(step for run in runs for step in run.steps_printed()) == list(range(1, 11))
+    assert not (runs[0].folder / "previous").exists()
+    assert (
+        sum("this run is complete" in run.output or "another run writes" in run.output for run in runs) == 1
+    )

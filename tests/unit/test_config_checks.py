@@ -130,3 +130,9 @@ def test_a_wrong_word_for_wandb_gets_the_right_ones(base):
 def test_a_config_made_in_python_is_checked_the_same_way():
     config = Config(phases=[PhaseConfig(steps=0)])
     assert check_config(config, 1) == ["phases.0.steps = 0: below 1; give 1 or more"]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\u202eb"])
+def test_a_phase_has_a_name_that_a_line_can_hold(name: str) -> None:
+    (line,) = check_config(Config(phases=[PhaseConfig(name=name)]), 1)
+    assert line.startswith(f"phases.0.name = {name!r}: has characters that are not visible")

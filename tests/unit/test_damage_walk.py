@@ -94,7 +94,7 @@ def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
     """A start with all that it reads before the model is made, and its rewinds."""
     config = config_of(folder.parent)
     lock = RunLock(folder, single_rank())
-    lock.take(make=False)
+    lock.take()
     try:
         arguments = Arguments("", (), None, False, False, False, False, 1)
         start = choose_start(config, arguments, phase_ranges(config.phases), single_rank())

@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from gsa_train.metrics.sinks import Sinks
 from gsa_train.monitor.monitor import NotFinite
 from gsa_train.report import plots
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
+from gsa_train.run.lock import RunFolderError
 from gsa_train.run.state import Run
 from helpers.single_rank import SPARSE, tiny_config
 from helpers.tiny_run import tiny_run
@@ -24,19 +27,36 @@ def run_that_hears(messages: list[str]) -> Run:
     return cast(Run, SimpleNamespace(services=SimpleNamespace(log=log)))
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("No space left on device"), ModuleNotFoundError("No module named 'plotly'")]
-)
-def test_a_report_that_cannot_be_written_is_told_and_ends_nothing(error: Exception) -> None:
+def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
     messages: list[str] = []
-    with _goes_on_without(run_that_hears(messages), "plots and report"):
-        raise error
-    assert messages == [f"plots and report cannot be written: {error}"]
-
-
-def test_a_mistake_in_the_report_is_no_missing_file() -> None:
-    with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "the report"):
+    with _goes_on_without(run_that_hears(messages), "stopped.json"):
+        raise OSError("No space left on device")
+    assert messages == ["stopped.json cannot be written: No space left on device"]
+    with pytest.raises(ValueError, match="a mistake"), _goes_on_without(run_that_hears([]), "stopped.json"):
         raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
+def test_plots_that_fail_are_told_and_fail_neither_the_run_nor_the_report(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete run, in whose records a bit was flipped, ended in KeyError at each start."""
+
+    def fail(folder: Path) -> list[Path]:
+        raise error
+
+    monkeypatch.setattr(plots, "write_plots", fail)
+    monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
+    finish.draw(run)
+    failed, wrote = (call.args[0] for call in console.message.call_args_list)
+    why = repr(error) if isinstance(error, KeyError) else error
+    assert (
+        failed
+        == f"the run is complete, and its plots cannot be drawn: {why}; gsa-plot {tmp_path}/a tries again"
+    )
+    assert wrote == f"wrote {tmp_path}/a/report.html"
 
 
 def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +92,24 @@ def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(
     with pytest.raises(NotFinite, match=rf"step 7, the last one: the loss of the validation is {loss}"):
         finish.finish(run, SPARSE)
     assert not run.services.log.sinks.finish.called
+
+
+def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback on the main rank, while the others waited for it."""
+    (tmp_path / "a" / "summary.json").mkdir(parents=True)
+    left: list[int] = []
+    monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
+    monkeypatch.setattr(finish, "summary_of", lambda *_: {"val_loss": 2.5, "by": {"\x1b[2J a\nb": 7}})
+    monkeypatch.setattr(finish, "leave_world", lambda watchdog: left.append(watchdog.exit_code))
+    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(config, model, console=console, sinks=Sinks(tmp_path / "a", None, None))
+    said = r"saved, but its summary\.json cannot be written: .*/a/summary\.json'; make room .* trains no step"
+    with pytest.raises(RunFolderError, match=said):
+        finish.finish(run, SPARSE)
+    assert left == [2]
+    printed = [call.args[0].strip() for call in console.message.call_args_list]
+    assert "val_loss  2.5" in printed
+    assert r"by \x1b[2J a\nb  7" in printed  # of a source: it would clear the screen

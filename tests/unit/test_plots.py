@@ -153,6 +153,30 @@ def test_a_line_for_each_validation_set_and_source():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["a$b_{$c", "a\udcffb", "a\x1b[2J\nb"])
+def test_words_of_a_run_are_no_formulas(tmp_path, monkeypatch, name):
+    """matplotlib read `$b_{$` of a run's, a phase's or a source's name as mathematics, and found it wrong."""
+    draw_only(monkeypatch, "loss")
+    write_run(tmp_path / name)
+    path = tmp_path / name / "metrics.jsonl"
+    words = json.dumps(name.replace("\udcff", ""))[1:-1]
+    by_source = json.dumps({words: 2.0, "_b": 3.0, "c": None})
+    line = (
+        f'{{"event": "validation", "step": 60, "phase": "{words}", "validation_loss_by_source": {by_source}}}'
+    )
+    path.write_text(path.read_text().replace("sparse", words) + line + "\n")
+    (loss,) = write_plots(tmp_path / name)
+    assert_picture(loss)
+
+
+def test_layers_without_a_value_are_gaps(tmp_path):
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("[0.3, 0.5]", "[0.3, null]", 1))
+    assert "layers" in names(write_plots(tmp_path / "run"))
+
+
+@pytest.mark.filterwarnings("error")
 def test_figures_without_data_are_left_out(tmp_path):
     write_run(tmp_path / "run", sparse=False)
     assert names(write_plots(tmp_path / "run")) == ALWAYS
@@ -253,11 +277,11 @@ def test_command_refuses_what_is_not_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_says_which_file_of_a_run_is_closed_to_it(tmp_path, monkeypatch, capsys):
-    def closed(path):
+    def closed(path, fault_of):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     write_run(tmp_path / "run")
-    monkeypatch.setattr("gsa_train.commands.plot.read_records", closed)
+    monkeypatch.setattr("gsa_train.report.run_series.read_records", closed)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="2"):
         main()

@@ -9,9 +9,13 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
+from gsa_data.faults import DataFault, warn_once
+from gsa_data.source_weights import check_known
+from gsa_train.evaluate import describe
 from gsa_train.metrics.progress import Progress, compact
 
 RECORD = {
@@ -150,3 +154,22 @@ def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
 )
 def test_compact(value, text):
     assert compact(value) == text
+
+
+def test_words_of_the_users_data_begin_no_line_and_move_no_cursor(capsys, caplog):
+    """Sources of documents have any name, and what the data's own templates say is quoted."""
+    word = "\x1b[2J a\nb\u2028\x9b"
+    shown = r"\x1b[2J a\nb\u2028\x9b"
+    progress = Progress(10, interactive=False)
+    place = {"step": 5, "phase": "sparse"}
+    progress.show({"event": "tasks", **place, "eval_accuracy": {word: 0.5}})
+    progress.show({"event": "stop", **place, "reason": word})
+    text = SimpleNamespace(scored_tokens=7, blocks=[])
+    progress.message(describe(SimpleNamespace(name="web", text=text, by_source={word: text})))
+    warn_once(f"shard a: {word}")
+    with pytest.raises(DataFault) as fault:
+        check_known({"web": 1.0}, {word: 3}, "folder")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3
+    assert all(shown in line for line in [*said, *caplog.messages, str(fault.value)])
+    assert caplog.messages

@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 from unittest.mock import Mock
 
 import pytest
 
+from gsa_train import train
+from gsa_train.cli import parse_arguments
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
 from gsa_train.metrics.record_format import read_records
+from gsa_train.metrics.sinks import Sinks
 from gsa_train.metrics.wandb_sink import WandbRefused
-from gsa_train.resume import Start
+from gsa_train.resume import ResumeError, Start
 from gsa_train.run import folder as run_folder
 from gsa_train.run import lock as run_lock
 from gsa_train.run.folder import config_changes, open_run_folder
@@ -35,6 +41,13 @@ print("held", flush=True)
 sys.stdin.read()
 """
 """Another process's run."""
+TRY = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "a+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(7)
+"""
 
 
 @pytest.fixture
@@ -65,22 +78,20 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
     with pytest.raises(
         RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on .* delete"
     ):
-        lock.take(make=True)
+        lock.take()
     other.kill()  # no farewell
     other.communicate()
-    lock.take(make=True)
-    lock.take(make=True)
+    lock.take()
+    lock.take()
     lock.close()
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_makes_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"file/run cannot be written: .*set run\.dir"):
-        RunLock(tmp_path / "file" / "run", single_rank()).take(make=True)
+        RunLock(tmp_path / "file" / "run", single_rank()).take()
     lock = RunLock(tmp_path / "run", single_rank())
-    lock.take(make=False)
-    assert not (tmp_path / "run").exists()
-    lock.take(make=True)
+    lock.take()
     assert (tmp_path / "run" / FILE).exists()
     lock.take_back()
     assert not (tmp_path / "run").exists()
@@ -89,11 +100,10 @@ def test_a_folder_that_cannot_be_made_is_named_and_a_refused_start_makes_none(tm
 def test_a_refused_start_leaves_no_lock_in_a_folder_that_had_none(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     lock = RunLock(tmp_path, single_rank())
-    lock.take(make=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    lock.take(make=True)
-    lock.take_back()
+    lock.take()
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "mine"]
+    lock.take_back()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("step", [0, 6])
@@ -213,3 +223,159 @@ def test_a_damaged_summary_is_named_and_kept(
     assert "summary.json is damaged" in caplog.text
     assert (tmp_path / "run" / "summary.json.damaged").read_bytes() == content
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+WRITTEN = (
+    "starts.jsonl",
+    "goodput.jsonl",
+    "alive.json",
+    "metrics.jsonl",
+    "config.yaml",
+    "launch.txt",
+    "summary.json",
+)
+
+
+@pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
+@pytest.mark.parametrize("name", [*WRITTEN, FILE])
+def test_no_file_of_the_folder_is_written_through_a_link(
+    name: str, leads: str, config: Config, tmp_path: Path
+) -> None:
+    """The start does without it or names it; what the link leads to is another's."""
+    run, target = tmp_path / "run", tmp_path / "of_another"
+    open_at(6, config)
+    (run / "summary.json").write_text('{"steps": 6}')
+    target.write_text('{"of": "another"}\n')
+    path = run / (f"{name}.tmp" if "tmp" in leads else name)
+    path.unlink(missing_ok=True)
+    if leads == "hard":
+        path.hardlink_to(target)
+    else:
+        path.symlink_to(target)
+    lock = RunLock(run, single_rank())
+    appended = name in ("starts.jsonl", "goodput.jsonl", "metrics.jsonl") and leads == "symbolic"
+    locked = name == FILE and "tmp" not in leads
+    if appended or locked:
+        why = (
+            "a hard link to another file; delete it"
+            if leads == "hard"
+            else "a link, and a run writes plain files"
+        )
+        with pytest.raises(RunFolderError, match=f"it is {why}.*/run/{name}'"):
+            lock.take() if locked else open_at(6, config)
+        assert (run / "summary.json").read_text() == '{"steps": 6}'  # nothing has changed
+    else:
+        lock.take()
+        open_at(6, config)
+        Sinks(run, None, None).finish({"steps": 10})
+        assert "tmp" in leads or not (run / name).is_symlink()
+    lock.close()
+    assert target.read_text() == '{"of": "another"}\n'
+
+
+def test_a_pipe_in_place_of_a_file_is_named_at_once(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "starts.jsonl.tmp")
+    os.mkfifo(tmp_path / "run" / FILE)
+    with pytest.raises(RunFolderError, match=r"it is no plain file, .* remove it .*/lock"):
+        RunLock(tmp_path / "run", single_rank()).take()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
+def test_an_output_folder_on_another_disk_stays_there(
+    name: str, config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The link moved to previous/ without a word, and the run went on on the small disk."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    (disk / "lost+found").mkdir()
+    (run / name).symlink_to(disk)
+
+    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    assert (run / name).resolve() == disk
+    assert "stays one" not in caplog.text
+    (run / "checkpoints" / "step_00000002").mkdir()
+
+    open_run_folder(config, Start(), single_rank(), RunClock()).log.close(0)
+    assert (run / name).resolve() == disk
+    assert not (run / "checkpoints" / "step_00000002").exists()
+    assert len(list((run / "previous").glob("*/checkpoints/step_00000002"))) == 1
+    assert (disk / "lost+found").is_dir()
+    if name == "checkpoints":
+        assert f"is a link to {disk}, and stays one for the new run; what the run before" in caplog.text
+        assert len(list(disk.glob("previous/*/step_00000002"))) == 1
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(
+    config: Config, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "unmounted")
+    (run / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(
+        RunFolderError, match=r"a link to .*unmounted, where no folder is; mount .*/checkpoints"
+    ):
+        open_run_folder(config, Start(), single_rank(), RunClock())
+    assert (run / "metrics.jsonl").read_text() == '{"step": 7}\n'
+
+
+def test_the_step_to_start_from_is_chosen_with_the_lock_held(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers of a new run: the second one chose step 0 while the first one trained, then moved its run away."""
+    for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
+        monkeypatch.setattr(train, name, lambda *_: None)
+    monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
+
+    def choose(*_: object, **__: object) -> Start:
+        other = subprocess.run([sys.executable, "-c", TRY, str(tmp_path / "run" / FILE)])
+        assert other.returncode == 7
+        raise ResumeError("a checkpoint of another model")
+
+    monkeypatch.setattr(train, "choose_start", choose)
+    with pytest.raises(ResumeError):
+        train.train(config, parse_arguments(["--config", "of no file"]), Mock())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held the lock of a file that the other had removed with its folder, and a third one the new file's."""
+    path, opened = tmp_path / "run" / FILE, []
+
+    def open_and_lose(of: Path) -> IO[str]:
+        opened.append(of)
+        file = open_lock(of)
+        if len(opened) == 1:
+            shutil.rmtree(tmp_path / "run")
+        return file
+
+    open_lock = run_lock._open
+    monkeypatch.setattr(run_lock, "_open", open_and_lose)
+    lock = RunLock(tmp_path / "run", single_rank())
+    lock.take()
+    assert opened == [path, path]
+    assert path.read_text().startswith("process ")
+    lock.close()
+
+
+def test_a_refused_start_removes_no_folder_in_which_another_has_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have looked whether it is there before one of them makes it."""
+    first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
+
+    def open_late(path: Path) -> IO[str]:
+        monkeypatch.undo()
+        first.take()
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        first.close()
+        return run_lock._open(path)
+
+    monkeypatch.setattr(run_lock, "_open", open_late)
+    second.take()
+    second.take_back()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [FILE, "metrics.jsonl"]

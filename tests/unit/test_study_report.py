@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -16,13 +18,16 @@ from gsa_train.study.page import markdown, write_study_report
 from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_train.study.study_file import Study
 from gsa_train.study.tables import (
+    FORMULA,
     arms_csv,
+    csv_text,
     markdown_table,
     narrow,
     read_results,
     run_rows,
     seed_rows,
     values_csv,
+    word_of,
 )
 from gsa_train.study.values import interpolate, time_knots
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
@@ -296,3 +301,21 @@ def test_runs_that_are_not_there_are_named_by_arm(tmp_path: Path) -> None:
     )
     log_run(next(run for run in others.runs if run.arm == "two"), [record(10, 1.0)], {})
     assert any("one, seeds 1, 2, 3 (not begun)" in line for line in notes(read_results(others, {})))
+
+
+def test_no_word_of_a_csv_is_a_formula():
+    words = [
+        "=HYPERLINK(1)",
+        "+1+cmd|' /C calc'!A0",
+        "-2+3",
+        "@SUM(A1)",
+        "\t=1",
+        "-1.5",
+        "-inf",
+        "1e-3",
+        "a=b",
+        "'x",
+    ]
+    (read,) = csv.reader(io.StringIO(csv_text([words]), newline=""))
+    assert [cell for cell in read if cell.startswith(FORMULA)] == ["-1.5", "-inf"]
+    assert [word_of(cell) for cell in read] == words

@@ -28,7 +28,6 @@ from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_opt
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.resume import Start
 from gsa_train.run import finish, saves, work_time
-from gsa_train.run.lock import RunLock
 from gsa_train.run.run_clock import RunClock
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
@@ -182,8 +181,7 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
         monitor={"action": "rewind", "rewind_min_steps": 20},
     )
     arguments = parse_arguments(["--config", "of no file"])
-    lock = RunLock(tmp_path / config.run.name, single_rank())
-    run = open_run(config, arguments, StopRequest(), Start(), lock, single_rank(), RunClock())
+    run = open_run(config, arguments, StopRequest(), Start(), single_rank(), RunClock())
     assert (
         run.services.saver._reach_steps == 20 + config.monitor.lasting_steps + config.monitor.patience_steps
     )
@@ -191,7 +189,7 @@ def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
     close_optimizer(run.model, run.phase_optimizer)
     services = run.services
     services.log.close(0)
-    for each in (services.saver, run.data.batches, services.stop_vote, services.watchdog, lock):
+    for each in (services.saver, run.data.batches, services.stop_vote, services.watchdog):
         each.close()
 
 

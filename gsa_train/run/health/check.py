@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from gsa_train.files import own_file
 from gsa_train.run.health.device_checks import faults_of_device
 from gsa_train.run.health.driver import LOST, MISSING, XidWatch, faults_by_driver, open_driver, uuid_of
 from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
@@ -163,5 +164,7 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # the message has them
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
         new = [name for name in dict.fromkeys(nodes) if name not in known]
-        with path.open("a", encoding="utf-8") as file:  # behind what other nodes note at the same moment
+        with open(
+            path, "a", encoding="utf-8", opener=own_file
+        ) as file:  # behind what other nodes note at the same moment
             file.write("".join(f"{name}\n" for name in new))

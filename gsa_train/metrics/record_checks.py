@@ -1,0 +1,119 @@
+"""What a record must be for those who read it: a flipped bit in a log leaves JSON that has lost a key, or has another
+value under it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from gsa_train.report.panels import PANELS, PICTURES
+
+Record = dict[str, Any]
+
+LARGEST = 1e300
+LARGEST_STEP = 1 << 53
+LATEST_TIME = 1e11
+"""Unix seconds, in some thousand years."""
+TEXTS = frozenset(
+    "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
+)
+"""Keys of strings that are no numbers, whatever they say; the last two of samples, which a model writes."""
+NUMBERS = frozenset(key for panel in PANELS for key in panel.keys) | {"tokens", "step_seconds"}
+"""Keys of numbers that are drawn or counted with."""
+COMPARED = frozenset(["value", "threshold"])
+"""Keys of numbers of a spike."""
+NEEDED: dict[str, tuple[str, ...]] = {
+    "spike": ("signal", "value", "threshold", "action"),
+    "skipped_batches": ("last_step",),
+    "samples": ("samples",),
+}
+"""Event -> what is said of it, beside step and phase."""
+
+
+def fault_of_record(record: Record) -> str:
+    """What is wrong with a record of metrics.jsonl or samples.jsonl, whose non-finite numbers are numbers; empty where
+    nothing is. A digit that has changed is not noticed."""
+    if not isinstance(record.get("phase"), str):
+        return "has no phase"
+    event = record.get("event", "")
+    if not isinstance(event, str):
+        return f"has event = {event!r:.40}"
+    missing = [name for name in NEEDED.get(event, ()) if record.get(name) is None]
+    if missing:
+        return f"is of event {event} without {', '.join(missing)}"
+    for name, value in record.items():
+        if value is not None and not _fits(name, value, bool(event)):
+            return f"has {name:.40} = {value!r:.40}"
+    return ""
+
+
+def fault_of_samples(record: Record) -> str:
+    return fault_of_record(record) or ("" if record.get("samples") else "has no samples")
+
+
+def is_number(value: Any) -> bool:
+    """Also one that is not finite; not one beyond what is drawn and counted with."""
+    return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
+
+
+def is_time(value: Any) -> bool:
+    """Unix seconds."""
+    return is_number(value) and 0 <= value < LATEST_TIME
+
+
+def is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_STEP
+
+
+def of_other_lengths(records: list[Record]) -> list[Record]:
+    """Those in which a list by layer has another length than in most, as a comma for a point makes it."""
+    lengths: dict[str, Counter[int]] = {}
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, list) and name.startswith("layer_"):
+                lengths.setdefault(name, Counter())[len(value)] += 1
+    usual = {name: counts.most_common(1)[0][0] for name, counts in lengths.items()}
+    return [
+        record
+        for record in records
+        if any(
+            isinstance(record.get(name), list) and len(record[name]) != length
+            for name, length in usual.items()
+        )
+    ]
+
+
+def _fits(name: str, value: Any, of_event: bool) -> bool:
+    if name in ("step", "last_step"):
+        return is_step(value)
+    if name == "time":
+        return is_time(value)
+    if name == "tokens":
+        return type(value) is int and is_number(value)
+    if name in TEXTS:
+        return isinstance(value, str)
+    if name in PICTURES:
+        return isinstance(value, list) and all(map(_is_row, value))
+    if name.startswith("layer_"):
+        return _is_row(value)
+    if name == "samples":
+        return isinstance(value, list) and all(map(_is_sample, value))
+    if isinstance(value, dict):
+        return name not in NUMBERS | COMPARED and _is_row(list(value.values()))
+    if name in NUMBERS | COMPARED or name.startswith("validation_"):
+        return is_number(value)
+    return of_event or is_number(value) or (isinstance(value, list) and all(map(_is_row, value)))
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list) and all(each is None or is_number(each) for each in value)
+
+
+def _is_sample(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("prompt"), str)
+        and isinstance(value.get("text"), str)
+        and isinstance(value.get("ended"), bool)
+    )
