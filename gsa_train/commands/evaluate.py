@@ -107,7 +107,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--ruler-tasks", default="", metavar="TASK[,TASK...]", help="(default: all there is text for)"
     )
     ruler.add_argument(
-        "--ruler-samples", type=positive, default=50, metavar="N", help="of each task (default: 50)"
+        "--ruler-samples", type=samples, default=50, metavar="N", help="of each task (default: 50)"
     )
     ruler.add_argument(
         "--ruler-gold",
@@ -165,13 +165,25 @@ def parse(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
+LARGEST = 2**31 - 1
+"""Of a count of tokens, sequences or questions."""
+LONGEST_TOKENS = 2**24
+"""Of a prompt that is made: word by word."""
+MOST_SAMPLES = 10_000
+"""Of a task of RULER, which has 500."""
+
+
 def lengths(text: str) -> tuple[int, ...]:
     """Of 4096,8192."""
-    return tuple(positive(each) for each in text.split(","))
+    return tuple(positive(each, LONGEST_TOKENS) for each in text.split(","))
 
 
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+def samples(text: str) -> int:
+    return positive(text, MOST_SAMPLES)
+
+
+def positive(text: str, most: int = LARGEST) -> int:
+    value = int(text) if text.isdecimal() and len(text) <= 18 else 0
+    if value < 1 or value > most:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}: give a whole number from 1 to {most}")
     return value

@@ -76,7 +76,7 @@ def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
     """
     Raises:
         ValueError: faults come so fast that hardly a start gets to its first step. Such a run is all restarts, and a
-            simulation of a month has millions of them.
+            simulation of a month has millions of them. Or there are too many faults to simulate.
     """
     if arguments.gpus is None:
         return
@@ -89,6 +89,17 @@ def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
             f"--mtbf-hours {arguments.mtbf_hours:g}: of {arguments.gpus} GPUs one then has a fault every {seconds:.3g} "
             f"s, before a start has done its first step ({first_step:.3g} s); give the hours between faults of one GPU"
         )
+    faults = 86400 * arguments.days / seconds + 1  # each run has an end, too
+    if arguments.trials * faults > MOST_FAULTS:
+        raise ValueError(
+            f"--trials {arguments.trials} of --days {arguments.days:g}: {arguments.trials * faults:.3g} faults to "
+            f"simulate, more than {MOST_FAULTS}; give fewer trials, at most {max(2, int(MOST_FAULTS / faults))}, or "
+            "fewer days"
+        )
+
+
+MOST_FAULTS = 500_000
+"""Of all simulated runs with one interval: a minute, for the table of about 25 intervals."""
 
 
 def plan(arguments: argparse.Namespace, parts: Parts, run: MeasuredRun | None) -> Planned:

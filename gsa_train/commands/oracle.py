@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_train.commands.as_command import as_command
-from gsa_train.commands.evaluate import lengths, positive
+from gsa_train.commands.evaluate import lengths, positive, samples
 from gsa_train.convert import missing_package
 
 TASKS = "niah_single_1,niah_single_2,niah_multikey_1"
@@ -51,7 +51,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         f"(default: {FORMS})",
     )
     parser.add_argument(
-        "--samples", type=positive, default=100, metavar="N", help="of each task (default: 100)"
+        "--samples", type=samples, default=100, metavar="N", help="of each task (default: 100)"
     )
     parser.add_argument(
         "--share",
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     import gsa_hf  # noqa: F401 - registers our own model with transformers
+    from gsa_train.evaluation import ruler
     from gsa_train.evaluation.oracle import Budget, Form, OracleAttention, retrieve
-    from gsa_train.evaluation.ruler import Material, samples
     from gsa_train.evaluation.subject import DTYPES, folder_tokenizer
     from gsa_train.evaluation.text import READING, words_of
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     for length in arguments.lengths:
         budget = Budget(length // arguments.share, arguments.window, arguments.first)
         for task in arguments.tasks.split(","):
-            made = samples(task, length, arguments.samples, 0, tokenizer, Material(essay))
+            made = ruler.samples(task, length, arguments.samples, 0, tokenizer, ruler.Material(essay))
             prompts = [
                 (tokenizer.encode(each.prompt).tolist(), tokenizer.encode(f" {each.answers[0]}").tolist())
                 for each in made

@@ -64,6 +64,8 @@ ABOVE_ZERO = frozenset(
     """.split()  # noqa: SIM905
 )
 FROM_ZERO_BELOW_ONE = frozenset({"gsa.variance_ema_decay", "train.adam_beta1", "train.adam_beta2"})
+AT_MOST = {"model.num_layers": 10_000, "moe.experts": 65_536}
+"""Of what is counted one by one before a run starts."""
 LARGEST_SOURCE_WEIGHT = 100.0  # as gsa_data has it, whose import would load torch
 LARGEST_FP32 = 3.4e38
 MOST_SAMPLE_TOKENS = 1024  # of all prompts: each is a forward pass over a sequence, at each validation
@@ -207,6 +209,10 @@ def _check_ranges(config: Config) -> list[str]:
                 lines.append(problem_line(field, value, "not positive", "give a number above 0"))
         elif isinstance(value, int) and value < 1:
             lines.append(problem_line(field, value, "below 1", "give 1 or more"))
+        if value > AT_MOST.get(rule, LARGEST_FP32) and value <= LARGEST_FP32:
+            lines.append(
+                problem_line(field, value, "more than any model has", f"give at most {AT_MOST[rule]}")
+            )
     for field in NOT_EMPTY:
         if not _get(config, field).strip():
             lines.append(problem_line(field, _get(config, field), "empty", "give a value"))

@@ -238,6 +238,9 @@ def _check_batch(config: Config, world_size: int) -> list[str]:
     replicas = data_parallel_size(config, world_size)
     unit = train.micro_batch_size * replicas
     tokens = train.global_batch_size * train.seq_len_tokens
+    if train.seq_len_tokens > MOST_TOKENS_PER_STEP:
+        wrong, remedy = "more than a whole step may have", f"give at most {MOST_TOKENS_PER_STEP}"
+        return [problem_line("train.seq_len_tokens", train.seq_len_tokens, wrong, remedy)]
     if train.seq_len_tokens > 0 and tokens > MOST_TOKENS_PER_STEP:
         wrong = f"sequences of {train.seq_len_tokens} tokens: {tokens:.3g} tokens per step"
         remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // train.seq_len_tokens}"

@@ -192,7 +192,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
     except yaml.YAMLError as error:
         problems.add(path, text, f"not readable as YAML ({_yaml_reason(error)})", "put the value in quotes")
         return
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         problems.add(path, text, "sets several fields at once", "write one key=value for each field")
         return
     # The shell takes the quotes of `run.name="trial #2"`, which would be the run `trial`.
@@ -254,11 +254,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -> Built:
     """The dataclass `cls` from a tree; a field with a mistake keeps its default."""
-    if tree is None:
-        tree = {}
     hints = _hints(cls)  # type: ignore[arg-type]
     if not isinstance(tree, dict):
-        problems.add(where, tree, "not a section", f"set its fields: {', '.join(hints)}")
+        wrong = "no fields below it" if tree is None else "not a section"
+        remedy = (
+            "set its fields"
+            if re.search(r"\.\d+$", where)
+            else "leave it out for its defaults, or set its fields"
+        )
+        problems.add(where, tree, wrong, f"{remedy}: {', '.join(hints)}")
         return cls()
     values: dict[str, Any] = {}
     section_fields = {each.name: each for each in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -296,6 +300,7 @@ def _is_section(hint: Any) -> bool:
 
 def _build_list(item_cls: type[Built], value: object, problems: Problems, field: str) -> list[Built]:
     if value is None:
+        problems.add(field, value, "no value", f"write {field}=[] for none, or leave it out for its default")
         return []
     if not _is_section(item_cls):
         return _build_values(item_cls, value, problems, field)
@@ -330,6 +335,7 @@ def _build_dict(
     Names are plain ones, unless the field's metadata allow any: then they come from the data, not from the user.
     """
     if value is None:
+        problems.add(field, value, "no value", f"write {field}={{}} for none, or {field}.NAME=VALUE for each")
         return {}
     if not isinstance(value, dict):
         problems.add(field, value, "not a value under a name", f"write {field}.NAME=VALUE for each")

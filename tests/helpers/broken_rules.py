@@ -3,6 +3,10 @@
 from os.path import expanduser
 
 BROKEN_RULES: list[tuple[list[str], list[str]]] = [
+    # bounds: what is counted one by one, and a step
+    (["model.num_layers=100000000000"], ["model.num_layers = 100000000000", "give at most 10000"]),
+    (["moe.experts=100000000000"], ["moe.experts = 100000000000", "give at most 65536"]),
+    (["train.seq_len_tokens=2147483648"], ["train.seq_len_tokens = 2147483648", "give at most 1000000000"]),
     # model against layout
     (
         ["model.num_kv_heads=3"],

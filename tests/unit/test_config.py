@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -60,9 +61,34 @@ def test_defaults_then_file_then_overrides(write):
     assert config.phases == [PhaseConfig(name="sparse", steps=5)]
 
 
-def test_an_empty_file_and_empty_sections_are_the_defaults(write):
+def test_an_empty_file_is_the_defaults(write):
     assert load_config(write("")) == Config()
-    assert load_config(write("model:\nphases:\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "said"),
+    [
+        (
+            "model:\n",
+            "run.name=a",
+            "model = null: no fields below it; leave it out for its defaults, or set its",
+        ),
+        ("model: {num_layers: 2}\n", "model=null", "model = null: no fields below it"),
+        ("phases:\n", "run.name=a", "phases = null: no value; write phases=[] for none, or leave it out"),
+        (PHASE, "phases.0=null", "phases.0 = null: no fields below it; set its fields: name, "),
+        ("phases:\n  - {name: a}\n  -\n", "run.name=a", "phases.1 = null: no fields below it"),
+        (
+            "data: {validation_sets: null}\n",
+            "run.name=a",
+            "data.validation_sets = null: no value; write data",
+        ),
+        ("evaluate: {prompts: }\n", "run.name=a", "evaluate.prompts = null: no value"),
+    ],
+)
+def test_nothing_is_no_value_of_a_section_or_list(write, text, override, said):
+    """It would mean the defaults: a phase of 1000 steps where a dash was left over."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(write(text), [override])
 
 
 @pytest.mark.parametrize("key", ["phases.1.steps", "phases[1].steps"])
@@ -128,7 +154,7 @@ def test_validation_sets_by_name_in_their_order(write):
     assert load_config(write(config_to_yaml(config))) == config
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.validation_sets=null"]])
+@pytest.mark.parametrize("overrides", [[], ["data.validation_sets={}"]])
 def test_without_sets_validation_dir_is_the_only_one(write, overrides):
     path = write((SETS if overrides else PHASE) + "evaluate: {split_by_source: on}\n")
     config = load_config(path, [*overrides, "data.validation_dir=/v"])

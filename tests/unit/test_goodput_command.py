@@ -191,6 +191,22 @@ def test_faults_before_a_first_step_are_refused(
     assert "first step (61 s); give the hours between faults of one GPU" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--trials", str(10**12)), "fewer trials, at most 62499, or fewer days"),
+        (("--days", "1e300"), "faults to simulate, more than 500000"),
+    ],
+)
+def test_more_faults_than_anyone_waits_for_are_refused(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ("goodput.py", "--gpus", "9", "--mtbf-hours", "925.714285714")  # 7 faults a month, and its end
+    monkeypatch.setattr("sys.argv", [*plan, *options])
+    assert goodput.main() == REFUSED
+    assert said in capsys.readouterr().err
+
+
 def test_folders_without_an_account_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

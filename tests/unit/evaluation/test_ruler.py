@@ -298,3 +298,20 @@ def test_the_command(
     assert [*of_tasks] == ["niah_single_1", "niah_single_2"]
     assert all(1 < bits < 20 for bits in of_tasks.values()), "of random weights"
     assert "RULER, bits per byte of the expected answers, 1 samples of each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ruler", "1000000000000"), "'1000000000000': give a whole number from 1 to 16777216"),
+        (("--ruler", "400", "--ruler-samples", "1000000000000"), "give a whole number from 1 to 10000"),
+        (("--context-length", "9" * 5000), "give a whole number from 1 to 2147483647"),
+    ],
+)
+def test_counts_that_would_never_end_are_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.parse(["--run", "r", "--name", "n", *words])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
