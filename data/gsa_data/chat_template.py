@@ -232,11 +232,7 @@ class ChatEncoder:
 
     def _check(self) -> None:
         template, tokenizer = self.template, self.tokenizer
-        unknown = [
-            name
-            for name in SPECIAL_TOKENS
-            if template.mentions(name) and name not in self._variables
-        ]
+        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self._variables]
         if unknown:
             raise TokenizerError(
                 f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "

@@ -298,7 +298,9 @@ class SentencePieceModel:
             tokens += encoded["ids"]
             # Of a character's bytes the last one has its place, the others stand at its start and have none.
             spans += [(start + first, start + max(behind, first + 1)) for first, behind in encoded["offsets"]]
-        return tokens, [any(end > first and start < behind for first, behind in parts) for start, end in spans]
+        return tokens, [
+            any(end > first and start < behind for first, behind in parts) for start, end in spans
+        ]
 
     def token_bytes(self) -> list[int]:
         model = self._processor

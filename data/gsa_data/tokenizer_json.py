@@ -52,7 +52,9 @@ class TokenizerJson:
         added = self._content.get("added_tokens") or []
         self._special = [token["content"] for token in added if token.get("special")]
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._symbols = {name: self._vocab[name] for token in added if (name := token["content"]) in self._vocab}
+        self._symbols = {
+            name: self._vocab[name] for token in added if (name := token["content"]) in self._vocab
+        }
         self.vocab_size = max(self._vocab.values()) + 1  # ids may have gaps
 
     def encode(self, text: str | bytes) -> list[int]:

@@ -91,7 +91,9 @@ def export_hf(
         stops = list(tokenizer.stop_ids)
         hf_config.eos_token_id = stops if stops[1:] else tokenizer.eos_id
         hf_config.save_pretrained(folder)
-        write_tokenizer(tokenizer, folder, config.train.seq_len_tokens, companions, was_trained=state.tokens > 0)
+        write_tokenizer(
+            tokenizer, folder, config.train.seq_len_tokens, companions, was_trained=state.tokens > 0
+        )
         _write_generation_config(folder, hf_config.eos_token_id, companions)
         _copy_code(folder)
         card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)

@@ -68,7 +68,8 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         path = next((folder / name for name in order if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(
-            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; copy the model's own there"
+            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give it to an import by --tokenizer FILE, or "
+            "copy the model's own there"
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
@@ -148,7 +149,9 @@ def check_same_ids(
             _compare(tokenizer, text, theirs(text, verbose=False, **call)["input_ids"], expected)
     companions = companions or Companions()
     if theirs.eos_token != (name := _special_tokens(tokenizer, companions)["eos_token"]):
-        raise ValueError(f"tokenizer {tokenizer.path}: transformers has eos_token {theirs.eos_token}, training {name}")
+        raise ValueError(
+            f"tokenizer {tokenizer.path}: transformers has eos_token {theirs.eos_token}, training {name}"
+        )
     if companions.template is None:
         return
     try:

@@ -87,7 +87,9 @@ def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer:
         assert text == "".join(answers) + "<|endoftext|>"
 
 
-def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(chat_tokenizer: Tokenizer) -> None:
+def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(
+    chat_tokenizer: Tokenizer,
+) -> None:
     encoder = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer)
     messages = conversation(1)
     for asked, counts in ((messages, True), ([*messages, {"role": "user", "content": "more"}], False)):
