@@ -58,7 +58,8 @@ def generate_samples(
         before_each: called on every rank before each token; may raise to end it
 
     Returns:
-        For each prompt `prompt` and `text`, what the model wrote, and `ended`, whether it ended the document or its turn.
+        For each prompt `prompt` and `text`, what the model wrote, and `ended`, whether it ended the document
+        or its turn.
     """
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))

@@ -37,8 +37,8 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of `stops`, which is left out.
-    No token is written that the tokenizer does not have, as the end of a padded vocabulary.
+    """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of
+    `stops`, which is left out. No token is written that the tokenizer does not have, as the end of a padded vocabulary.
 
     Args:
         prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
