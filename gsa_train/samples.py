@@ -30,7 +30,7 @@ def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[list[int]]:
     length, new = config.train.seq_len_tokens, config.evaluate.prompt_tokens
     encoded = []
     for number, prompt in enumerate(config.evaluate.prompts):
-        tokens = tokenizer.encode(prompt).tolist()
+        tokens = tokenizer.encode_prompt(prompt).tolist()
         field = f"evaluate.prompts.{number} = {prompt[:40]!r}"
         if not tokens:
             raise TokenizerError(f"{field}: no tokens; give a text")
@@ -58,7 +58,8 @@ def generate_samples(
         before_each: called on every rank before each token; may raise to end it
 
     Returns:
-        For each prompt `prompt` and `text`, what the model wrote, and `ended`, whether it ended the document.
+        For each prompt `prompt` and `text`, what the model wrote, and `ended`, whether it ended the document
+        or its turn.
     """
     texts = [list(prompt) for prompt in prompts]
     running = list(range(len(texts)))
@@ -71,7 +72,7 @@ def generate_samples(
         found = next_tokens(model, batches, positions, tokenizer.vocab_size, config, parallel)
         for each, token in zip(running, found, strict=True):
             texts[each].append(token)
-        running = [each for each in running if texts[each][-1] != tokenizer.eos_id]
+        running = [each for each in running if texts[each][-1] not in tokenizer.stop_ids]
     samples = []
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ended = number not in running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gsa_data.chat_template import ChatEncoder, ChatTemplate, find_chat_template
+from gsa_data.companions import Companions, read_companions, set_up_tokenizer
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_train.config import Config
@@ -29,6 +30,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     if config.data.format == "chat":
         try:
             ChatEncoder(chat_template_of(config), tokenizer)
+            set_up_tokenizer(tokenizer, companions_of(config))
         except TokenizerError as error:
             raise TokenizerError(f"data.chat_template: {error}") from error
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -42,3 +44,16 @@ def load_tokenizer(config: Config) -> Tokenizer:
 def chat_template_of(config: Config) -> ChatTemplate:
     """Raises TokenizerError when there is none, or several."""
     return find_chat_template(config.data.tokenizer, config.data.chat_template, reading_of(config))
+
+
+def companions_of(config: Config) -> Companions:
+    """What a run keeps in its checkpoints beside the tokenizer's file: of conversations, and of weights that may have
+    been trained on some, such as an imported model's.
+
+    Raises TokenizerError when a file is damaged, or a run on conversations has no template.
+    """
+    if config.data.format == "chat":
+        return read_companions(config.data.tokenizer, chat_template_of(config), reading_of(config))
+    if config.checkpoint.initial_weights:
+        return read_companions(config.data.tokenizer, None, reading_of(config))
+    return Companions()

@@ -59,7 +59,7 @@ from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.samples import encode_prompts
 from gsa_train.tasks import TaskClock, shared_tasks
-from gsa_train.tokenizer import load_tokenizer
+from gsa_train.tokenizer import companions_of, load_tokenizer
 from gsa_train.trainer import run_phase, save_the_end
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def open_run(
             parallel,
             durable_step=start.step if start.same_run else None,
             reach_steps=config.monitor.reach_steps,
-            small_files={data.tokenizer.file_name: data.tokenizer.file},
+            small_files={data.tokenizer.file_name: data.tokenizer.file, **companions_of(config).files()},
         ),
         watchdog=watchdog,
         profiler=profiler,

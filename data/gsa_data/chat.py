@@ -27,6 +27,9 @@ from gsa_data.tokenize import Tokenizer
 
 FIELD = "messages"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CHAT_VERSION = 2
+"""Raise it with any change to the tokens or marks of a conversation: saved cursors then no longer fit. 1: sentencepiece
+encoded an answer by itself, and the document's end did not count."""
 NAMED_LINES = 5
 """Lines of a shard that the log names with what is wrong with them; the others it counts."""
 

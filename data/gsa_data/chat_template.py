@@ -62,10 +62,29 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     """Those that tokenizer_config.json names."""
 
+    def mentions(self, name: str) -> bool:
+        """Whether it writes the special token of this name, such as eos_token."""
+        return re.search(rf"\b{name}\b", self.source) is not None
+
     @property
     def fingerprint(self) -> str:
         content = json.dumps([self.source, sorted(self.special_tokens.items())])
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a tokenizer_config.json names: bos_token, pad_token, ..."""
+    named = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name in SPECIAL_TOKENS
+    }
+    return {name: value for name, value in named.items() if isinstance(value, str)}
+
+
+def beside(tokenizer_path: str, name: str) -> str:
+    """The address of a file in the folder of the tokenizer's file."""
+    return f"{tokenizer_path[: tokenizer_path.rfind('/') + 1]}{name}"
 
 
 def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading) -> ChatTemplate:
@@ -73,21 +92,7 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
 
     Raises TokenizerError when there is none, several, or a file cannot be read.
     """
-    folder = tokenizer_path.rpartition("/")[0]
-    beside = f"{folder}/" if folder else ""
-    config = _read_config(f"{beside}{CONFIG_FILE}", reading)
-    named = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name in SPECIAL_TOKENS
-    }
-    special_tokens = {name: value for name, value in named.items() if isinstance(value, str)}
-    origin = template_path or f"{beside}{TEMPLATE_FILE}"
-    found: Any = _read_text(origin, reading)
-    if found is None and template_path:
-        raise TokenizerError(f"chat template {template_path!r} does not exist; give a Jinja file")
-    if found is None:
-        origin, found = f"{beside}{CONFIG_FILE}", config.get("chat_template")
+    origin, found, special_tokens = _read_template(tokenizer_path, template_path, reading)
     if isinstance(found, list):
         names = ", ".join(str(each.get("name")) for each in found if isinstance(each, dict))
         raise TokenizerError(
@@ -102,6 +107,31 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
     return ChatTemplate(found, origin, special_tokens)
 
 
+def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
+    """The template beside the tokenizer's file, if there is one; of several the one that transformers takes."""
+    origin, found, special_tokens = _read_template(tokenizer_path, "", reading)
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return ChatTemplate(found, origin, special_tokens) if isinstance(found, str) else None
+
+
+def _read_template(
+    tokenizer_path: str, template_path: str, reading: Reading
+) -> tuple[str, Any, dict[str, str]]:
+    """Its file, what that says (text, or a list of several), and the tokenizer's special tokens."""
+    config_file = beside(tokenizer_path, CONFIG_FILE)
+    config = read_object(config_file, reading)
+    special_tokens = special_tokens_of(config)
+    origin = template_path or beside(tokenizer_path, TEMPLATE_FILE)
+    found: Any = _read_text(origin, reading)
+    if found is None and template_path:
+        raise TokenizerError(f"chat template {template_path!r} does not exist; give a Jinja file")
+    if found is None:
+        origin, found = config_file, config.get("chat_template")
+    return origin, found, special_tokens
+
+
 class ChatEncoder:
     """Conversations to tokens with marks. Can be pickled into data workers.
 
@@ -112,15 +142,37 @@ class ChatEncoder:
     Raises TokenizerError when the template cannot be used with this tokenizer, or transformers is not installed.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, trains: bool = True) -> None:
+        """
+        Args:
+            trains: False: only to write what a trained model reads, so that less is asked of the template.
+        """
         self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
-        self._check()
+        if trains:
+            self._check()
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The special tokens that the template writes, by their names in it."""
+        return self._variables
+
+    def turn_end(self) -> int | None:
+        """The special token behind what the assistant says: there a model that learned from this template stops. None
+        where the template writes none, or no conversation of user and assistant.
+        """
+        answer = TRIAL[-1]["content"]
+        try:
+            text = self.render_text(TRIAL)
+        except TemplateRefused:
+            return None
+        return self.tokenizer.symbol_in(text.rpartition(answer)[2]) if answer in text else None
 
     def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
-        """A conversation with an EOS behind it, unless it ends with one: marked tokens (marks.py), and the bytes of its
-        text.
+        """A conversation with an EOS after it, unless it ends with one: marked tokens (marks.py), and the bytes of its
+        text. That EOS counts where the assistant has the last word: a model stops at it (Tokenizer.stop_ids), so it is
+        taught, as the end of a turn is.
 
         Raises:
             TemplateRefused: the template cannot write it.
@@ -130,8 +182,13 @@ class ChatEncoder:
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
         eos_id = self.tokenizer.eos_id
         if len(tokens) == 0 or tokens[-1] != eos_id:
-            tokens, is_scored = np.append(tokens, np.int32(eos_id)), np.append(is_scored, False)
+            is_answer = messages[-1]["role"] == "assistant" and bool(is_scored.any())
+            tokens, is_scored = np.append(tokens, np.int32(eos_id)), np.append(is_scored, is_answer)
         return mark(tokens, is_scored, eos_id), len(text.encode())
+
+    def render_text(self, messages: Messages) -> str:
+        """Raises TemplateRefused when the template cannot write them."""
+        return self._render(messages, None)[0]
 
     def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
         """A conversation's text, and where in it the assistant's parts are."""
@@ -175,11 +232,7 @@ class ChatEncoder:
 
     def _check(self) -> None:
         template, tokenizer = self.template, self.tokenizer
-        unknown = [
-            name
-            for name in SPECIAL_TOKENS
-            if re.search(rf"\b{name}\b", template.source) and name not in self._variables
-        ]
+        unknown = [name for name in SPECIAL_TOKENS if template.mentions(name) and name not in self._variables]
         if unknown:
             raise TokenizerError(
                 f"chat template {template.origin} uses {', '.join(unknown)}, which tokenizer {tokenizer.path!r} does "
@@ -240,7 +293,8 @@ def _read_text(address: str, reading: Reading) -> str | None:
         raise TokenizerError(f"{address} cannot be read ({error}); check address and access") from error
 
 
-def _read_config(address: str, reading: Reading) -> dict[str, Any]:
+def read_object(address: str, reading: Reading) -> dict[str, Any]:
+    """Of a JSON file; empty where there is none."""
     text = _read_text(address, reading)
     try:
         content = json.loads(text) if text is not None else {}

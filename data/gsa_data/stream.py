@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gsa_data.best_fit import pool_of
-from gsa_data.chat import ChatFolder
+from gsa_data.chat import CHAT_VERSION, ChatFolder
 from gsa_data.corpus import Corpus, check_sources, shard_reader
 from gsa_data.lanes import ORDER_VERSION
 from gsa_data.pack import LANE_START, Cursor, Tokens
@@ -78,6 +78,7 @@ class BlockStream:
             "packing": config.packing,
         }
         if isinstance(corpus, ChatFolder):
+            self._identity["chat_version"] = CHAT_VERSION
             self._identity["chat_template_fingerprint"] = corpus.template.fingerprint
         if config.packing == "best_fit":
             self._identity["packing_pool_documents"] = config.packing_pool_documents
@@ -86,7 +87,7 @@ class BlockStream:
         self._counters: Counter[str] = Counter()
         positions = [START] * config.num_lanes
         if state is not None:
-            _check_state(state, self._identity)
+            _check_state(state, self._identity, tokenizer)
             self._start_samples = state["consumed_samples"]
             pools = state.get("pools") or [[]] * config.num_lanes
             positions = [
@@ -196,8 +197,8 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state of plain values from the `local_state()` of every data-parallel rank.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
-    packing_pool_documents (of best_fit), chat_template_fingerprint (of conversations), seq_len_tokens, source_weights,
-    consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools
+    packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations),
+    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools
     ([num_lanes][waiting documents][the same]).
     Of a lane that ranks share, the one that had its last block knows the position. Raises ValueError when ranks are
     missing or disagree.
@@ -257,12 +258,13 @@ def replay_blocks(
         stream.close()
 
 
-def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    state = {"packing": "concatenate", **state}  # the only way when states did not say it
+def _check_state(state: dict[str, Any], identity: dict[str, Any], tokenizer: Tokenizer) -> None:
+    state = {"packing": "concatenate", "chat_version": 1, **state}  # the only way when states did not say it
     remedies = {
         "order_version": "resume with the version of gsa_data that saved it",
         "manifest_fingerprint": "point the data folder at the files of the saved run",
-        "tokenizer_fingerprint": "use the tokenizer file of the saved run",
+        "tokenizer_fingerprint": tokenizer.differs_from(state["tokenizer_fingerprint"]),
+        "chat_version": "conversations had other tokens then, so resume with the version of gsa_data that saved it",
         "chat_template_fingerprint": "use the chat template, and the special tokens, of the saved run",
     }
     differences = [

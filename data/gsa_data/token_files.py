@@ -196,8 +196,8 @@ class TokenFolder:
         shards that `reading` refuses."""
         if self.identity.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataFault(
-                f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}, but "
-                f"{tokenizer.path!r} is {tokenizer.fingerprint}; give that tokenizer, or prepare the tokens again"
+                f"token folder {str(self.root)!r} was made by tokenizer {self.identity.tokenizer_fingerprint}: "
+                f"{tokenizer.differs_from(self.identity.tokenizer_fingerprint)}, or prepare the tokens again"
             )
         if self.identity.eos_id != tokenizer.eos_id:
             raise DataFault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
@@ -22,6 +22,8 @@ from gsa_data.tokenizer_json import TokenizerJson
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
 """Names of a tokenizer's file in a folder, as in Hugging Face's repositories."""
+EOS_MARK = " eos="
+"""In a fingerprint, between the file's and the id of an EOS that is not the file's own choice."""
 Part = tuple[int, int]
 """Of a text: its first character, and the one behind its last."""
 
@@ -37,7 +39,7 @@ class TokenizerModel(Protocol):
 
     def encode(self, text: str | bytes) -> NDArray[np.int32] | list[int]: ...
 
-    def decode(self, tokens: list[int]) -> str: ...
+    def decode(self, tokens: list[int], without_special: bool) -> str: ...
 
     def id_of(self, token: str) -> int | None: ...
 
@@ -52,6 +54,10 @@ class TokenizerModel(Protocol):
     def has_token(self, name: str) -> bool: ...
 
     def name_of(self, token: int) -> str: ...
+
+    def symbols(self) -> Mapping[str, int]:
+        """Text -> id of what `encode_chat` makes one token of before it encodes the rest."""
+        ...
 
     def special_tokens(self) -> dict[str, str]: ...
 
@@ -68,8 +74,10 @@ class Tokenizer:
         reading: limits and retries of reading the file; the default's if None.
 
     `eos_id` ends each document, `vocab_size` is the largest id + 1, and `fingerprint` is the sha256 of the file,
-    with the id of `eos_token` where that is not the file's own choice. Raises TokenizerError when the file is
-    missing, is neither of the two, or has no such EOS.
+    with the id of `eos_token` where that is not the file's own choice. `stop_ids` are the tokens at which all that a
+    model writes ends, wherever it writes: `eos_id`, and what companions.set_up_tokenizer adds. `is_chat`: the model
+    reads conversations, in which text that spells a special token is that token. Raises TokenizerError when the file
+    is missing, is neither of the two, or has no such EOS.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, reading: Reading | None = None) -> None:
@@ -91,7 +99,7 @@ class Tokenizer:
             if eos_id is None:
                 raise TokenizerError(f"tokenizer {path!r} has no token {eos_token!r}; give another eos_token")
             if eos_id != default:
-                self.fingerprint += f" eos={eos_id}"
+                self.fingerprint += f"{EOS_MARK}{eos_id}"
             self.eos_id = eos_id
         elif isinstance(default, str):
             raise TokenizerError(
@@ -99,13 +107,20 @@ class Tokenizer:
             )
         else:
             self.eos_id = default
+        self.stop_ids: tuple[int, ...] = (self.eos_id,)
+        self.is_chat = False
 
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids of one document, shape [tokens], with no EOS added. Bytes must be UTF-8."""
         return np.asarray(self._model.encode(text), dtype=np.int32)
 
-    def decode(self, tokens: NDArray[np.int32] | Sequence[int]) -> str:
-        return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist())
+    def encode_prompt(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text that a model is to go on with, as its training encoded such text."""
+        return self.encode_chat(text, [])[0] if self.is_chat else self.encode(text)
+
+    def decode(self, tokens: NDArray[np.int32] | Sequence[int], without_special: bool = False) -> str:
+        """Sentencepiece's control symbols are no text in any case."""
+        return self._model.decode(np.asarray(tokens, dtype=np.int64).tolist(), without_special)
 
     @property
     def file(self) -> bytes:
@@ -120,9 +135,8 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids of a rendered conversation, and which of them reach into one of `parts`: both [tokens].
 
-        Here, unlike in `encode`, text that spells a special token is that token. tokenizer.json: as
-        transformers' apply_chat_template has it. Sentencepiece: what stands between control symbols and the bounds of
-        parts is encoded by itself, as a prompt and its answer are.
+        Here, unlike in `encode`, text that spells a special token is that token. As transformers' apply_chat_template
+        has it: only special tokens (control symbols of sentencepiece) divide the text, not the bounds of parts.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)
@@ -130,6 +144,15 @@ class Tokenizer:
     def has_token(self, name: str) -> bool:
         """Whether `encode_chat` makes one token of this text wherever it stands."""
         return self._model.has_token(name)
+
+    def name_of(self, token: int) -> str:
+        return self._model.name_of(token)
+
+    def symbol_in(self, text: str) -> int | None:
+        """The first token of a rendered text that is a special or added one."""
+        symbols = self._model.symbols()
+        tokens = self.encode_chat(text, [])[0].tolist()
+        return next((token for token in tokens if token in symbols.values()), None)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -145,6 +168,20 @@ class Tokenizer:
     def token_bytes(self) -> NDArray[np.int32]:
         """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""
         return np.array(self._model.token_bytes(), dtype=np.int32)
+
+    def differs_from(self, fingerprint: str) -> str:
+        """How this tokenizer differs from the one of a saved fingerprint, and the remedy, for an error."""
+        file, _, end = fingerprint.partition(EOS_MARK)
+        if file != self.fingerprint.partition(EOS_MARK)[0]:
+            return f"data.tokenizer = {self.path} is another file, with other pieces; use the tokenizer file of that run"
+        default = self._model.default_eos()
+        other = int(end) if end.isdecimal() else default
+        name = self.name_of(other) if isinstance(other, int) else "the file's own"
+        return (
+            f"data.eos_token = {self.eos_token or 'the default'} of the same tokenizer file ends documents with "
+            f"{self.name_of(self.eos_id)!r} (token {self.eos_id}), and there {name!r} (token {other}) ended them; set "
+            f"data.eos_token={name}"
+        )
 
     def _load(self) -> None:
         self._model: TokenizerModel
@@ -204,7 +241,7 @@ class SentencePieceModel:
         tokens: NDArray[np.int32] = self._processor.encode(text, out_type="numpy")
         return tokens
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], without_special: bool) -> str:
         return str(self._processor.decode(tokens))
 
     def id_of(self, token: str) -> int | None:
@@ -235,6 +272,9 @@ class SentencePieceModel:
         ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
         return {name: self.name_of(token) for name, token in ids.items() if token >= 0}
 
+    def symbols(self) -> Mapping[str, int]:
+        return self._control_symbols
+
     @cached_property
     def _control_symbols(self) -> dict[str, int]:
         """Piece -> id; text never encodes to them."""
@@ -246,15 +286,21 @@ class SentencePieceModel:
         longest_first = sorted(control, key=len, reverse=True)
         found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text)  # (?!): nothing
         bounds = {0, len(text), *(bound for each in found for bound in each.span())}
-        bounds |= {bound for part in parts for bound in part}
         tokens: list[int] = []
-        inside: list[bool] = []
+        spans: list[Part] = []
         for start, end in pairwise(sorted(bounds)):
             piece = text[start:end]
-            encoded = [control[piece]] if piece in control else [int(token) for token in self.encode(piece)]
-            tokens += encoded
-            inside += [any(first <= start < behind for first, behind in parts)] * len(encoded)
-        return tokens, inside
+            if piece in control:
+                tokens.append(control[piece])
+                spans.append((start, end))
+                continue
+            encoded = self._processor.encode(piece, out_type="offset_mapping")
+            tokens += encoded["ids"]
+            # Of a character's bytes the last one has its place, the others stand at its start and have none.
+            spans += [(start + first, start + max(behind, first + 1)) for first, behind in encoded["offsets"]]
+        return tokens, [
+            any(end > first and start < behind for first, behind in parts) for start, end in spans
+        ]
 
     def token_bytes(self) -> list[int]:
         model = self._processor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +52,9 @@ class TokenizerJson:
         added = self._content.get("added_tokens") or []
         self._special = [token["content"] for token in added if token.get("special")]
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._symbols = {
+            name: self._vocab[name] for token in added if (name := token["content"]) in self._vocab
+        }
         self.vocab_size = max(self._vocab.values()) + 1  # ids may have gaps
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -59,8 +62,8 @@ class TokenizerJson:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
-    def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+    def decode(self, tokens: list[int], without_special: bool) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=without_special))
 
     def id_of(self, token: str) -> int | None:
         found = self._vocab.get(token)
@@ -96,6 +99,9 @@ class TokenizerJson:
 
     def has_token(self, name: str) -> bool:
         return name in self._vocab and self.encode_chat(f"a{name}a", [])[0].count(self._vocab[name]) == 1
+
+    def symbols(self) -> Mapping[str, int]:
+        return self._symbols
 
     def name_of(self, token: int) -> str:
         return str(self._tokenizer.id_to_token(token))

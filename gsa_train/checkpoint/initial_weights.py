@@ -132,8 +132,8 @@ def load_initial_weights(
         raise ResumeError(f"{FIELD} = {folder}: {error}") from error
     if state.data["tokenizer_fingerprint"] != tokenizer.fingerprint:
         raise ResumeError(
-            f"{FIELD} = {folder}: {checkpoint} was trained with another tokenizer than data.tokenizer = "
-            f"{config.data.tokenizer}, so its embedding stands for other pieces. Use the tokenizer file of that run."
+            f"{FIELD} = {folder}: {checkpoint} was trained with another tokenizer: "
+            f"{tokenizer.differs_from(state.data['tokenizer_fingerprint'])}"
         )
     saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]

@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     import gsa_hf  # noqa: F401 - registers our own model with transformers
+    from gsa_train.convert.tokenizer import folder_tokenizer
     from gsa_train.evaluation import ruler
     from gsa_train.evaluation.oracle import Budget, Form, OracleAttention, retrieve
-    from gsa_train.evaluation.subject import DTYPES, folder_tokenizer
+    from gsa_train.evaluation.subject import DTYPES
     from gsa_train.evaluation.text import READING, words_of
 
     forms = [Form.parse(each) for each in arguments.forms.split(",")]
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.hf, dtype=DTYPES[arguments.dtype], trust_remote_code=False
     )
     model = model.to(device).eval()
-    tokenizer = folder_tokenizer(arguments.hf)
+    tokenizer = folder_tokenizer(arguments.hf, model.config)
     essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", READING)
     rows = []
     for length in arguments.lengths:

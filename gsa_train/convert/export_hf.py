@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig
+import transformers
+from transformers import AutoTokenizer
 
 import gsa_hf
-from gsa_data.chat_template import ChatTemplate, find_chat_template
+from gsa_data.chat_template import TEMPLATE_FILE, find_chat_template
+from gsa_data.companions import GENERATION_FILE, Companions, read_companions, set_up_tokenizer
 from gsa_data.faults import Reading
 from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
 from gsa_train.checkpoint.files import (
@@ -78,18 +81,21 @@ def export_hf(
     found = pairs(config)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
-    template = _chat_template(config, state)
-    warnings = _warnings(config, state, template)
+    companions = companions_of(checkpoint, config, state)
+    warnings = _warnings(config, state, companions)
     with new_folder(out) as folder:
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
         hf_config.dtype = dtype_name(kind)
         hf_config.architectures = ["GSAForCausalLM"]
         hf_config.auto_map = AUTO_MAP
-        hf_config.eos_token_id = tokenizer.eos_id
+        stops = list(tokenizer.stop_ids)
+        hf_config.eos_token_id = stops if stops[1:] else tokenizer.eos_id
         hf_config.save_pretrained(folder)
-        GenerationConfig(eos_token_id=tokenizer.eos_id).save_pretrained(folder)
+        write_tokenizer(
+            tokenizer, folder, config.train.seq_len_tokens, companions, was_trained=state.tokens > 0
+        )
+        _write_generation_config(folder, hf_config.eos_token_id, companions)
         _copy_code(folder)
-        write_tokenizer(tokenizer, folder, config.train.seq_len_tokens, template)
         card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_shards(folder, planned, max_shard_bytes)
@@ -185,21 +191,57 @@ def _plan(
     return planned
 
 
+def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
+    """As it came in, but for the tokens at which a text ends. Not by transformers' own class, which refuses sampling
+    settings that its older versions wrote."""
+    content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
+    pad = AutoTokenizer.from_pretrained(folder).pad_token_id
+    if pad is not None:
+        content["pad_token_id"] = pad
+    content["transformers_version"] = transformers.__version__
+    (folder / GENERATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
 def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
-    """The checkpoint's own copy; of an older checkpoint the file that the config names.
+    """The checkpoint's own copy; of an older checkpoint the file that the config names. It knows at which tokens the
+    model stops.
 
     Raises:
         ValueError: it is missing, or not the one that the run was trained with.
     """
-    copies = [checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON)]
-    path = next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
-    tokenizer = Tokenizer(path, config.data.eos_token or None)
+    tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
         raise ValueError(
-            f"tokenizer {path}: not the file that {checkpoint} was trained with (data.tokenizer = "
-            f"{config.data.tokenizer}); put that run's file there, or into the checkpoint's folder"
+            f"tokenizer {tokenizer.path}: not the file that {checkpoint} was trained with "
+            f"({tokenizer.differs_from(state.data['tokenizer_fingerprint'])}); put that run's file there, or into the "
+            "checkpoint's folder"
         )
+    set_up_tokenizer(tokenizer, companions_of(checkpoint, config, state))
     return tokenizer
+
+
+def companions_of(checkpoint: Path, config: Config, state: RunState) -> Companions:
+    """The checkpoint's own copies; of an older checkpoint of conversations the template that wrote them, where its file
+    is still there.
+
+    Raises:
+        ValueError: a copy is damaged.
+    """
+    copies = read_companions(str(checkpoint / TOKENIZER_JSON))
+    if copies.template is not None or config.data.format != "chat":
+        return copies
+    try:
+        template = find_chat_template(config.data.tokenizer, config.data.chat_template, Reading())
+    except TokenizerError:
+        return copies
+    if template.fingerprint != state.data.get("chat_template_fingerprint"):
+        return copies
+    return read_companions(config.data.tokenizer, template)
+
+
+def _tokenizer_path(checkpoint: Path, config: Config) -> str:
+    copies = [checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON)]
+    return next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
 
 
 def _copy_code(folder: Path) -> None:
@@ -209,18 +251,7 @@ def _copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _chat_template(config: Config, state: RunState) -> ChatTemplate | None:
-    """What wrote the run's conversations, where its file is still there; None also for a run on text."""
-    if config.data.format != "chat":
-        return None
-    try:
-        found = find_chat_template(config.data.tokenizer, config.data.chat_template, Reading())
-    except TokenizerError:
-        return None
-    return found if found.fingerprint == state.data.get("chat_template_fingerprint") else None
-
-
-def _warnings(config: Config, state: RunState, template: ChatTemplate | None) -> list[str]:
+def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
     """What a user of the model should know of the moment at which it was saved."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
@@ -229,10 +260,10 @@ def _warnings(config: Config, state: RunState, template: ChatTemplate | None) ->
             f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
             "and attention here is sparse."
         )
-    if config.data.format == "chat" and template is None:
+    if config.data.format == "chat" and companions.template is None:
         said.append(
             "Trained on conversations, but the chat template that wrote them is not where the run's config has it "
             "(data.chat_template, or beside data.tokenizer), or is another one: the folder has none. Put it there as "
-            "chat_template.jinja."
+            f"{TEMPLATE_FILE}."
         )
     return said

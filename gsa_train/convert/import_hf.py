@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
-from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
+from gsa_data.companions import read_companions
+from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
 from gsa_hf import GSAConfig
 from gsa_train.checkpoint.load import RunState
 from gsa_train.checkpoint.tensors import write_weights
@@ -20,17 +19,9 @@ from gsa_train.convert.dense_models import ARCHITECTURES, Gates, Recipe, config_
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import from_hf_config
 from gsa_train.convert.names import pairs
-from gsa_train.convert.read_hf import named_eos, read_hf_config
+from gsa_train.convert.read_hf import read_hf_config
 from gsa_train.convert.safetensors_folder import SafetensorsFolder, last_read
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """Where the model's tokenizer is, if not where its folder has it."""
-
-    file: Path | None = None
-    eos_token: str | None = None
-    """Token that ends a document; None: the folder's `eos_token`."""
+from gsa_train.convert.tokenizer import TokenizerChoice, folder_tokenizer
 
 
 def import_hf(
@@ -40,7 +31,7 @@ def import_hf(
     seq_len_tokens: int | None = None,
     tokenizer: TokenizerChoice | None = None,
 ) -> Config:
-    """Write `out`, a checkpoint with weights only, the tokenizer, and a config.yaml to start a run from.
+    """Write `out`, a checkpoint with weights only, the tokenizer and its companions, and a config.yaml to start a run from.
 
     Args:
         folder: of a GSA model (`gsa_hf`) or of a dense one (`dense_models.ARCHITECTURES`).
@@ -66,7 +57,8 @@ def import_hf(
     else:
         config = config_of(found, gates, seq_len_tokens)
     config = dataclasses.replace(config, run=RunConfig(name=out.name))
-    text = _tokenizer(folder, found, tokenizer or TokenizerChoice())
+    text = folder_tokenizer(folder, found, tokenizer)
+    companions = read_companions(str(folder / TOKENIZER_JSON))
     if text.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"vocab_size = {config.model.vocab_size}: {text.path} has {text.vocab_size} tokens, more than the "
@@ -78,7 +70,8 @@ def import_hf(
     source = SafetensorsFolder(folder)
     tensors = _tensors(folder, source, config, found.model_type)
     with new_folder(out) as unfinished:
-        write_weights(unfinished, tensors, _state(config, text), {text.file_name: text.file})
+        files = {text.file_name: text.file, **companions.files()}
+        write_weights(unfinished, tensors, _state(config, text), files)
         # Not in the manifest: it is to be changed.
         (unfinished / "config.yaml").write_text(_start_from(config, out), encoding="utf-8")
     return config
@@ -138,35 +131,6 @@ def _shape_of(make: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ..
 
 def _dtype(source: SafetensorsFolder) -> torch.dtype:
     return source.read("model.norm.weight").dtype
-
-
-def _tokenizer(folder: Path, found: Any, choice: TokenizerChoice) -> Tokenizer:
-    """The folder's, with the end of a document that its tokenizer_config.json names.
-
-    Raises:
-        ValueError: there is none, or none of training's.
-    """
-    path = choice.file
-    if path is None:
-        # A run's own file; elsewhere tokenizer.json, which has tokens that were added later.
-        names = (SENTENCEPIECE_MODEL, TOKENIZER_JSON)
-        order = names if found.model_type == GSAConfig.model_type else names[::-1]
-        path = next((folder / name for name in order if (folder / name).is_file()), None)
-    if path is None:
-        raise ValueError(
-            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give the tokenizer by --tokenizer FILE"
-        )
-    named = choice.eos_token or named_eos(folder)
-    try:
-        tokenizer = Tokenizer(str(path))
-    except TokenizerError:
-        if named is None:
-            raise
-        return Tokenizer(str(path), named)
-    if named is None:
-        return tokenizer
-    other = Tokenizer(str(path), named)
-    return tokenizer if other.eos_id == tokenizer.eos_id else other
 
 
 def _state(config: Config, tokenizer: Tokenizer) -> RunState:

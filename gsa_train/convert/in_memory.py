@@ -20,6 +20,7 @@ from gsa_train.convert.export_hf import check_tensors, tokenizer_of
 from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.convert.names import pairs
 from gsa_train.convert.read_hf import read_gsa_model, read_hf_config
+from gsa_train.convert.tokenizer import folder_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,12 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     hf_config = to_hf_config(config)
     hf_config.eos_token_id = tokenizer.eos_id
     model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
-    model.generation_config.eos_token_id = tokenizer.eos_id
+    model.generation_config.eos_token_id = list(tokenizer.stop_ids)
 
     def decode(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens)
+        return tokenizer.decode(tokens, without_special=True)
 
-    return TextModel(model, lambda text: tokenizer.encode(text).tolist(), decode, tokenizer.vocab_size)
+    return TextModel(model, lambda text: tokenizer.encode_prompt(text).tolist(), decode, tokenizer.vocab_size)
 
 
 def model_in_memory(
@@ -168,4 +169,8 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return TextModel(to_device(model, device), encode, decode, len(tokenizer))
+    # Its ids may have gaps, so that their number says nothing of the largest.
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    named: Any = model
+    named.generation_config.eos_token_id = list(folder_tokenizer(folder, found).stop_ids)
+    return TextModel(to_device(model, device), encode, decode, vocab_size)

@@ -37,8 +37,8 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """The text of each continuation up to an EOS, or up to where it first spells one of `stops`, which is left out.
-    No token is written that the tokenizer does not have, as the end of a padded vocabulary.
+    """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of
+    `stops`, which is left out. No token is written that the tokenizer does not have, as the end of a padded vocabulary.
 
     Args:
         prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
@@ -70,7 +70,7 @@ def continue_prompts(
             attention_mask=mask.to(model.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_id,
-            eos_token_id=tokenizer.eos_id,
+            eos_token_id=list(tokenizer.stop_ids),
             suppress_tokens=left_out or None,
             use_cache=True,
             stopping_criteria=[_AtStops(tokenizer, stops, length)] if stops else None,
@@ -94,13 +94,13 @@ def _without_cache(
         hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
         tokens.append(int(model.lm_head(hidden[:, -1])[:, : tokenizer.vocab_size].argmax(-1)))
         new = np.array(tokens[len(prompt) :], np.int32)
-        if new[-1] == tokenizer.eos_id or any(stop in tokenizer.decode(new) for stop in stops):
+        if new[-1] in tokenizer.stop_ids or any(stop in tokenizer.decode(new) for stop in stops):
             break
     return _cut(tokenizer, np.array(tokens[len(prompt) :], np.int32), stops)
 
 
 def _cut(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) -> str:
-    ends = np.flatnonzero(tokens == tokenizer.eos_id)
+    ends = np.flatnonzero(np.isin(tokens, tokenizer.stop_ids))
     text = tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens)
     for stop in stops:
         text = text.split(stop)[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer
+from gsa_data.tokenize import Tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
@@ -19,8 +19,9 @@ from gsa_train.config import Config, config_from_yaml
 from gsa_train.convert.export_hf import tokenizer_of
 from gsa_train.convert.hf_config import not_in_hf, to_hf_config
 from gsa_train.convert.in_memory import EMBEDDING, chosen_attention, model_in_memory, to_device
-from gsa_train.convert.read_hf import named_eos, read_gsa_model, read_hf_config
+from gsa_train.convert.read_hf import read_gsa_model, read_hf_config
 from gsa_train.convert.read_source import read_source
+from gsa_train.convert.tokenizer import folder_tokenizer
 from gsa_train.evaluation.settings import apply_settings, attends_densely, with_settings
 from gsa_train.evaluation.trained_model import TrainedModel, load_trained_model
 
@@ -95,9 +96,8 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
-        subject = Subject(
-            to_device(loaded, device), folder_tokenizer(source.hf), length, False, None, None, about
-        )
+        tokenizer = folder_tokenizer(source.hf, found)
+        subject = Subject(to_device(loaded, device), tokenizer, length, False, None, None, about)
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
@@ -185,19 +185,3 @@ def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
         return {section: dataclasses.asdict(getattr(config, section)) for section in ("model", "gsa")}
     content: dict[str, Any] = subject.model.config.to_diff_dict()
     return {name: value for name, value in content.items() if name != "transformers_version"}
-
-
-def folder_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder of transformers, with the end of document that tokenizer_config.json names.
-
-    Raises:
-        ValueError: there is none.
-    """
-    path = next(
-        (folder / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON) if (folder / name).is_file()), None
-    )
-    if path is None:
-        raise ValueError(
-            f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
-        )
-    return Tokenizer(str(path), named_eos(folder))

@@ -29,6 +29,8 @@ from gsa_train.batches import (
 from gsa_train.commands.evaluate import parse
 from gsa_train.config import ConfigError, load_config
 from gsa_train.convert.export_hf import export_hf
+from gsa_train.convert.import_hf import import_hf
+from gsa_train.convert.in_memory import load_checkpoint_model, load_hf_model
 from gsa_train.evaluate import evaluate, ngram_perplexities
 from gsa_train.evaluation.evaluate import run_evaluation
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -134,7 +136,8 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     chats: Path, tmp_path: Path, phase: Any
 ) -> None:
     """transformers writes and masks each conversation by itself, a row each with padding behind it, and calculates the
-    loss of labels of -100 where the assistant does not write. Queries leave keys out."""
+    loss of labels of -100 where the assistant does not write. Training adds the document's end to each, which counts.
+    Queries leave keys out."""
     budgets = {"k_base": 24, "k_min": 8, "k_max": 48, "indexer_rope": True, "attention": phase.attention}
     config = config_of(chats)
     config = dataclasses.replace(
@@ -154,13 +157,24 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     exported = export_hf(checkpoint, tmp_path / "hf")
     folder = exported.folder
     assert not any("chat template" in line for line in exported.warnings)
+    stops = [tokenizer.eos_id, tokenizer.symbol_in("<|im_end|>")]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == stops
+    assert list(tokenizer.stop_ids) == stops
+    for text_model in (
+        load_checkpoint_model(checkpoint, torch.device("cpu"), "sdpa"),
+        load_hf_model(folder, torch.device("cpu"), "sdpa"),
+    ):
+        assert text_model.model.generation_config.eos_token_id == stops
+        written = "<|im_start|>user\nkey<|im_end|>\n<|im_start|>assistant\n"
+        assert text_model.encode(written) == tokenizer.encode_chat(written, [])[0].tolist()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     writer = transformers.AutoTokenizer.from_pretrained(folder)
     encoded = {}
     for messages in map(conversation, NUMBERS):
         settings = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = writer.apply_chat_template(messages, **settings)
-        encoded[tuple(found["input_ids"])] = found["assistant_masks"]
+        encoded[(*found["input_ids"], tokenizer.eos_id)] = [*found["assistant_masks"], 1]
 
     batches = TrainBatches(config, single_rank(), tokenizer, None).next_step()
     rows: list[tuple[int, ...]] = []
@@ -168,8 +182,11 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
         assert batch.document_ids is not None
         for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
             pieces = [tuple(tokens[ids == number].tolist()) for number in ids.unique()]
-            rows += [piece[:-1] if piece[-1] == tokenizer.eos_id else piece for piece in pieces]
-    rows = [row for row in rows if row]
+            pieces = [piece for piece in pieces if set(piece) != {tokenizer.eos_id}]
+            # Of the last one in a sequence the end is a label alone.
+            rows += [
+                piece if piece[-1] == tokenizer.eos_id else (*piece, tokenizer.eos_id) for piece in pieces
+            ]
     assert len(rows) > 2 * 6
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     mask, labels = torch.zeros_like(tokens), torch.full_like(tokens, -100)
@@ -186,6 +203,11 @@ def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     assert result.loss_tokens == int((labels >= 0).sum())
     assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
     assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would show
+
+    import_hf(folder, tmp_path / "in")
+    again = export_hf(tmp_path / "in", tmp_path / "again").folder
+    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ PROMPTS = ["abc", "hello"]
 class Letters:
     """A tokenizer of 27 tokens: EOS and the letters."""
 
-    vocab_size, eos_id = 27, EOS
+    vocab_size, eos_id, stop_ids = 27, EOS, (EOS,)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode_prompt(self, text: str) -> np.ndarray:
         return np.array([ord(letter) - 96 for letter in text if letter != " "], np.int32)
 
     def decode(self, tokens: list[int]) -> str:
@@ -56,7 +56,7 @@ def model() -> Model:
 def by_whole_logits(model: Model, text: str) -> tuple[str, bool]:
     """Token after token, each the argmax over the logits of a sequence that is filled up with other tokens."""
     letters = Letters()
-    tokens = letters.encode(text).tolist()
+    tokens = letters.encode_prompt(text).tolist()
     start = len(tokens)
     while len(tokens) < start + CONFIG.evaluate.prompt_tokens:
         block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from gsa_train.run.lock import RunFolderError
 from gsa_train.run.run_clock import RunClock
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
+from helpers.runs import REPOSITORY
 from helpers.single_rank import (
     DENSE,
     SPARSE,
@@ -86,6 +88,16 @@ def trained(tmp_path: Path) -> Trained:
         return tmp_path, model
 
     return train_one
+
+
+def test_another_end_of_documents_names_its_field() -> None:
+    path = str(REPOSITORY / "data/sample/tokenizer.model")
+    default, other = Tokenizer(path), Tokenizer(path, "<s>")
+    assert re.search(
+        r"data\.eos_token = the default .*'</s>' \(token 2\).*'<s>' .*set data\.eos_token=<s>$",
+        default.differs_from(other.fingerprint),
+    )
+    assert other.differs_from(default.fingerprint).endswith("set data.eos_token=</s>")
 
 
 def start(folder: Path, config: Config, tokenizer: Tokenizer = TOKENIZER) -> Model:
@@ -281,8 +293,8 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
     ):
         with pytest.raises(ResumeError, match=message):
             start(folder, config)
-    with pytest.raises(ResumeError, match="another tokenizer"):
-        start(folder, tiny_config(), cast(Tokenizer, SimpleNamespace(fingerprint="other pieces")))
+    with pytest.raises(ResumeError, match=r"another tokenizer: data\.tokenizer = .*\.model is another file"):
+        start(folder, tiny_config(), Tokenizer(str(REPOSITORY / "data/sample/tokenizer.model")))
     with pytest.raises(ResumeError, match="no complete checkpoint there"):
         start(tmp_path / "nowhere", tiny_config())
     damaged = next((folder / "checkpoints").glob("step_*/*.distcp"))

@@ -13,6 +13,7 @@ import pytest
 from gsa_data import DataFault, Tokenizer
 from gsa_data.chat import ChatReader
 from gsa_data.chat_template import ChatEncoder, find_chat_template
+from gsa_data.companions import Companions
 from gsa_data.corpus import open_chat
 from gsa_data.faults import Reading, warn_once
 from gsa_data.marks import INSIDE, TOKEN_ID, UNSCORED
@@ -62,7 +63,8 @@ def test_tokens_and_masks_are_those_of_transformers(
     marked, text_bytes = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer).encode(messages, tools)
     assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert (marked & TOKEN_ID).tolist() == [*expected["input_ids"], chat_tokenizer.eos_id]
-    assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"]), False]
+    # The appended end of the document counts, too: a model stops at it.
+    assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"]), True]
     inside = np.flatnonzero(marked & INSIDE)
     assert inside.tolist() == [n for n, t in enumerate(expected["input_ids"]) if t == chat_tokenizer.eos_id]
     text = theirs.apply_chat_template(messages, tools=tools, chat_template=WITH_BLOCKS, tokenize=False)
@@ -79,28 +81,46 @@ def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer:
         messages = conversation(number)
         found = by_prefix.encode(messages, None)[0]
         answers = [each["content"] + "<|im_end|>\n" for each in messages if each["role"] == "assistant"]
-        assert scored(chat_tokenizer, found) == "".join(answers)
+        assert scored(chat_tokenizer, found) == "".join(answers) + "<|endoftext|>"
         expected = by_block.encode(messages, None)[0]
         text = scored(chat_tokenizer, expected)
-        assert text == "".join(answers)
+        assert text == "".join(answers) + "<|endoftext|>"
 
 
-def test_sentencepiece_writes_control_symbols_and_an_eos_that_ends_a_turn_ends_no_document() -> None:
+def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(
+    chat_tokenizer: Tokenizer,
+) -> None:
+    encoder = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer)
+    messages = conversation(1)
+    for asked, counts in ((messages, True), ([*messages, {"role": "user", "content": "more"}], False)):
+        marked = encoder.encode(asked, None)[0]
+        assert marked[-1] & TOKEN_ID == chat_tokenizer.eos_id
+        assert ((marked[-1] & UNSCORED) == 0) == counts
+
+
+def test_sentencepiece_encodes_conversations_as_transformers_does(tmp_path: Path) -> None:
+    """From the first to the last turn, with an end of a turn that ends no document, and bytes of a character."""
+    from gsa_train.convert.tokenizer import write_tokenizer  # which needs transformers
+
     tokenizer = Tokenizer(str(SAMPLE / "sample" / "tokenizer.model"))
     found = find_chat_template(tokenizer.path, str(SAMPLE / "sample_chat" / "chat_template.jinja"), READING)
-    encoder = ChatEncoder(found, tokenizer)
-    messages = conversation(3)[:5]
-    marked = encoder.encode(messages, None)[0]
-    tokens = marked & TOKEN_ID
-    assert np.flatnonzero(tokens == tokenizer.eos_id).tolist() == [
-        int(np.flatnonzero(marked & INSIDE)[0]),
-        len(tokens) - 1,
-    ]
-    assert marked[-1] == tokenizer.eos_id  # of the last turn, to be predicted; none is put behind it
-    answers = [np.append(tokenizer.encode(messages[n]["content"]), tokenizer.eos_id) for n in (2, 4)]
-    assert tokens[(marked & UNSCORED) == 0].tolist() == np.concatenate(answers).tolist()
-    prompt = encoder._render(messages[:2], None, prompts=True)[0]
-    assert tokens[: len(tokenizer.encode(prompt))].tolist() == tokenizer.encode(prompt).tolist()
+    write_tokenizer(tokenizer, tmp_path, 64, Companions(found, found.special_tokens))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    joined = template(found.source.replace('" " + message.content', "message.content"))  # into one piece
+    for each in (found, joined):
+        encoder = ChatEncoder(each, tokenizer)
+        for messages in (HARD, *map(conversation, range(12))):
+            expected = theirs.apply_chat_template(
+                messages, chat_template=each.source, return_dict=True, return_assistant_tokens_mask=True
+            )
+            marked = encoder.encode(messages, None)[0]
+            assert (marked & TOKEN_ID).tolist() == expected["input_ids"]  # which end with the EOS
+            assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"])]
+            ends = np.flatnonzero((marked & TOKEN_ID) == tokenizer.eos_id)
+            assert [bool(marked[end] & INSIDE) for end in ends] == [*[True] * (len(ends) - 1), False]
+    prompt = theirs.apply_chat_template(HARD[:2], add_generation_prompt=True, return_dict=False)
+    whole = ChatEncoder(found, tokenizer).encode(HARD, None)[0] & TOKEN_ID
+    assert whole[: len(prompt)].tolist() == prompt
 
 
 # Templates that are refused

@@ -1,0 +1,90 @@
+"""What stands beside a tokenizer's file and says how a model is spoken to: the chat template, the special tokens, and
+generation_config.json. Of these and the tokenizer the one list of tokens is made at which a model stops.
+
+The files have the names that transformers gives them, in its folders and in checkpoints alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gsa_data.chat_template import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    ChatEncoder,
+    ChatTemplate,
+    beside,
+    look_for_chat_template,
+    read_object,
+    special_tokens_of,
+)
+from gsa_data.faults import Reading
+from gsa_data.tokenize import Tokenizer, TokenizerError
+
+GENERATION_FILE = "generation_config.json"
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that are kept, beside the tokens at which a text ends."""
+
+
+@dataclass(frozen=True)
+class Companions:
+    template: ChatTemplate | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Of tokenizer_config.json: pad_token and the like."""
+    eos_ids: tuple[int, ...] = ()
+    """Of generation_config.json."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The same file's, of SAMPLING."""
+
+    def files(self) -> dict[str, bytes]:
+        """To stand beside a copy of the tokenizer's file: `read_companions` reads the same of them."""
+        contents: dict[str, Any] = {}
+        if self.special_tokens:
+            contents[CONFIG_FILE] = dict(self.special_tokens)
+        if self.eos_ids or self.sampling:
+            contents[GENERATION_FILE] = {"eos_token_id": list(self.eos_ids), **self.sampling}
+        found = {name: json.dumps(content, indent=2).encode() for name, content in contents.items()}
+        if self.template is not None:
+            found[TEMPLATE_FILE] = self.template.source.encode()
+        return found
+
+
+def read_companions(
+    tokenizer_path: str, template: ChatTemplate | None = None, reading: Reading | None = None
+) -> Companions:
+    """
+    Args:
+        template: that of a run; None: the one beside the tokenizer's file, if there is one.
+
+    Raises:
+        TokenizerError: a file is damaged.
+    """
+    reading = reading or Reading()
+    return Companions(
+        template or look_for_chat_template(tokenizer_path, reading),
+        special_tokens_of(read_object(beside(tokenizer_path, CONFIG_FILE), reading)),
+        *_generation(beside(tokenizer_path, GENERATION_FILE), reading),
+    )
+
+
+def _generation(address: str, reading: Reading) -> tuple[tuple[int, ...], dict[str, Any]]:
+    content = read_object(address, reading)
+    named = content.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise TokenizerError(f"{address}: eos_token_id = {named!r}: give the id of a token, or a list of ids")
+    sampling = {name: content[name] for name in SAMPLING if isinstance(content.get(name), int | float)}
+    return tuple(ids), sampling
+
+
+def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
+    """Let it know at which tokens a model stops, and whether it reads conversations: the one list, for exports,
+    generation, samples and evaluation."""
+    found = [tokenizer.eos_id, *companions.eos_ids]
+    if companions.template is not None:
+        found.append(ChatEncoder(companions.template, tokenizer, trains=False).turn_end())
+    tokenizer.stop_ids = tuple(dict.fromkeys(token for token in found if token is not None))
+    tokenizer.is_chat = companions.template is not None
