@@ -146,6 +146,12 @@ class Tokenizer:
         """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""
         return np.array(self._model.token_bytes(), dtype=np.int32)
 
+    @property
+    def front_bytes(self) -> int:
+        """Bytes that the tokenizer itself puts in front of each text, such as sentencepiece's dummy space: they are in
+        `token_bytes` of the first token, and no part of the text."""
+        return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
+
     def _load(self) -> None:
         self._model: TokenizerModel
         if self._file.lstrip()[:1] == b"{":
