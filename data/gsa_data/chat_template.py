@@ -102,6 +102,18 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
     return ChatTemplate(found, origin, special_tokens)
 
 
+def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
+    """The template beside the tokenizer's file, if there is one.
+
+    Raises TokenizerError when there are several, or a file cannot be read.
+    """
+    folder = tokenizer_path[: tokenizer_path.rfind("/") + 1]
+    named = _read_config(f"{folder}{CONFIG_FILE}", reading).get("chat_template")
+    if named is None and _read_text(f"{folder}{TEMPLATE_FILE}", reading) is None:
+        return None
+    return find_chat_template(tokenizer_path, "", reading)
+
+
 class ChatEncoder:
     """Conversations to tokens with marks. Can be pickled into data workers.
 
@@ -133,6 +145,14 @@ class ChatEncoder:
             tokens, is_scored = np.append(tokens, np.int32(eos_id)), np.append(is_scored, False)
         return mark(tokens, is_scored, eos_id), len(text.encode())
 
+    def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
+        """What a model is to go on with: with the beginning of an answer, or with the last message left open.
+
+        Raises:
+            TemplateRefused: the template cannot write it.
+        """
+        return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
+
     def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
         """A conversation's text, and where in it the assistant's parts are."""
         if self._has_blocks:
@@ -154,7 +174,12 @@ class ChatEncoder:
         return text, parts
 
     def _render(
-        self, messages: Messages, tools: Sequence[Any] | None, prompts: bool = False, tracks: bool = False
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        prompts: bool = False,
+        tracks: bool = False,
+        open_end: bool = False,
     ) -> tuple[str, list[Part]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -167,6 +192,7 @@ class ChatEncoder:
                 chat_template=self.template.source,
                 return_assistant_tokens_mask=tracks,
                 add_generation_prompt=prompts,
+                continue_final_message=open_end,
                 **self._variables,
             )
         except (TemplateError, *RENDER_ERRORS) as error:

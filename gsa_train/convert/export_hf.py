@@ -78,7 +78,7 @@ def export_hf(
     found = pairs(config)
     check_tensors(checkpoint, source, found)
     planned = _plan(source, found, dtype)
-    template = _chat_template(config, state)
+    template = chat_template_of(config, state)
     warnings = _warnings(config, state, template)
     with new_folder(out) as folder:
         kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
@@ -209,7 +209,7 @@ def _copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _chat_template(config: Config, state: RunState) -> ChatTemplate | None:
+def chat_template_of(config: Config, state: RunState) -> ChatTemplate | None:
     """What wrote the run's conversations, where its file is still there; None also for a run on text."""
     if config.data.format != "chat":
         return None
