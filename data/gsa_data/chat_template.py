@@ -145,14 +145,6 @@ class ChatEncoder:
             tokens, is_scored = np.append(tokens, np.int32(eos_id)), np.append(is_scored, False)
         return mark(tokens, is_scored, eos_id), len(text.encode())
 
-    def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
-        """What a model is to go on with: with the beginning of an answer, or with the last message left open.
-
-        Raises:
-            TemplateRefused: the template cannot write it.
-        """
-        return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
-
     def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
         """A conversation's text, and where in it the assistant's parts are."""
         if self._has_blocks:
@@ -172,6 +164,14 @@ class ChatEncoder:
                 )
             parts.append((len(before), len(through)))
         return text, parts
+
+    def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
+        """What a model is to go on with: with the beginning of an answer, or with the last message left open.
+
+        Raises:
+            TemplateRefused: the template cannot write it.
+        """
+        return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
 
     def _render(
         self,

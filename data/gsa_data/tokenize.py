@@ -137,6 +137,12 @@ class Tokenizer:
         return {"eos_token": self._model.name_of(self.eos_id), **self._model.special_tokens()}
 
     @property
+    def front_bytes(self) -> int:
+        """Bytes that the tokenizer itself puts in front of each text, such as sentencepiece's dummy space: they are in
+        `token_bytes` of the first token, and no part of the text."""
+        return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
+
+    @property
     def keeps_newlines(self) -> bool:
         """Whether newlines come back from the tokens; those of sentencepiece's default flags do not."""
         return self.decode(self.encode("\n\n")) == "\n\n"
@@ -145,12 +151,6 @@ class Tokenizer:
     def token_bytes(self) -> NDArray[np.int32]:
         """[vocab_size] UTF-8 bytes of the text that each token stands for; 0 for EOS, unknown and the like."""
         return np.array(self._model.token_bytes(), dtype=np.int32)
-
-    @property
-    def front_bytes(self) -> int:
-        """Bytes that the tokenizer itself puts in front of each text, such as sentencepiece's dummy space: they are in
-        `token_bytes` of the first token, and no part of the text."""
-        return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
 
     def _load(self) -> None:
         self._model: TokenizerModel
