@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.harness_tasks import EncodingLM, find_tasks
+from gsa_train.evaluation.harness_tasks import EncodingLM, find_tasks, task_errors
 from gsa_train.evaluation.perplexity import token_losses
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import Piece, windows
@@ -162,13 +163,14 @@ def run_tasks(
         tasks: the harness' names, or YAML files of one's own.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: there is no such task, or it has a mistake in it.
     """
     manager, wanted = find_tasks(tasks)
     model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
-    found: Any = simple_evaluate(
-        model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-    )
+    with task_errors(", ".join(tasks), (TemplateError,)):  # of a field that the data do not have
+        found: Any = simple_evaluate(
+            model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
     kept = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples")}
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return plain

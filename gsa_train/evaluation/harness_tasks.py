@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -24,6 +27,40 @@ METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
 """The harness' name -> ours; both normalise by characters."""
 FEWSHOT_SEED = 1234
 """The harness' own default."""
+TASK_ERRORS = (
+    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
+    DatasetsError, TemplateError,
+)  # fmt: skip
+"""What the harness raises of a task with a mistake in it, beside OSError, whose message names a file."""
+
+
+@contextmanager
+def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> Iterator[None]:
+    """
+    Raises:
+        ValueError: instead of what the harness raises of a task that it cannot use.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, OSError):
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ValueError(
+            f"{task}: lm-evaluation-harness cannot use it ({said}); mend the file, or name other tasks"
+        ) from error
+
+
+class NamingManager(TaskManager):  # type: ignore[misc]
+    """Its errors name tasks."""
+
+    def load(self, task_list: Any) -> Any:
+        names = [
+            str(each.get("task", each.get("group"))) if isinstance(each, dict) else str(each)
+            for each in task_list
+        ]
+        with task_errors(", ".join(names)):
+            return super().load(task_list)
 
 
 def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
@@ -33,23 +70,29 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
         tasks: the harness' names, or YAML files of one's own.
 
     Raises:
-        ValueError: there is no such task, or its file is damaged.
+        ValueError: there is no such task, its file is damaged, or a pattern means all tasks.
     """
     # To look for the harness' own tasks takes ten seconds.
-    manager = TaskManager(include_defaults=not all(task.endswith(YAML) for task in tasks))
+    manager = NamingManager(include_defaults=not all(task.endswith(YAML) for task in tasks))
     wanted: list[Any] = []
     for task in tasks:
         if task.endswith(YAML):
             if not Path(task).is_file():
                 raise ValueError(f"{task}: no such file")
             try:
-                wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
+                with task_errors(task):
+                    wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
             except yaml.YAMLError as error:
                 place = getattr(error, "problem_mark", None)
                 line = "" if place is None else f", line {place.line + 1}"
                 wrong = getattr(error, "problem", None) or "cannot be read"
                 raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
         elif matching := manager.match_tasks([task]):
+            if len(matching) > 1 and len(matching) == len(manager.all_tasks):
+                raise ValueError(
+                    f"{task}: means all {len(matching)} tasks of lm-evaluation-harness; name tasks, or give a pattern "
+                    "with a part of their names"
+                )
             wanted += matching
         else:
             raise ValueError(f"{task}: lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them")
@@ -80,7 +123,8 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
                 "launch/evaluate.py"
             )
         each.set_fewshot_seed(seed=FEWSHOT_SEED)
-        each.build_all_requests(limit=limit, rank=0, world_size=1)
+        with task_errors(task):
+            each.build_all_requests(limit=limit, rank=0, world_size=1)
         of_document: dict[int, list[Any]] = {}
         for instance in each.instances:
             of_document.setdefault(instance.doc_id, []).append(instance)

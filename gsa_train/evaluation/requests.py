@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +51,8 @@ def encode_requests(
         behind: list[int] = []
         if adds_space:
             whole: list[int] = tokenizer.encode(context + continuation).tolist()
-            alike = len(commonprefix([before, whole]))
+            pairs = zip(before, whole, strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if alike < len(before) and not tokenizer.decode(before[alike:]).strip():
                 before = before[:alike]
             behind = whole[len(before) :] if whole[: len(before)] == before else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gsa_train.commands import evaluate as command
 from gsa_train.convert.export_hf import export_hf
 from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.harness import GSATrainLM, run_tasks
-from gsa_train.evaluation.harness_tasks import _Encoder
+from gsa_train.evaluation.harness_tasks import _Encoder, find_tasks
 from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
 from gsa_train.evaluation.requests import as_piece
 from gsa_train.evaluation.subject import Source, load_subject
@@ -181,9 +182,7 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
         assert found == expected
 
 
-def test_conversations_request_by_request(
-    pair: tuple[GSATrainLM, HFLM], tasks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: list[Path]) -> None:
     """As --apply_chat_template has them, with examples as turns."""
     ours, theirs = pair
     messages = [
@@ -292,10 +291,59 @@ def test_tasks_from_files(
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
         run_tasks(ours.subject, ["no_such_task"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: " + "[" * 5000 + "]" * 5000, "wrong.yaml.*(RecursionError|is no YAML)"),
+        ("- a\n- b", "Expected YAML dict from .*, got list"),
+        ("output_type: multiple_choice", "Invalid config dict|Unknown config shape"),
+        ("task: t\ndoc_to_text: !function nowhere.f", "Cannot import module 'nowhere'"),
+        ("include: other.yaml", "other.yaml"),
+        (CHOICES.replace("test_split: test", "test_split: nothing"), "nothing"),
+        (CHOICES.replace("output_type: multiple_choice", "output_type: sings"), "sings"),
+        (CHOICES.replace("question", "questoin"), "questoin"),
+        (CHOICES.replace("question}}", "question"), "TemplateSyntaxError"),
+        (CHOICES.replace("metric: acc}", "metric: accc}"), "colours: lm-evaluation-harness cannot use it"),
+        (CHOICES.replace("dataset_path: json", "dataset_path: jsn"), "jsn"),
+    ],
+)
+def test_a_task_with_a_mistake_in_it_is_named(
+    text: str,
+    words: str,
+    models: tuple[GSATrainLM, HFLM, Path],
+    tasks: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line, also to a run that is to score it."""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        text.replace("{{", "{").replace("}}", "}").replace("{data}", str(tasks[0].parent / "test.jsonl"))
+    )
+    run_words = ["--run", str(models[2]), "--name", "wrong", "--tasks", str(wrong)]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *run_words])
+    assert command.main() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(words, said), said
+    with pytest.raises(TaskError, match=words):
+        prepare_tasks([str(wrong)], models[0].subject.tokenizer, LENGTH, 0)
+
+
+def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def manager(**_: Any) -> TaskManager:
+        return TaskManager(include_defaults=False, include_path=str(tasks[0].parent))
+
+    monkeypatch.setattr("gsa_train.evaluation.harness_tasks.NamingManager", manager)
+    with pytest.raises(ValueError, match=r"\*: means all 2 tasks of lm-evaluation-harness; name tasks"):
+        find_tasks(["*"])
+    assert find_tasks(["col*"])[1] == ["colours"]
 
 
 def test_the_command(
@@ -317,6 +365,10 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
         GSATrainLM(run="x", hf="y")
     with pytest.raises(ValueError, match="batch_size=auto"):
         GSATrainLM(run="x", batch_size="auto")
+    with pytest.raises(
+        ValueError, match="model_args: parallelize=True is unknown; give some of run, checkpoint"
+    ):
+        GSATrainLM(run="x", parallelize=True)
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -356,7 +408,7 @@ def test_tasks_that_a_run_cannot_score_are_refused(
     with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
         prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(
         TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"
