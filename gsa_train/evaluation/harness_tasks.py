@@ -55,10 +55,10 @@ class NamingManager(TaskManager):  # type: ignore[misc]
     """Its errors name tasks."""
 
     def load(self, task_list: Any) -> Any:
-        names = [
-            str(each.get("task", each.get("group"))) if isinstance(each, dict) else str(each)
-            for each in task_list
+        given = [
+            each.get("task", each.get("group")) if isinstance(each, dict) else each for each in task_list
         ]
+        names = [each if isinstance(each, str) else "a task without a name" for each in given]
         with task_errors(", ".join(names)):
             return super().load(task_list)
 
