@@ -210,8 +210,21 @@ class ChatEncoder:
             parts.append((len(before), len(through)))
         return text, parts
 
+    def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
+        """What a model is to go on with: with the beginning of an answer, or with the last message left open.
+
+        Raises:
+            TemplateRefused: the template cannot write it.
+        """
+        return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
+
     def _render(
-        self, messages: Messages, tools: Sequence[Any] | None, prompts: bool = False, tracks: bool = False
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        prompts: bool = False,
+        tracks: bool = False,
+        open_end: bool = False,
     ) -> tuple[str, list[Part]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -224,6 +237,7 @@ class ChatEncoder:
                 chat_template=self.template.source,
                 return_assistant_tokens_mask=tracks,
                 add_generation_prompt=prompts,
+                continue_final_message=open_end,
                 **self._variables,
             )
         except (TemplateError, *RENDER_ERRORS) as error:

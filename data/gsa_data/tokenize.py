@@ -160,6 +160,12 @@ class Tokenizer:
         return {"eos_token": self._model.name_of(self.eos_id), **self._model.special_tokens()}
 
     @property
+    def front_bytes(self) -> int:
+        """Bytes that the tokenizer itself puts in front of each text, such as sentencepiece's dummy space: they are in
+        `token_bytes` of the first token, and no part of the text."""
+        return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
+
+    @property
     def keeps_newlines(self) -> bool:
         """Whether newlines come back from the tokens; those of sentencepiece's default flags do not."""
         return self.decode(self.encode("\n\n")) == "\n\n"
@@ -173,7 +179,7 @@ class Tokenizer:
         """How this tokenizer differs from the one of a saved fingerprint, and the remedy, for an error."""
         file, _, end = fingerprint.partition(EOS_MARK)
         if file != self.fingerprint.partition(EOS_MARK)[0]:
-            return f"data.tokenizer = {self.path} is another file, with other pieces; use the tokenizer file of that run"
+            return f"data.tokenizer = {self.path} is another file, with other pieces; use that run's tokenizer file"
         default = self._model.default_eos()
         other = int(end) if end.isdecimal() else default
         name = self.name_of(other) if isinstance(other, int) else "the file's own"

@@ -44,8 +44,8 @@ class ScoredText:
     scored_tokens: int
     """Labels that count, EOS included."""
     text_bytes: int
-    """UTF-8 bytes that these labels spell; an EOS has none. A tokenizer's own leading space counts where a document's
-    first token is scored, which is so only when attention crosses documents."""
+    """UTF-8 bytes of the text that these labels spell; an EOS has none, and neither has the space that a tokenizer puts
+    in front of a document."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,10 @@ def _fill_up(stream: Tokens, seq_len_tokens: int, eos_id: int) -> tuple[Tokens, 
 def _scored_text(
     blocks: Tokens, lengths: NDArray[np.int64], tokenizer: Tokenizer, attend_across_documents: bool
 ) -> ScoredText:
-    labels = blocks[:, 1:][is_scored(blocks, lengths, tokenizer.eos_id, attend_across_documents)] & TOKEN_ID
-    words = labels[labels != tokenizer.eos_id]
-    return ScoredText(blocks, lengths, len(labels), int(tokenizer.token_bytes[words].sum(dtype=np.int64)))
+    scored = is_scored(blocks, lengths, tokenizer.eos_id, attend_across_documents)
+    labels = blocks[:, 1:][scored] & TOKEN_ID
+    is_word = labels != tokenizer.eos_id
+    is_first = (blocks[:, :-1][scored] & ~UNSCORED) == tokenizer.eos_id
+    text_bytes = int(tokenizer.token_bytes[labels[is_word]].sum(dtype=np.int64))
+    text_bytes -= tokenizer.front_bytes * int((is_first & is_word).sum())
+    return ScoredText(blocks, lengths, len(labels), text_bytes)

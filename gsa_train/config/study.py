@@ -42,7 +42,7 @@ class EvaluationConfig:
     max_tokens: int = 0
     """Tokens of each text; 0 = all of it (of validation sets as many as in training)."""
     tasks: list[str] = field(default_factory=list)
-    """Request files and tasks of lm-evaluation-harness, as `--tasks` takes them."""
+    """Request files and tasks of lm-evaluation-harness, as `--tasks` takes them; a FILE.yaml runs the code it names."""
     task_examples: int = 0
     """Examples of each task; 0 = all."""
     ruler: list[int] = field(default_factory=list)

@@ -68,8 +68,8 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         path = next((folder / name for name in order if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(
-            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give it to an import by --tokenizer FILE, or "
-            "copy the model's own there"
+            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give an import --tokenizer FILE, or copy "
+            "the model's own there"
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gsa_data.tokenize import Tokenizer
 from gsa_hf.generation import Generator
+from gsa_train.evaluation.generation import continuation_text
 
 BATCH_TOKENS = 65536
 """Of a batch's prompts and answers on a GPU: 6 GiB of keys and values in a model of 1.7B parameters, bf16."""
@@ -36,6 +37,5 @@ def answer_prompts(
         filled = batch + batch[-1:] * (rows - len(batch))
         made = generator.generate([prompts[number] for number in filled], max_new_tokens)
         for number, tokens in zip(batch, made.tokens, strict=False):
-            ended = tokens[-1] in generator.eos_ids
-            texts[number] = tokenizer.decode(tokens[:-1] if ended else tokens)
+            texts[number] = continuation_text(tokenizer, prompts[number], tokens, tokenizer.stop_ids)
     return texts

@@ -237,6 +237,8 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         found = score_gold(partial(_nats, subject, arguments, where="RULER"), tokenizer, options)
     else:
         if isinstance(model, GSAForCausalLM):
+            generation_config: Any = model.generation_config
+            generation_config.eos_token_id = list(tokenizer.stop_ids)
             longest = max(arguments.ruler)
             generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
         found = score_ruler(generate, tokenizer, options)

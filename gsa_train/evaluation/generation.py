@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
-from gsa_data.tokenize import Tokenizer
+from gsa_data.tokenize import Tokenizer, text_after
 from gsa_hf import GSAForCausalLM
 from gsa_train.evaluation.trained_model import TrainedModel
+
+PROMPT_TAIL_TOKENS = 32
+"""Of a prompt, what a continuation is decoded with: of its own first token some tokenizers leave out the space."""
 
 
 class _AtStops(StoppingCriteria):
@@ -22,8 +24,11 @@ class _AtStops(StoppingCriteria):
         self._tokenizer, self._stops, self._prompt_length = tokenizer, stops, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        rows = input_ids[:, self._prompt_length :].cpu().numpy().astype(np.int32)
-        done = [any(stop in text for stop in self._stops) for text in map(self._tokenizer.decode, rows)]
+        first = max(self._prompt_length - PROMPT_TAIL_TOKENS, 0)
+        tail = self._prompt_length - first
+        rows = input_ids[:, first:].tolist()
+        texts = [text_after(self._tokenizer.decode, row[:tail], row[tail:]) for row in rows]
+        done = [any(stop in text for stop in self._stops) for text in texts]
         return torch.tensor(done, device=input_ids.device)
 
 
@@ -38,13 +43,15 @@ def continue_prompts(
     **sampling: Any,
 ) -> list[str]:
     """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of
-    `stops`, which is left out. No token is written that the tokenizer does not have, as the end of a padded vocabulary.
+    `stops`, which is left out. A stop may name a special token; of those that are written the text has none. No token
+    is written that the tokenizer does not have, as the end of a padded vocabulary.
 
     Args:
         prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
         sampling: of transformers' `generate`; greedy without.
     """
     stops = [stop for stop in stops if stop]
+    ends = _ends(tokenizer, stops)
     if isinstance(model, TrainedModel):
         if sampling.get("do_sample"):
             raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
@@ -70,14 +77,14 @@ def continue_prompts(
             attention_mask=mask.to(model.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_id,
-            eos_token_id=list(tokenizer.stop_ids),
+            eos_token_id=ends,
             suppress_tokens=left_out or None,
             use_cache=True,
             stopping_criteria=[_AtStops(tokenizer, stops, length)] if stops else None,
             **settings,
         )
-        for number, row in zip(batch, generated[:, length:].cpu().numpy().astype(np.int32), strict=True):
-            texts[number] = _cut(tokenizer, row, stops)
+        for number, row in zip(batch, generated[:, length:].cpu().numpy(), strict=True):
+            texts[number] = continuation_text(tokenizer, prompts[number], row.tolist(), ends, stops)
     return texts
 
 
@@ -89,19 +96,35 @@ def _without_cache(
     stops: Sequence[str],
 ) -> str:
     """A forward pass over everything for each token."""
-    tokens = list(prompt)
+    tokens, ends = list(prompt), _ends(tokenizer, stops)
     for _ in range(max_new_tokens):
         hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
         tokens.append(int(model.lm_head(hidden[:, -1])[:, : tokenizer.vocab_size].argmax(-1)))
-        new = np.array(tokens[len(prompt) :], np.int32)
-        if new[-1] in tokenizer.stop_ids or any(stop in tokenizer.decode(new) for stop in stops):
+        new = tokens[len(prompt) :]
+        written = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), new) if stops else ""
+        if new[-1] in ends or any(stop in written for stop in stops):
             break
-    return _cut(tokenizer, np.array(tokens[len(prompt) :], np.int32), stops)
+    return continuation_text(tokenizer, prompt, tokens[len(prompt) :], ends, stops)
 
 
-def _cut(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) -> str:
-    ends = np.flatnonzero(np.isin(tokens, tokenizer.stop_ids))
-    text = tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens)
+def _ends(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:
+    """The tokens at which a text ends: an EOS, and special tokens that `stops` names."""
+    named = [tokenizer.encode_chat(stop, [])[0].tolist() for stop in stops if tokenizer.has_token(stop)]
+    special = [each[0] for each in named if len(each) == 1 and tokenizer.token_bytes[each[0]] == 0]
+    return list(dict.fromkeys([*tokenizer.stop_ids, *special]))
+
+
+def continuation_text(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    ends: Sequence[int],
+    stops: Sequence[str] = (),
+) -> str:
+    """What new tokens spell after a prompt, up to one of the tokens `ends` or of the texts `stops`."""
+    until = next((place for place, token in enumerate(new) if token in ends), len(new))
+    spelled = [token for token in new[:until] if tokenizer.token_bytes[token] > 0]
+    text = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), spelled)
     for stop in stops:
         text = text.split(stop)[0]
     return text

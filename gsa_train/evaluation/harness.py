@@ -7,6 +7,7 @@ is the harness' own command line, which knows this model. `gsa-evaluate --tasks`
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
-from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.harness_tasks import find_tasks
+from gsa_train.evaluation.harness_tasks import EncodingLM, find_tasks, task_errors
 from gsa_train.evaluation.perplexity import token_losses
 from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
 from gsa_train.evaluation.text import Piece, windows
@@ -30,7 +31,7 @@ MAX_GENERATED_TOKENS = 256
 
 
 @register_model("gsa_train")
-class GSATrainLM(TemplateLM):  # type: ignore[misc]
+class GSATrainLM(EncodingLM):
     """
     Args:
         run, step, checkpoint, hf: one of three: `Source`.
@@ -52,10 +53,16 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
         subject: Subject | None = None,
         **execution: Any,
     ) -> None:
-        super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: give a number of sequences")
         execution.pop("max_batch_size", None)  # of batch_size=auto
+        execution.pop("trust_remote_code", None)  # no code of a model's folder runs here
+        known = [each.name for each in dataclasses.fields(Execution)]
+        if unknown := sorted(execution.keys() - set(known)):
+            names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
+            raise ValueError(
+                f"model_args: {unknown[0]}={execution[unknown[0]]} is unknown; give some of {names}"
+            )
         if subject is None:
             if [run, checkpoint, hf].count(None) != 2:
                 raise ValueError("model_args: give one of run=DIR, checkpoint=DIR and hf=DIR")
@@ -63,34 +70,18 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
             paths = {name: Path(place) for name, place in places.items() if place is not None}
             words = [word for word in settings.split(";") if word]
             subject = load_subject(Source(step=step, **paths), words, Execution(**execution))
+        super().__init__(subject.tokenizer, subject.chat_template)
         self.subject = subject
         self.batch_size = int(batch_size)
         self.max_length = max_length or subject.trained_length
         self._device = subject.model.device
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.subject.tokenizer.eos_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.subject.tokenizer.fingerprint
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        tokens: list[int] = self.subject.tokenizer.encode(string).tolist()
-        return tokens
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Contexts that are too long lose their beginning."""
         pieces = []
-        for strings, context, continuation in requests:
-            if not continuation:
-                raise ValueError(
-                    f"the continuation {strings[1]!r} of {strings[0][-20:]!r} has no tokens of its own: the tokenizer "
-                    "joins the two; let the task's target_delimiter be a space"
-                )
+        for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ValueError(
                     f"a continuation has {len(continuation)} tokens; give max_length of at least that"
@@ -108,7 +99,7 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         pieces, owners = [], []
         for number, request in enumerate(requests):
-            document = self.subject.tokenizer.encode(request.args[0])
+            document = np.array(self.tok_encode(request.args[0]), np.int32)
             parts = list(windows(document, self.eot_token_id, self.max_length, self.max_length))
             pieces += parts
             owners += [number] * len(parts)
@@ -137,7 +128,8 @@ class GSATrainLM(TemplateLM):  # type: ignore[misc]
                 raise ValueError(
                     f"a task generates {max_new} tokens, the context has {self.max_length}; give a larger max_length"
                 )
-            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            encoded = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            prompts = [each or [self.eot_token_id] for each in encoded]
             texts = continue_prompts(
                 self.subject.model,
                 self.subject.tokenizer,
@@ -171,13 +163,14 @@ def run_tasks(
         tasks: the harness' names, or YAML files of one's own.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: there is no such task, or it has a mistake in it.
     """
     manager, wanted = find_tasks(tasks)
     model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
-    found: Any = simple_evaluate(
-        model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-    )
+    with task_errors(", ".join(tasks), (TemplateError,)):  # of a field that the data do not have
+        found: Any = simple_evaluate(
+            model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
     kept = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples")}
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,8 @@ def encode_requests(
 
     Context and continuation are encoded apart, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of each
     text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are those behind
-    the context's, where the whole text begins with these.
+    the context's, where the whole text begins with these. It does not where a context ends in white space that becomes
+    part of the next token: that white space then belongs to the continuation.
 
     Args:
         max_tokens: inputs of a forward pass, one less than tokens.
@@ -36,7 +38,7 @@ def encode_requests(
     Raises:
         ValueError: a continuation is longer.
     """
-    adds_space = int(tokenizer.token_bytes[tokenizer.encode("a")].sum()) > 1
+    adds_space = tokenizer.front_bytes > 0
 
     @lru_cache(maxsize=2)
     def context_tokens(context: str) -> list[int]:
@@ -49,6 +51,10 @@ def encode_requests(
         behind: list[int] = []
         if adds_space:
             whole: list[int] = tokenizer.encode(context + continuation).tolist()
+            pairs = zip(before, whole, strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if alike < len(before) and not tokenizer.decode(before[alike:]).strip():
+                before = before[:alike]
             behind = whole[len(before) :] if whole[: len(before)] == before else []
         behind = behind or tokenizer.encode(continuation).tolist()
         if not 0 < len(behind) <= max_tokens:

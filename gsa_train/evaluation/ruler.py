@@ -317,7 +317,7 @@ def fill(
         if units not in made and units not in without_words:
             try:
                 sample = make(units)
-                made[units] = replace(sample, tokens=tuple(tokenizer.encode(sample.prompt).tolist()))
+                made[units] = replace(sample, tokens=tuple(tokenizer.encode_prompt(sample.prompt).tolist()))
             except TooFewWords as error:  # the search may go further than it has to
                 without_words[units] = error
         return units in made and len(made[units].tokens) <= room_tokens

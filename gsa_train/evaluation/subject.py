@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from gsa_data.tokenize import Tokenizer
+from gsa_data.chat_template import ChatTemplate, look_for_chat_template
+from gsa_data.faults import Reading
+from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
-from gsa_train.convert.export_hf import tokenizer_of
+from gsa_train.convert.export_hf import companions_of, tokenizer_of
 from gsa_train.convert.hf_config import not_in_hf, to_hf_config
 from gsa_train.convert.in_memory import EMBEDDING, chosen_attention, model_in_memory, to_device
 from gsa_train.convert.read_hf import read_gsa_model, read_hf_config
@@ -69,6 +71,8 @@ class Subject:
     """For results.json."""
     wandb_run_id: str | None = None
     """Of the training."""
+    chat_template: ChatTemplate | None = None
+    """Of the conversations that it was trained on."""
 
 
 def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
@@ -96,8 +100,11 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
+        template = look_for_chat_template(str(source.hf / TOKENIZER_JSON), Reading())
         tokenizer = folder_tokenizer(source.hf, found)
-        subject = Subject(to_device(loaded, device), tokenizer, length, False, None, None, about)
+        subject = Subject(
+            to_device(loaded, device), tokenizer, length, False, None, None, about, chat_template=template
+        )
     else:
 
         def read(checkpoint: Path, run_dir: Path | None) -> Subject:
@@ -118,6 +125,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
                     "tokens_trained": state.tokens,
                 },
                 state.wandb_run_id,
+                companions_of(checkpoint, config, state).template,
             )
 
         subject = read_source(source.run, source.step, source.checkpoint, read)

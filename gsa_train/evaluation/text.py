@@ -84,12 +84,14 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
         return Text(packed(found.text, tokenizer.eos_id, options), found.text.text_bytes)
     pieces: list[Piece] = []
     text_bytes = tokens = 0
+    front_bytes = tokenizer.front_bytes
     for document in validation_documents(corpus, tokenizer, options.reading):
         inside = document.tokens[:-1]
         if options.max_tokens:
             inside = inside[: options.max_tokens - tokens]
         pieces += windows(inside, tokenizer.eos_id, options.context_length, options.stride)
         text_bytes += int(tokenizer.token_bytes[inside].sum(dtype=np.int64))
+        text_bytes -= front_bytes if len(inside) else 0
         tokens += len(inside)
         if tokens == options.max_tokens:
             break

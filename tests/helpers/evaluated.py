@@ -15,6 +15,7 @@ from gsa_train.config import CheckpointConfig, Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
+from gsa_train.tokenizer import chat_template_of
 from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
@@ -51,12 +52,15 @@ def evaluated_model(config: Config) -> Model:
 
 def save_run(model: Model, config: Config, folder: Path) -> Path:
     """The run's folder, with one checkpoint."""
-    tokenizer = Tokenizer(TOKENIZER)
+    tokenizer = Tokenizer(config.data.tokenizer)
+    data = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    if config.data.format == "chat":
+        data["chat_template_fingerprint"] = chat_template_of(config).fingerprint
     optimizer = build_optimizer(model, config.phases[0], config)
     settings = CheckpointConfig(async_save=False)
     files = {tokenizer.file_name: tokenizer.file}
     saver = CheckpointSaver(folder / "checkpoints", settings, single_rank(), small_files=files)
-    state = dataclasses.replace(run_state(3, config), data={"tokenizer_fingerprint": tokenizer.fingerprint})
+    state = dataclasses.replace(run_state(3, config), data=data)
     (result,) = saver.begin(state, model, optimizer)
     saver.close()
     close_optimizer(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -115,9 +116,14 @@ def test_bytes_are_those_of_the_scored_text(mixed: Manifest, tokenizer: Tokenize
 
 
 def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenizer: Tokenizer) -> None:
+    """All but the first of the stream; of their bytes not the spaces that the tokenizer puts in front of documents."""
     isolated, across = read(mixed, tokenizer), read(mixed, tokenizer, across=True)
     assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
-    assert across.text.text_bytes > isolated.text.text_bytes
+    stream = stream_of(across.text.blocks, across.text.lengths)
+    ends = [-1, *np.flatnonzero(np.array(stream) == tokenizer.eos_id).tolist(), len(stream)]
+    documents = [stream[end + 1 : behind] for end, behind in pairwise(ends)]
+    expected = sum(len(tokenizer.decode(each)) for each in documents) - len(tokenizer.decode(stream[:1]))
+    assert across.text.text_bytes == expected
 
 
 def test_token_bytes(sample_folder: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
+import tokenizers
 import torch
+from tokenizers import processors
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("lm_eval")
@@ -22,13 +24,17 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from gsa_data.tokenize import Tokenizer
 from gsa_train.commands import evaluate as command
 from gsa_train.convert.export_hf import export_hf
+from gsa_train.evaluation.generation import continue_prompts
 from gsa_train.evaluation.harness import GSATrainLM, run_tasks
+from gsa_train.evaluation.harness_tasks import _Encoder, find_tasks
 from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
 from gsa_train.evaluation.requests import as_piece
 from gsa_train.evaluation.subject import Source, load_subject
-from helpers.evaluated import TOKENIZER, evaluated_config, evaluated_model, save_run
+from helpers.chats import PLAIN, make_tokenizer
+from helpers.evaluated import SAMPLE, evaluated_config, evaluated_model, save_run
 
 LENGTH = 48
 CHOICES = """
@@ -75,6 +81,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM, 
     return GSATrainLM(run=str(run), batch_size=3), theirs, run
 
 
+@pytest.fixture(
+    scope="module", params=["sentencepiece", "json", "json with a BOS", "json chat", "sentencepiece chat"]
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM]:
+    """Our class on a run or its export, and theirs on the export."""
+    folder = tmp_path_factory.mktemp("pair")
+    data: dict[str, Any] = {}
+    if "json" in request.param:
+        data["tokenizer"] = str(make_tokenizer(folder))
+    if "BOS" in request.param:  # as Llama 3's file says it; training puts none in front
+        whole = tokenizers.Tokenizer.from_file(data["tokenizer"])
+        whole.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+        whole.save(data["tokenizer"])
+    if "chat" in request.param:
+        data |= {
+            "format": "chat",
+            "chat_template": str(SAMPLE.parent / "sample_chat" / "chat_template.jinja"),
+        }
+    if request.param == "json chat":
+        (folder / "chat.jinja").write_text(PLAIN)
+        data["chat_template"] = str(folder / "chat.jinja")
+    config = evaluated_config(train={"seq_len_tokens": LENGTH}, data=data)
+    model = evaluated_model(config)
+    if "json" in request.param:
+        with torch.no_grad():  # a vocabulary of one's own size would do as well
+            model.gpt.output_layer.weight[Tokenizer(data["tokenizer"]).vocab_size :] = 0
+    run = save_run(model, config, folder / "run")
+    exported = export_hf(run / "checkpoints" / "step_00000003", folder / "hf").folder
+    theirs = HFLM(pretrained=str(exported), device="cpu", batch_size=1, max_length=LENGTH)
+    source = {"run": str(run)} if "json" in request.param else {"hf": str(exported)}
+    return GSATrainLM(**source, batch_size=3), theirs
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("tasks")
@@ -91,10 +130,10 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, arguments=each, idx=number) for number, each in enumerate(arguments)]
 
 
-def test_log_likelihoods_request_by_request(models: tuple[GSATrainLM, HFLM, Path]) -> None:
-    ours, theirs, _ = models
+def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> None:
+    ours, theirs = pair
     asked = [(document["question"], choice) for document in DOCUMENTS for choice in document["choices"]]
-    asked += [("", "The sky"), ("Ends in a space ", "x"), ("x" * 300, " y")]
+    asked += [("", "The sky"), ("Ends in a space ", "x"), ("x" * 300, " y"), ("New line\n", "x")]
     found = ours.loglikelihood(requests("loglikelihood", *asked))
     for answer, expected in zip(found, theirs.loglikelihood(requests("loglikelihood", *asked)), strict=True):
         assert answer[0] == pytest.approx(expected[0], rel=1e-5)
@@ -120,23 +159,123 @@ def test_a_greedy_continuation_is_told(models: tuple[GSATrainLM, HFLM, Path]) ->
     assert [greedy for _, greedy in ours._loglikelihood_tokens(asked)] == [True, False]
 
 
-def test_rolling_and_generation_request_by_request(models: tuple[GSATrainLM, HFLM, Path]) -> None:
-    ours, theirs, _ = models
-    texts = [(document["question"],) for document in DOCUMENTS]
+def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> None:
+    ours, theirs = pair
+    texts = [(document["question"],) for document in DOCUMENTS] + [(" in front",), ("",)]
     rolling = ours.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
     expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
     assert rolling == pytest.approx(expected, rel=1e-5)
-    # The two libraries spell bytes that are no UTF-8 differently.
-    pieces = sentencepiece.SentencePieceProcessor(model_file=TOKENIZER)
-    no_bytes = {"suppress_tokens": [token for token in range(pieces.vocab_size()) if pieces.is_byte(token)]}
+    # Sentencepiece and transformers spell bytes that are no UTF-8 differently.
+    ids = range(ours.subject.tokenizer.vocab_size)
+    names = theirs.tokenizer.convert_ids_to_tokens(list(ids))
+    left_out = {"suppress_tokens": [token for token in ids if names[token].startswith("<0x")] or None}
     for settings in (
-        {"until": ["\n", "e"], "max_gen_toks": 9, **no_bytes},
-        {"until": ["."], "max_gen_toks": 12, "do_sample": False, **no_bytes},
+        {"until": ["\n", "e"], "max_gen_toks": 9, **left_out},
+        {"until": ["."], "max_gen_toks": 12, "do_sample": False, **left_out},
+        {"until": ["<|im_end|>"], "max_gen_toks": 12, **left_out},
     ):
         asked = [(document["question"], settings) for document in DOCUMENTS]
         found = ours.generate_until(requests("generate_until", *asked))
-        assert found == theirs.generate_until(requests("generate_until", *asked))
+        expected = theirs.generate_until(requests("generate_until", *asked))
         assert any(found)
+        if ours.subject.tokenizer.front_bytes:  # there `hf` loses the first space of each answer
+            found, expected = ([text.removeprefix(" ") for text in each] for each in (found, expected))
+        assert found == expected
+
+
+def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: list[Path]) -> None:
+    """As --apply_chat_template has them, with examples as turns."""
+    ours, theirs = pair
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    if theirs.tokenizer.chat_template is None:
+        with pytest.raises(ValueError, match="--apply_chat_template: the model has no chat template"):
+            ours.chat_template(chat_template=True)
+        return
+    assert ours.chat_template(chat_template=True) == theirs.chat_template(chat_template=True)
+    for opens in (True, False):
+        assert ours.apply_chat_template(messages, opens) == theirs.apply_chat_template(messages, opens)
+    written = ours.apply_chat_template(messages)
+    assert ours.tok_encode(written) == theirs.tok_encode(written)
+    wanted = [load_yaml(task, resolve_func=True) for task in tasks]
+    options: dict[str, Any] = {"num_fewshot": 1, "apply_chat_template": True, "fewshot_as_multiturn": True}
+    ours_found, theirs_found = (
+        simple_evaluate(each, tasks=wanted, task_manager=TaskManager(include_defaults=False), **options)[
+            "samples"
+        ]
+        for each in (ours, theirs)
+    )
+    assert set(ours_found) == {"colours", "continues"}
+    for found, expected in zip(ours_found["colours"], theirs_found["colours"], strict=True):
+        assert found["arguments"] == expected["arguments"]
+        for (answer,), (other,) in zip(found["resps"], expected["resps"], strict=True):
+            assert answer == (pytest.approx(other[0], rel=1e-5), other[1])
+
+
+WRITTEN = "def f(x):\n    return x\n"
+PROMPT = "def f(x):\n"
+
+
+@pytest.mark.parametrize(
+    ("until", "expected"), [("#", "    return x\n"), ("\n", "    return x"), (" ", ""), ("    r", "")]
+)
+def test_a_continuation_keeps_its_first_space(
+    until: str, expected: str, models: tuple[GSATrainLM, HFLM, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else code has another indentation than its first line, and a stop string at the beginning is not seen."""
+    ours = models[0]
+    prompt, whole = ours.tok_encode(PROMPT), ours.tok_encode(WRITTEN)
+    assert whole[: len(prompt)] == prompt
+    steps = []
+
+    def forced(_: int, tokens: torch.Tensor) -> list[int]:
+        steps.append(len(tokens))
+        return [*whole, ours.eot_token_id][len(tokens) : len(tokens) + 1]
+
+    settings = {"until": [until], "max_gen_toks": 20, "prefix_allowed_tokens_fn": forced}
+    monkeypatch.setattr("gsa_train.evaluation.harness.json.dumps", lambda *_, **__: "")
+    assert ours.generate_until(requests("generate_until", (PROMPT, settings))) == [expected]
+    if until != "#":
+        assert steps[-1] < len(whole)  # it stopped there
+
+
+def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
+    """Of all tokens but the first."""
+    logits = model.subject.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"), [("", "x"), ("  ", "x"), ("\n\n", " y"), ("", " "), (" ", "")]
+)
+def test_where_a_context_has_no_tokens_an_eos_stands_in(
+    context: str, continuation: str, pair: tuple[GSATrainLM, HFLM]
+) -> None:
+    """No token is given for nothing; white space in front is part of what is scored."""
+    ours = pair[0]
+    encoder = _Encoder(ours.subject.tokenizer)
+    tokens = [ours.eot_token_id, *ours.tok_encode(context + continuation)]
+    asked = requests("loglikelihood", (context, continuation))
+    ((nats, _),) = ours.loglikelihood(asked)
+    assert nats == pytest.approx(plain_sum(ours, tokens), rel=1e-5)
+    encoder.loglikelihood(asked)
+    request = encoder.request(*encoder.encoded[0], LENGTH, "task")
+    assert (request.tokens.tolist(), request.scored) == (tokens, len(tokens) - 1)
+
+
+def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFLM, Path]) -> None:
+    ours = models[0]
+    prompts = [("", {"max_gen_toks": 4}), ("</s>", {"max_gen_toks": 4})]
+    found = ours.generate_until(requests("generate_until", *prompts))
+    (expected,) = continue_prompts(ours.subject.model, ours.subject.tokenizer, [[ours.eot_token_id]], 4)
+    assert found[0] == expected != ""
+    for context in ("", "a"):
+        with pytest.raises(ValueError, match=r"the continuation '' of .* has no tokens of its own"):
+            ours.loglikelihood(requests("loglikelihood", (context, "")))
 
 
 def test_tasks_from_files(
@@ -153,10 +292,58 @@ def test_tasks_from_files(
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
         run_tasks(ours.subject, ["no_such_task"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: " + "[" * 5000 + "]" * 5000, "RecursionError|is no YAML"),
+        ("- a\n- b", "Expected YAML dict from .*, got list"),
+        ("output_type: multiple_choice", "Invalid config dict|Unknown config shape"),
+        ("task: t\ndoc_to_text: !function nowhere.f", "Cannot import module 'nowhere'"),
+        ("include: other.yaml", "other.yaml"),
+        (CHOICES.replace("test_split: test", "test_split: nothing"), "nothing"),
+        (CHOICES.replace("output_type: multiple_choice", "output_type: sings"), "sings"),
+        (CHOICES.replace("question", "questoin"), "questoin"),
+        (CHOICES.replace("question}}", "question"), "TemplateSyntaxError"),
+        (CHOICES.replace("dataset_path: json", "dataset_path: jsn"), "jsn"),
+    ],
+)
+def test_a_task_with_a_mistake_in_it_is_named(
+    text: str,
+    words: str,
+    models: tuple[GSATrainLM, HFLM, Path],
+    tasks: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line, also to a run that is to score it."""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        text.replace("{{", "{").replace("}}", "}").replace("{data}", str(tasks[0].parent / "test.jsonl"))
+    )
+    run_words = ["--run", str(models[2]), "--name", "wrong", "--tasks", str(wrong)]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *run_words])
+    assert command.main() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(words, said), said
+    with pytest.raises(TaskError, match=words):
+        prepare_tasks([str(wrong)], models[0].subject.tokenizer, LENGTH, 0)
+
+
+def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def manager(**_: Any) -> TaskManager:
+        return TaskManager(include_defaults=False, include_path=str(tasks[0].parent))
+
+    monkeypatch.setattr("gsa_train.evaluation.harness_tasks.NamingManager", manager)
+    with pytest.raises(ValueError, match=r"\*: means all 2 tasks of lm-evaluation-harness; name tasks"):
+        find_tasks(["*"])
+    assert find_tasks(["col*"])[1] == ["colours"]
 
 
 def test_the_command(
@@ -178,6 +365,10 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
         GSATrainLM(run="x", hf="y")
     with pytest.raises(ValueError, match="batch_size=auto"):
         GSATrainLM(run="x", batch_size="auto")
+    with pytest.raises(
+        ValueError, match="model_args: parallelize=True is unknown; give some of run, checkpoint"
+    ):
+        GSATrainLM(run="x", parallelize=True)
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -217,7 +408,7 @@ def test_tasks_that_a_run_cannot_score_are_refused(
     with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
         prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.TaskManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(
         TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"

@@ -135,10 +135,10 @@ class Spelled:
     """A tokenizer of characters, with or without a space in front of each text."""
 
     eos_id = 0
-    token_bytes = np.ones(256, np.int32)
 
     def __init__(self, adds_space: bool) -> None:
         self._front = " " * adds_space
+        self.front_bytes = int(adds_space)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(each) for each in self._front + text], np.int32)
@@ -156,6 +156,30 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
         assert empty.tokens.tolist() == [0, ord("x")]
     with pytest.raises(ValueError, match=r"t: a continuation has 5 tokens.* 4 must hold it"):
         encode_requests([("a", "12345")], tokenizer, 4, "t")
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("Answer: ", "x"),
+        ("def f(x):\n    ", " return"),
+        ("Answer:", "x"),
+        ("Answer:", " x"),
+        ("", "x"),
+        ("  ", "x"),
+    ],
+)
+def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
+    """Where it becomes part of the next token it belongs to the continuation, and the tokens are those of the whole
+    text: no second space of the tokenizer's comes between. Every continuation has a token in front."""
+    tokenizer = Tokenizer(TOKENIZER)
+    (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")
+    whole = tokenizer.encode(context + continuation).tolist()
+    assert found.tokens.tolist() == (whole if context.strip() else [tokenizer.eos_id, *whole])
+    before = tokenizer.decode(found.tokens[: -found.scored])
+    assert found.scored < len(found.tokens)
+    assert before == context[: len(before)]
+    assert not context[len(before) :].strip()
 
 
 def straight_line(model: Any, tokenizer: Tokenizer, context: str, continuation: str) -> float:

@@ -113,6 +113,9 @@ def test_labels_and_continuations_are_those_of_transformers(
     prompts = [[5, 9, 31], [7]]
     texts = [continue_prompts(each.model, each.tokenizer, prompts, 6, batch_size=2) for each in (one, other)]
     assert texts[0] == texts[1]
+    for each in (one, other):  # at the beginning, and where a special token is named
+        stops = [texts[0][1][:2], "</s>"]
+        assert continue_prompts(each.model, each.tokenizer, prompts[1:], 6, stops) == [""]
     with pytest.raises(ValueError, match="greedily alone"):
         continue_prompts(other.model, other.tokenizer, prompts, 2, do_sample=True)
 
