@@ -31,7 +31,8 @@ def import_hf(
     seq_len_tokens: int | None = None,
     tokenizer: TokenizerChoice | None = None,
 ) -> Config:
-    """Write `out`, a checkpoint with weights only, the tokenizer and its companions, and a config.yaml to start a run from.
+    """Write `out`, a checkpoint with weights only, the tokenizer and its companions, and a config.yaml
+    to start a run from.
 
     Args:
         folder: of a GSA model (`gsa_hf`) or of a dense one (`dense_models.ARCHITECTURES`).
