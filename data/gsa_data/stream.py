@@ -198,7 +198,8 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
     packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations),
-    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy, lines]), pools
+    seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document, token_offset, copy,
+    lines]), pools
     ([num_lanes][waiting documents][the same]).
     Of a lane that ranks share, the one that had its last block knows the position. Raises ValueError when ranks are
     missing or disagree.

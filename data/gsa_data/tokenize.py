@@ -173,7 +173,7 @@ class Tokenizer:
         """How this tokenizer differs from the one of a saved fingerprint, and the remedy, for an error."""
         file, _, end = fingerprint.partition(EOS_MARK)
         if file != self.fingerprint.partition(EOS_MARK)[0]:
-            return f"data.tokenizer = {self.path} is another file, with other pieces; use the tokenizer file of that run"
+            return f"data.tokenizer = {self.path} is another file with other pieces; use the tokenizer file of that run"
         default = self._model.default_eos()
         other = int(end) if end.isdecimal() else default
         name = self.name_of(other) if isinstance(other, int) else "the file's own"
