@@ -68,8 +68,9 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         path = next((folder / name for name in order if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(
-            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; give an import --tokenizer FILE, or copy "
-            "the model's own there"
+            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; "
+            "give it to an import by --tokenizer FILE, or "
+            "copy the model's own there"
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
@@ -126,7 +127,9 @@ def write_tokenizer(
     }
     if was_trained and loaded.num_special_tokens_to_add(is_pair=False):
         # The file puts tokens around each text, as Llama's a <|begin_of_text|> in front. Training did not.
-        settings |= {"add_bos_token": False, "add_eos_token": False}
+        content = json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
+        plain = json.dumps({**content, "post_processor": None}, ensure_ascii=False)
+        (folder / TOKENIZER_JSON).write_text(plain, encoding="utf-8")
     (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer as TokenizersTokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train.convert.tokenizer import PROBES, check_same_ids, write_tokenizer
+from helpers.chats import make_tokenizer
 from helpers.runs import REPOSITORY
 
 EXACT: dict[str, Any] = {
@@ -76,3 +79,21 @@ def test_other_ids_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "others" / "tokenizer.json", tmp_path / "mine")
     with pytest.raises(ValueError, match=r"transformers gives .* the ids \[.*\], training \[.*\]"):
         check_same_ids(tokenizer, tmp_path / "mine")
+
+
+def test_no_token_in_front_that_training_did_not_have(tmp_path: Path) -> None:
+    """By the default call; a model that only came in and goes out keeps what its tokenizer adds."""
+    path = make_tokenizer(tmp_path)
+    adding = TokenizersTokenizer.from_file(str(path))
+    bos = adding.token_to_id("<|im_start|>")
+    adding.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    adding.save(str(path))
+    tokenizer = Tokenizer(str(path))
+    expected = tokenizer.encode("key").tolist()
+    for was_trained, front in ((True, []), (False, [bos])):
+        out = tmp_path / str(was_trained)
+        out.mkdir()
+        write_tokenizer(tokenizer, out, 64, was_trained=was_trained)
+        assert AutoTokenizer.from_pretrained(out)("key")["input_ids"] == front + expected
