@@ -54,7 +54,7 @@ from gsa_train.run.run_clock import RunClock
 from gsa_train.run.same_on_all import check_folder_is_shared, check_same_config
 from gsa_train.run.saves import report_saves
 from gsa_train.run.state import Data, Run, Services, TrainState
-from gsa_train.run.stop_signals import Stopped, StopRequest
+from gsa_train.run.stop_signals import LAUNCHER_GONE, Stopped, StopRequest
 from gsa_train.run.stop_vote import StopVote
 from gsa_train.run.work_time import StragglerWarning
 from gsa_train.samples import encode_prompts
@@ -142,6 +142,7 @@ def open_run(
     ranges, folder = phase_ranges(config.phases), run_dir(config)
     limit = step_limit(config.parallel)
     watchdog = HangWatchdog(parallel.rank, parallel.world_size, limit, folder / "faults", start.step)
+    watchdog.on_orphaned = lambda: request.ask(LAUNCHER_GONE)
     if parallel.device.type == "cuda":
         watch_compilation(watchdog.compiling)
     profiler = StepProfiler(config.profile, folder / "profile", parallel.rank, parallel.device)

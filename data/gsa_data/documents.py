@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ import orjson
 from gsa_data.faults import BAD_LINES, Reading, warn_once
 from gsa_data.parquet import parquet_rows
 from gsa_data.shards import Manifest, check_damage, read_lines, read_shard, refuse
+
+NO_JSON = re.compile(r"NaN|Infinity")
+"""What Python's json writes and reads all the same."""
 
 
 class Document(NamedTuple):
@@ -25,7 +29,7 @@ def read_documents(
     A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves it out as a
     whole. Other faults of shards are as in shards.read_lines.
     """
-    limit = reading.max_document_bytes
+    limit, lines = reading.max_document_bytes, []
     if relpath.endswith(".parquet"):
         packed = read_shard(manifest, relpath, reading, counters)
         if packed is None:
@@ -38,7 +42,21 @@ def read_documents(
         parsed = [parse_line(line, manifest.text_field, limit) for line in lines]
 
     faults = Counter(item for item in parsed if isinstance(item, str))
-    return parsed if check_bad_lines(manifest, relpath, faults, len(parsed), reading, counters) else []
+    first = first_bad_json(lines) if faults["bad_json"] else ""
+    return parsed if check_bad_lines(manifest, relpath, faults, len(parsed), reading, counters, first) else []
+
+
+def first_bad_json(lines: list[bytes]) -> str:
+    """Which line of a shard is the first that is no JSON, and why."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            orjson.loads(line or b"0")
+        except orjson.JSONDecodeError as error:
+            if is_utf8(line):
+                found = NO_JSON.match(line.decode(), error.pos)
+                remedy = f"; {found[0]} is no JSON, write null" if found else ""
+                return f"; line {number}: {error.msg} at character {error.pos + 1}{remedy}"
+    return ""
 
 
 def check_bad_lines(
@@ -48,8 +66,13 @@ def check_bad_lines(
     num_lines: int,
     reading: Reading,
     counters: Counter[str],
+    first: str = "",
 ) -> bool:
-    """Whether a shard with these faults may be used; raises DataFault when it may not and nothing is skipped."""
+    """Whether a shard with these faults may be used; raises DataFault when it may not and nothing is skipped.
+
+    Args:
+        first: where the first of them is, and why, for the message.
+    """
     if not faults:
         return True
     address = f"{manifest.root.rstrip('/')}/{relpath}"
@@ -58,12 +81,12 @@ def check_bad_lines(
     if bad > reading.max_bad_line_fraction * num_lines:
         field = "" if manifest.is_chat else f"; text_field={manifest.text_field}"
         trouble = (
-            f"has {bad} bad lines of {num_lines} ({found}{field}), more than "
+            f"has {bad} bad lines of {num_lines} ({found}{field}{first}), more than "
             f"max_bad_line_fraction={reading.max_bad_line_fraction} allows"
         )
         refuse(address, trouble, "shards_bad_lines", reading, counters)
         return False
-    warn_once(f"shard {address}: {faults.total()} of {num_lines} lines are left out ({found})")
+    warn_once(f"shard {address}: {faults.total()} of {num_lines} lines are left out ({found}{first})")
     return True
 
 

@@ -28,6 +28,7 @@ from gsa_train.cuda_connections import compute_capability, prepare_connections
 from gsa_train.dry_run import describe
 from gsa_train.megatron_import import import_megatron, quiet_libraries
 from gsa_train.run import exit_codes
+from gsa_train.run.console import open_descriptors, take_console
 from gsa_train.run.kernel_cache import prepare_kernel_cache
 from gsa_train.run.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
 from gsa_train.run.start_header import first_line
@@ -45,6 +46,7 @@ SHARED_MEMORY_REMEDY = (
 
 
 def main() -> int:
+    open_descriptors()
     forget_end()
     try:
         code = run_command()
@@ -60,10 +62,6 @@ def run_command() -> int:
     request = StopRequest()
     request.watch()
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
-    quiet_libraries()
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -71,7 +69,14 @@ def run_command() -> int:
     except SystemExit as end:
         if not end.code:  # --help
             raise
+        take_console()
         return refuse(said.getvalue().rstrip())
+    if not arguments.dry_run:  # which prints and is done: all of it, however slowly it is read
+        take_console()
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    quiet_libraries()
     try:
         config = load_config(
             arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
@@ -92,9 +97,12 @@ def run_command() -> int:
             with as_command():
                 print(describe(config, arguments.world_size, arguments.device, arguments.mfu))
         return 0
-    request.deadline = find_deadline(
-        config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, job_start_time()
-    )
+    try:
+        request.deadline = find_deadline(
+            config.run.time_limit_minutes, config.run.slurm_margin_minutes, os.environ, job_start_time()
+        )
+    except ValueError as error:
+        return refuse(error)
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
     if is_main:

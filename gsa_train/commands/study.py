@@ -27,6 +27,7 @@ from gsa_train.config.checks import is_installed
 from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
 from gsa_train.run import exit_codes
+from gsa_train.run.console import open_descriptors, take_console
 from gsa_train.run.stop_signals import find_deadline
 from gsa_train.study.cost import describe_cost
 from gsa_train.study.jobs import jobs_of
@@ -44,6 +45,7 @@ from gsa_train.study.times import expected_time, read_times
 @as_command()
 def main() -> int:
     began = time.time()
+    open_descriptors()
     arguments = parse(sys.argv[1:])
     only_looks = arguments.report or arguments.dry_run
     try:
@@ -64,6 +66,7 @@ def main() -> int:
             return 0
         check_devices(plan.due, gpus)
         with lock_study(study.folder):
+            take_console()
             return run(study, plan, gpus, arguments, began)
     except (ConfigError, StudyError) as error:
         print(error, file=sys.stderr)
@@ -71,8 +74,6 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first job or in the report; in between the runner heeds it
         say("stopped by Ctrl-C: no job was under way; the same command goes on")
         return exit_codes.STOPPED
-    except BrokenPipeError:  # the reader of the lines has left
-        raise
     except OSError as error:  # a full disk
         print(
             f"stopped: {error}. Jobs under way were told to save and end. Free space on the disk, or mend what else "
@@ -121,7 +122,10 @@ def run(
     margin = RunConfig().slurm_margin_minutes
     within = arguments.within_seconds
     limit = within / 60 if within else arguments.stop_after_minutes or 0.0
-    deadline = find_deadline(limit, margin, os.environ, began)
+    try:
+        deadline = find_deadline(limit, margin, os.environ, began)
+    except ValueError as error:
+        raise StudyError(str(error)) from error
     runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
     runner.run()
     pack(study, arguments)

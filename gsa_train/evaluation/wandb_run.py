@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ def log_to_wandb(
     mode = wandb_mode(choice or config.logging.wandb, os.environ)
     if mode == "disabled":
         return None
+    if "WANDB_MODE" in os.environ:  # as in wandb_sink.open_wandb
+        os.environ["WANDB_MODE"] = mode
     import wandb
 
     scored = ("data", "requests", "tasks", "ruler", "ruler_gold")
@@ -52,6 +55,7 @@ def log_to_wandb(
             group=config.logging.wandb_group or config.run.name,
             tags=list(config.logging.wandb_tags),
             name=f"{config.run.name} {folder.name}",
+            id=secrets.token_hex(4),  # whatever WANDB_RUN_ID says
             job_type=JOB_TYPE,
             dir=str(folder),
             config=without_credentials({**about, LINK: training_id}),

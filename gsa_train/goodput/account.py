@@ -147,7 +147,8 @@ class Accounting:
         self._seconds: Mapping[str, float] = {}
         """Of the newest line."""
         self._step = self._saves = 0
-        self._time = self._pauses = 0.0
+        self._time = self._pauses = self._set_back = 0.0
+        """The last: seconds by which clocks were set back between starts."""
         for line in lines:
             self.add(line)
 
@@ -196,8 +197,8 @@ class Accounting:
                     productive += usual
                 else:
                     lost["repeated"] += usual
-        wall = self._time - self._starts[0].began - self._pauses if self._starts else 0.0
-        lost["other"] += wall - productive - sum(lost.values())  # lines that are missing, clocks that differ
+        wall = self._time - self._starts[0].began - self._pauses + self._set_back if self._starts else 0.0
+        lost["other"] += wall - productive - sum(lost.values())  # lines that are missing
         steps, seconds = (
             sum(getattr(each, name) for each in self._phases.values()) for name in ("steps", "seconds")
         )
@@ -210,6 +211,7 @@ class Accounting:
         start = StartAccount(began, step)
         if self._starts:
             gap = max(0.0, began - self._time)
+            self._set_back += max(0.0, self._time - began)
             if self._starts[-1].ended in PAUSES:
                 self._pauses += gap
             else:

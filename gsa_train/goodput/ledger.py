@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
         if alive["progress"] >= newest["time"]:
             line |= {key: alive[key] for key in ("progress", "step", "seconds")}
     reports = [path.stat().st_mtime for path in (folder / "faults").glob("*/report.txt")]
-    return [{**line, "time": max([line["time"], *(at for at in reports if at >= began)])}]
+    known = (at for at in reports if began <= at <= time.time())  # later: the clock was set back
+    return [{**line, "time": max([line["time"], *known])}]
 
 
 def alive_bytes(content: dict[str, Any]) -> bytes:

@@ -31,7 +31,6 @@ class Progress:
         self._clock = clock
         self._last_step, self._last_time = start_step, clock()
         self._seconds_per_step: float | None = None
-        self._lost_lines = 0
         self._bar: tqdm[Any] | None = None
         if _is_terminal() if interactive is None else interactive:
             self._bar = tqdm(
@@ -68,17 +67,11 @@ class Progress:
         self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
-        """A line to stdout that leaves the bar whole; where stdout is a file on a full disk, the line is counted."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-            return
-        try:
-            if self._lost_lines:
-                print(f"\n({self._lost_lines} lines could not be written here)")
+        """A line to stdout that leaves the bar whole."""
+        if self._bar is None:
             print(text, flush=True)
-            self._lost_lines = 0
-        except OSError:
-            self._lost_lines += 1
+        else:
+            self._bar.write(text, file=sys.stdout)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -99,7 +92,10 @@ class Progress:
 
 def _is_terminal() -> bool:
     """Some terminals (containers, pseudo-terminals of tools) have no width; a bar would be cut to nothing."""
-    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:  # of a terminal that was closed
+        return False
 
 
 def _line(record: dict[str, Any], total_steps: int, eta: float | None) -> str:

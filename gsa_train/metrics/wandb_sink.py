@@ -10,6 +10,7 @@ import logging
 import netrc
 import os
 import re
+import secrets
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WandbMode = Literal["online", "offline", "shared", "disabled"]
+OLD_MODES = {"dryrun": "offline", "run": "online"}
+"""W&B's own words of before, which it still takes."""
+CONTINUES = "continues_wandb_run"
+"""Field of the W&B config: the W&B run of the run that this one was copied from."""
 
 
 class WandbRefused(RuntimeError):
@@ -172,12 +177,15 @@ def open_wandb(
     resolved_config: dict[str, Any],
     run_id: str | None,
     has_begun: bool = False,
+    copied_from: str | None = None,
 ) -> WandbSink | None:
     """None where it is disabled; kept offline where the server is away.
 
     Args:
-        run_id: of the W&B run to go on with.
+        run_id: of the W&B run to go on with; None: a new one, whatever WANDB_RUN_ID says, as every start by the same
+            shell would be that run.
         has_begun: the training run has begun, so that no server's refusal ends it.
+        copied_from: the W&B run of another run, from whose checkpoint this one goes on.
 
     Raises:
         WandbRefused: of a new run: no key, a wrong one, no access to the project. Of any: a wrong setting.
@@ -185,9 +193,14 @@ def open_wandb(
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
         return None
+    if "WANDB_MODE" in os.environ:  # W&B reads it, too, and refuses an empty one whatever it is told here
+        os.environ["WANDB_MODE"] = mode
     import wandb
 
     shown_config = without_credentials(resolved_config)
+    if copied_from is not None:
+        shown_config[CONTINUES] = copied_from
+    own_id = run_id or secrets.token_hex(4)
 
     def init(mode: str) -> Run:
         return wandb.init(
@@ -196,7 +209,7 @@ def open_wandb(
             group=config.wandb_group or None,
             tags=list(config.wandb_tags),
             name=run_name,
-            id=run_id,
+            id=own_id,
             resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
             dir=str(run_dir),
             config=shown_config,
@@ -245,7 +258,7 @@ def wandb_mode(choice: str, environ: Mapping[str, str]) -> WandbMode:
     if not asked:
         return "online" if has_wandb_key(environ) else "offline"
     for mode in get_args(WandbMode):
-        if asked == mode:
+        if OLD_MODES.get(asked, asked) == mode:
             return mode
     raise WandbRefused(
         f"WANDB_MODE = {asked} in the environment: not one of {', '.join(get_args(WandbMode))}; correct or unset it, "

@@ -119,13 +119,21 @@ def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """The W&B run of this folder, or of the checkpoint that it goes on from."""
+    """The W&B run of this folder, or of the checkpoint that it goes on from; a new one where that is of a run of
+    another name, whose folder was copied or renamed."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
-    run_id = start.state.wandb_run_id if start.same_run and start.state else None
+    run_id = copied_from = None
+    if start.same_run and start.state is not None:
+        run_id, of = start.state.wandb_run_id, start.state.run
+        if run_id is not None and of not in ("", config.run.name):
+            logger.info(
+                "the folder is a copy of that of run %s: W&B gets a new run, which names that one", of
+            )
+            run_id, copied_from = None, run_id
     with children_keep_running():  # W&B's service among them
         resolved, has_begun = dataclasses.asdict(config), start.same_run and start.step > 0
-        return open_wandb(config.logging, folder, config.run.name, resolved, run_id, has_begun)
+        return open_wandb(config.logging, folder, config.run.name, resolved, run_id, has_begun, copied_from)
 
 
 def _open_files(

@@ -33,9 +33,11 @@ import psutil
 import torch.distributed as dist
 
 from gsa_train.files import own_file
+from gsa_train.run.console import drain_console
 from gsa_train.run.exit_codes import FAILED
 from gsa_train.run.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 from gsa_train.run.last_words import tell_torchrun
+from gsa_train.run.stop_signals import launchers_patience
 from gsa_train.run.store import connect_to_store
 
 LATE_SHARE = 0.2
@@ -44,6 +46,8 @@ LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
 """For W&B to send its alert, while all ranks hang anyway; and for a report or stacks, where the file system may be what
 hangs."""
+ORPHAN_SECONDS = 0.5
+"""From the end of torchrun's connections to its own."""
 REPORT = "report.txt"
 ALL_SAFE = "the run was over, and its newest checkpoint is safe"
 NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
@@ -170,6 +174,9 @@ class HangWatchdog:
         """Takes steps done and when the main thread last went on (of `time.monotonic`), with each heartbeat. In its own
         thread, not while the last call is under way: it writes, and a file system that stands still is no frozen rank.
         """
+        self.on_orphaned: Callable[[], None] | None = None
+        """Asks for a stop where torchrun is gone, as by a signal that it does not handle: the ranks save, and end by
+        themselves, within the time that torchrun would give them."""
         self.exit_code = FAILED
         """Of a rank that is ended here."""
         self._last_stretch: threading.Timer | None = None
@@ -274,6 +281,8 @@ class HangWatchdog:
         try:
             self._watch()
         except (RuntimeError, OSError) as error:
+            if not self._over.wait(ORPHAN_SECONDS) and self._is_orphaned():
+                self._end_orphaned()  # the store was torchrun's
             if not self._over.is_set():
                 what = f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
                 if self._ages and self._rank == self._world_size - 1:
@@ -287,9 +296,10 @@ class HangWatchdog:
             now = time.monotonic()
             # Time in which this process was itself suspended says nothing about the others.
             elapsed, last = min(now - last, 2 * self._interval), now
+            if self._is_orphaned():
+                self._end_orphaned()
+                return
             self._beat()
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher:
-                self._end("torchrun is gone, and with it who would end this rank")
             if self._store.check(["fault"]):
                 self._dump_and_end()
             if reads:
@@ -303,6 +313,16 @@ class HangWatchdog:
                 frozen = [age.beat for age in self._ages if is_frozen(age, limit_seconds)]
                 if fault and (self._rank == 0 or is_frozen(self._ages[0], limit_seconds)):
                     self._report(fault, frozen)
+
+    def _is_orphaned(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher
+
+    def _end_orphaned(self) -> None:
+        """Returns when the main thread has begun to leave."""
+        if self.on_orphaned is not None:
+            self.on_orphaned()
+        if self.on_orphaned is None or not self._over.wait(launchers_patience()):
+            self._end("torchrun is gone, and with it who would end this rank")
 
     def _report(self, fault: str, frozen: list[Beat]) -> None:
         name = self._write_report(fault)
@@ -352,6 +372,7 @@ class HangWatchdog:
             said = f"rank {self._rank} on {self._host} ends: {why}"
             _say(f"{said}\n")
             tell_torchrun(said)
+            drain_console()
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):  # it has just ended by itself
                     child.kill()
@@ -360,13 +381,7 @@ class HangWatchdog:
 
 
 def _say(text: str) -> None:
-    """To stderr, which may be of a pipe that went with torchrun, of a full disk, or of a file system that hangs."""
-
-    def write() -> None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, end="", flush=True)
-
-    _for_a_while(write)
+    print(text, file=sys.stderr, end="", flush=True)
 
 
 def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:

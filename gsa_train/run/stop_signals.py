@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,17 +14,28 @@ from types import FrameType
 
 import psutil
 
+from gsa_train.run.console import drain_console
 from gsa_train.run.exit_codes import INTERRUPTED
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGUSR1: by custom, what `sbatch --signal` sends before the end.
-SIGINT: Ctrl-C."""
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGQUIT: torchrun
+passes it on. SIGUSR1: by custom, what `sbatch --signal` sends before the end; Grid Engine's soft limit of run time.
+SIGUSR2: LSF before its limit, Grid Engine before it kills. SIGXCPU: a soft limit of CPU time."""
 
 ONE_PRESS_SECONDS = 0.5
 """Some programs that start others pass Ctrl-C on to them, though the terminal has told them: that is one press."""
 
 TIME_LIMIT = signal.NSIG
 FOLDER_GONE = signal.NSIG + 1
+LAUNCHER_GONE = signal.NSIG + 2
 """Reasons that are no signals, as numbers beside theirs."""
 
 SLURM_MARGIN_FRACTION = 0.1
@@ -42,20 +53,29 @@ class Stopped(Exception):
 def reason_in_words(reason: int) -> str:
     if reason == signal.SIGINT:
         return "Ctrl-C"
-    words = {TIME_LIMIT: "the time limit", FOLDER_GONE: "the removal of its run folder"}
+    words = {
+        TIME_LIMIT: "the time limit",
+        FOLDER_GONE: "the removal of its run folder",
+        LAUNCHER_GONE: "the end of torchrun",
+    }
     return words[reason] if reason in words else signal.Signals(reason).name
 
 
 def _end_at_once(said: str) -> None:
     _say(said)
+    drain_console()
     os._exit(INTERRUPTED)
 
 
 def _say(line: str) -> None:
-    """To stderr, on the main rank. Not by `print`: the main thread may be in it, and hold its lock."""
+    """To stderr, on the main rank."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{line}\n".encode())
+        print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Of STOP_SIGNALS, those that this process does not ignore."""
+    return tuple(each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN)
 
 
 class StopRequest:
@@ -73,7 +93,7 @@ class StopRequest:
 
     @property
     def reason(self) -> int:
-        """0, the number of the last stop signal, FOLDER_GONE or TIME_LIMIT."""
+        """0, the number of the last stop signal, LAUNCHER_GONE, FOLDER_GONE or TIME_LIMIT."""
         if self._signal:
             return self._signal
         if self.folder_is_gone():
@@ -89,7 +109,8 @@ class StopRequest:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # children share the pipe
-        signal.signal(signal.SIGINT, self._note)
+        if signal.SIGINT in heeded_signals():
+            signal.signal(signal.SIGINT, self._note)
 
         def wait() -> None:
             while number := os.read(reading, 1):
@@ -100,11 +121,16 @@ class StopRequest:
     def listen(self) -> None:
         """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it.
 
-        Only who presses Ctrl-C twice ends this process at once, if it watches.
+        One that this process was started to ignore (nohup, a shell's background job) stays ignored. Only who presses
+        Ctrl-C twice ends this process at once, if it watches.
         """
-        for number in STOP_SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._note)
         self._listens = True
+
+    def ask(self, reason: int) -> None:
+        """As a signal does. From any thread."""
+        self._signal = reason
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signal = int(number)
@@ -132,7 +158,12 @@ class StopRequest:
 def _torchruns_patience() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    return f" (torchrun waits {os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', '30')} s for that)"
+    return f" (torchrun waits {launchers_patience():g} s for that)"
+
+
+def launchers_patience() -> float:
+    """Seconds that torchrun gives its ranks to end."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 @contextmanager
@@ -159,12 +190,24 @@ def find_deadline(
         limit_minutes: 0 for no limit of its own.
         environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, in seconds of `time.time`, where Slurm sets them.
         began: start of the job; restarts by the same launcher do not put the limit off.
+
+    Raises:
+        ValueError: a time of Slurm's is no number.
     """
     ends = [began + 60 * limit_minutes] if limit_minutes > 0 else []
     if "SLURM_JOB_START_TIME" in environ and "SLURM_JOB_END_TIME" in environ:
-        begin, end = int(environ["SLURM_JOB_START_TIME"]), int(environ["SLURM_JOB_END_TIME"])
+        begin, end = (_slurm_time(name, environ) for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"))
         ends.append(end - min(60 * margin_minutes, SLURM_MARGIN_FRACTION * (end - begin)))
     return min(ends, default=None)
+
+
+def _slurm_time(name: str, environ: Mapping[str, str]) -> int:
+    if not environ[name].isdecimal():
+        raise ValueError(
+            f"{name} = {environ[name]!r} in the environment: not seconds since 1970; correct it, or unset "
+            "SLURM_JOB_START_TIME and SLURM_JOB_END_TIME: the run then knows no end of its job"
+        )
+    return int(environ[name])
 
 
 def job_start_time() -> float:

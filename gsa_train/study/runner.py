@@ -16,7 +16,7 @@ from typing import IO
 
 from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.run.file_names import LOCK, MONITOR_STOP
-from gsa_train.run.stop_signals import STOP_SIGNALS, reason_in_words
+from gsa_train.run.stop_signals import heeded_signals, reason_in_words
 from gsa_train.study import processes
 from gsa_train.study.jobs import Job
 from gsa_train.study.plan import Ended, StudyError, judge, needed_trainings, next_job
@@ -59,7 +59,7 @@ class StudyRunner:
 
     def run(self) -> None:
         """Until all is done, has failed, or has stopped."""
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         try:
             while True:
                 self._heed()

@@ -21,7 +21,7 @@ if [ "${1:-}" = node ]; then
     exec __PYTHON__ -m torch.distributed.run --nnodes=__NODES__ --nproc_per_node=__RANKS_PER_NODE__ \
         --max-restarts=__MAX_RESTARTS__ --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
         --rdzv-endpoint="$RENDEZVOUS" --rdzv-conf="is_host=$is_host" \
-        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU \
         "$folder/source/launch/pretrain.py" --config "$folder/config.yaml" __ARGUMENTS__
 fi
 

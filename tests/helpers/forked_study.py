@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -55,7 +54,7 @@ class ForkedJob(Fork):
         ends_with_parent = end_with(os.getpid())
 
         def run() -> None:
-            usual_signals((*STOP_SIGNALS, signal.SIGHUP))
+            usual_signals(STOP_SIGNALS)
             ends_with_parent()
             become(Path.cwd(), dict(environment), log)
             run_file(list(command[1:]))

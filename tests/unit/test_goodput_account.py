@@ -222,13 +222,13 @@ def test_lines_that_a_full_disk_has_cost_change_no_sum() -> None:
     assert (found.productive_seconds, found.lost_seconds) == (whole.productive_seconds, whole.lost_seconds)
 
 
-def test_clocks_of_two_hosts_that_differ_show_in_the_rest() -> None:
+def test_clocks_of_two_hosts_that_differ_cost_nothing() -> None:
     found = account(
         start(0, 1, 0, model=1.0),
         line("end", 10, 9, {"reason": "stopped"}, model=1.0, training=9.0),
         start(8, 9, 9, model=1.0),
     )
-    assert (found.wall_seconds, lost(found)["other"]) == (9, -2)
+    assert (found.wall_seconds, lost(found)) == (11, {"model": 2})
     assert found.starts[1].down_seconds == 0
 
 
@@ -237,3 +237,16 @@ def test_without_lines_there_is_nothing() -> None:
     assert (found.wall_seconds, found.ettr, found.starts, found.step_seconds) == (0, 0, [], None)
     assert set(found.lost_seconds) == set(LOSSES)
     assert account(line("steps", 5, 5, training=5.0)).wall_seconds == 0
+
+
+@pytest.mark.parametrize("seconds", [15.0, 86_400.0])
+def test_a_clock_set_back_between_starts_costs_the_time_between_them_and_no_more(seconds: float) -> None:
+    lines = killed_and_resumed()
+    second = next(index for index, each in enumerate(lines) if each["time"] > 1050)
+    moved = [{**each, "time": each["time"] - seconds} for each in lines[second:]]
+    moved[0]["began"] -= seconds
+    before, after = account(*lines), account(*lines[:second], *moved)
+    down = lost(before)["down"]
+    assert after.wall_seconds == before.wall_seconds - down
+    assert after.productive_seconds == before.productive_seconds
+    assert lost(after) == {name: value for name, value in lost(before).items() if name != "down"}

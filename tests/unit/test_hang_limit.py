@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 from gsa_train.config import ParallelConfig
 from gsa_train.goodput.ledger import read_account
+from gsa_train.run.console import ConsoleWriter, console_stream
 from gsa_train.run.goodput_log import GoodputLog
 from gsa_train.run.hang_limit import (
     ACTIVITIES,
@@ -291,19 +290,7 @@ def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
     comes_back.set()
 
 
-class Stderr(io.StringIO):
-    """Whose writes do something else."""
-
-    def __init__(self, on_write: Callable[[], object]) -> None:
-        super().__init__()
-        self.on_write = on_write
-
-    def write(self, text: str) -> int:
-        self.on_write()
-        return len(text)
-
-
-def break_pipe() -> None:
+def break_pipe(_descriptor: int, _text: bytes) -> int:
     raise BrokenPipeError
 
 
@@ -323,8 +310,9 @@ def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
     children = [SimpleNamespace(kill=ended), SimpleNamespace(kill=lambda: killed.append(2))]
     monkeypatch.setattr("gsa_train.run.hang_watchdog.ALERT_SECONDS", 0.05)
     with monkeypatch.context() as patched:
-        on_write = break_pipe if stderr == "of a pipe that is gone" else lambda: comes_back.wait(60)
-        patched.setattr("sys.stderr", Stderr(on_write))
+        hang = lambda _, text: comes_back.wait(60) * len(text)  # noqa: E731
+        writer = ConsoleWriter(2, break_pipe if stderr == "of a pipe that is gone" else hang)
+        patched.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
         patched.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children))
         patched.setattr(os, "_exit", codes.append)
         watched.watch._write_report("a fault")
@@ -335,3 +323,24 @@ def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
         if thread.daemon and thread.name.endswith("(write)"):
             thread.join(60)
     assert list(tmp_path.glob(f"*/{REPORT}"))
+
+
+@pytest.mark.parametrize("saves_in_time", [True, False])
+def test_where_torchrun_is_gone_a_rank_is_asked_to_save_and_ended_if_it_does_not(
+    saves_in_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
+    watch = watched.watch
+    watch.close()
+    watch._over.clear()
+    codes = list[int]()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    assert not watch._is_orphaned()
+    watch._launcher = os.getpid()
+    assert watch._is_orphaned()
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0" if not saves_in_time else "60")
+    watch.on_orphaned = watch._over.set if saves_in_time else lambda: None
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: []))
+    watch._end_orphaned()
+    assert codes == ([] if saves_in_time else [1])

@@ -1,6 +1,5 @@
 """The console line: its columns, its placeholders, and the time that is left."""
 
-import contextlib
 import fcntl
 import math
 import os
@@ -40,19 +39,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def test_a_full_disk_costs_lines_and_says_so_when_it_works_again(capsys, monkeypatch):
-    progress = Progress(1000, interactive=False)
-    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", full)
-        for step in (120, 121):
-            progress.show({**RECORD, "step": step})
-        with contextlib.suppress(OSError):
-            full.close()
-    progress.message("here")
-    progress.message("again")
-    assert capsys.readouterr().out == "\n(2 lines could not be written here)\nhere\nagain\n"
 
 
 def test_plain_line(capsys):

@@ -64,6 +64,22 @@ def open_at(step: int, config: Config, validation_due: bool = False) -> None:
     open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("run", ("the-wandb-run", None)), ("copy", (None, "the-wandb-run"))]
+)
+def test_a_copied_folder_gets_a_wandb_run_of_its_own_which_names_the_other(
+    config: Config, monkeypatch: pytest.MonkeyPatch, name: str, expected: tuple[str | None, str | None]
+) -> None:
+    opened = Mock(return_value=None)
+    monkeypatch.setattr(run_folder, "open_wandb", opened)
+    state = dataclasses.replace(run_state(4, config), run="run", wandb_run_id="the-wandb-run")
+    own = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+    run_folder._open_wandb(own, Start(Path("step_00000004"), state, same_run=True))
+    *_, run_id, has_begun, copied_from = opened.call_args.args
+    assert (run_id, copied_from) == expected
+    assert has_begun
+
+
 def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +129,7 @@ def test_wandb_hears_whether_the_run_has_begun(
     told = Mock(return_value=None)
     monkeypatch.setattr("gsa_train.run.folder.open_wandb", told)
     open_at(step, config)
-    *_, has_begun = told.call_args.args
+    *_, has_begun, _ = told.call_args.args
     assert has_begun == (step > 0)
 
 

@@ -89,6 +89,31 @@ def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return send
 
 
+LISTENS = """
+import signal
+from gsa_train.run.stop_signals import StopRequest
+request = StopRequest()
+request.watch()
+request.listen()
+signal.raise_signal(signal.{name})
+print(int(request.reason))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])  # of nohup, and of a shell's background job
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_signal_ignored_at_the_start_asks_for_nothing(name: str, before: signal.Handlers) -> None:
+    number = getattr(signal, name)
+    said = subprocess.run(
+        [sys.executable, "-c", LISTENS.format(name=name)],
+        preexec_fn=lambda: signal.signal(number, before),
+        capture_output=True,
+        timeout=20,
+        check=True,
+    ).stdout
+    assert int(said) == (0 if before == signal.SIG_IGN else number)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
     assert request_to_stop.reason == 0
@@ -198,6 +223,14 @@ def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
     limit_minutes: float, slurm: dict[str, str], expected: float | None
 ) -> None:
     assert find_deadline(limit_minutes, 5, slurm, began=1000.0) == expected
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"])
+@pytest.mark.parametrize("value", ["Unknown", "", "-5", "1e9"])
+def test_a_time_of_slurm_that_is_no_number_is_named(name: str, value: str) -> None:
+    slurm = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1600", name: value}
+    with pytest.raises(ValueError, match=f"{name} = '{value}' in the environment: .*unset"):
+        find_deadline(0, 5, slurm, began=1000.0)
 
 
 def test_reasons_have_names() -> None:

@@ -107,6 +107,26 @@ def test_a_start_that_fails_names_the_remedy(tmp_path):
         open_wandb(logging, tmp_path, "test", {}, None)
 
 
+@pytest.mark.parametrize(("asked", "choice"), [("", "auto"), ("", "offline"), ("dryrun", "auto")])
+def test_neither_mode_nor_id_in_the_environment_refuse_or_name_a_new_run(
+    tmp_path, monkeypatch, asked, choice
+):
+    monkeypatch.setenv("WANDB_MODE", asked)
+    monkeypatch.setenv("WANDB_RUN_ID", "left-there")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    logging = LoggingConfig(tensorboard=False, wandb=choice, wandb_project="unit")
+    sink = open_wandb(logging, tmp_path, "test", {}, None, copied_from="of-another")
+    assert sink is not None
+    opened = sink._run
+    try:
+        assert opened.offline
+        assert sink.id == opened.id != "left-there"
+        assert opened.config["continues_wandb_run"] == "of-another"
+    finally:
+        sink.close(0)
+
+
 def test_group_tags_and_owner_come_from_the_config(tmp_path, monkeypatch):
     init = Mock(side_effect=wandb.Error("enough"))
     monkeypatch.setattr(wandb, "init", init)
@@ -165,6 +185,7 @@ def test_auto_is_online_only_with_a_key(tmp_path):
     assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x"}) == "online"
     assert wandb_mode("auto", environ | {"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}) == "offline"
     assert wandb_mode("disabled", environ | {"WANDB_API_KEY": "x"}) == "disabled"
+    assert wandb_mode("auto", environ | {"WANDB_MODE": "dryrun"}) == "offline"
     for mode in ("online", "shared", "disabled"):
         assert wandb_mode("auto", environ | {"WANDB_MODE": mode}) == mode
     assert wandb_mode("offline", environ | {"WANDB_MODE": "onlin"}) == "offline"

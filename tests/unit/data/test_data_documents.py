@@ -68,13 +68,23 @@ def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:
     with pytest.raises(
         DataFault,
         match=r"s0\.jsonl\.zst has 3 bad lines of 100 \(bad_json 1, bad_utf8 1, empty_text 1, missing_text 1; "
-        r"text_field=text\), more than max_bad_line_fraction=0\.02",
+        r"text_field=text; line 97: .* at character \d+\), more than max_bad_line_fraction=0\.02",
     ):
         read_documents(manifest, "s0.jsonl.zst", Reading(max_bad_line_fraction=0.02), counters)
     skipping = Reading("skip", max_bad_line_fraction=0.02)
     counters.clear()
     assert read_documents(manifest, "s0.jsonl.zst", skipping, counters) == []
     assert counters == Counter(shards_read=1, shards_bad_lines=1)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_no_json_is_named_with_its_line(tmp_path: Path, value: str) -> None:
+    """In any field: Python's json and pandas write them."""
+    lines = [b'{"text": "good"}', b"", b'{"text": "good", "score": %s}' % value.encode()]
+    write_shard(tmp_path / "s0.jsonl.zst", lines)
+    message = rf"line 3: .* at character 2\d; {value.removeprefix('-')} is no JSON, write null"
+    with pytest.raises(DataFault, match=message):
+        read_documents(build_manifest(str(tmp_path)), "s0.jsonl.zst", Reading(), Counter())
 
 
 def test_empty_text_is_no_bad_line(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Real runs whose console fails in each way, and that are asked to end by each signal: complete, or saved.
+
+What ends a run in a terminal is here, too: a hang-up with and without nohup, and Ctrl-C with a reader that it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gsa_train.run.stop_signals import STOP_SIGNALS
+from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, TINY, Run, inherited, processes_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+LONG = (*TINY, "phases.0.steps=5000", "checkpoint.every_steps=100000")
+CONSOLES = {
+    "stdout closed": "{run} >&-",
+    "stderr closed": "{run} 2>&-",
+    "all closed": "{run} <&- >&- 2>&-",
+    "full disk": "{run} >/dev/full 2>&1",
+    "its reader leaves": "{run} 2>&1 | head -n 1",
+    "no reader reads": "{run} 2>&1 | sleep 1000",
+    "ascii": "PYTHONIOENCODING=ascii {run}",
+    "latin-1": "PYTHONIOENCODING=latin-1 {run}",
+}
+
+
+class Terminal:
+    """A shell of its own in a terminal of its own, with a run in the foreground."""
+
+    def __init__(self, folder: Path, ranks: int, console: str, overrides: tuple[str, ...]) -> None:
+        words = [
+            sys.executable,
+            *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]),
+        ]
+        if ranks == 0:
+            words = [sys.executable]
+        words += ["launch/pretrain.py", "--config", CONFIG, f"run.dir={folder}", "run.name=run", *overrides]
+        self.folder, self.leader = folder, -1
+        pid, self.leader = pty.fork()
+        if pid == 0:
+            os.chdir(REPOSITORY)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            mark = {MARK: str(folder)}
+            line = console.format(run=shlex.join(words))
+            os.execvpe("bash", ["bash", "-c", f"{line}; exit $?"], {**inherited(), **ENVIRONMENT, **mark})
+        os.set_blocking(self.leader, False)
+        self.shell = psutil.Process(pid)
+        self.run = Run(folder / "run", None, folder / "nothing", str(folder))  # type: ignore[arg-type]
+        self.said = b""
+        self.wait_for("begun")
+
+    def read(self) -> None:
+        with contextlib.suppress(OSError):  # nothing is there
+            self.said += os.read(self.leader, 1 << 16)
+
+    def wait_for(self, what: str, seconds: float = 200) -> None:
+        """Of `begun`, `steps` and `over`."""
+        deadline = time.monotonic() + seconds
+        reached = {
+            "begun": lambda: self.living(),
+            "steps": lambda: len(self.run.steps()) >= 3,
+            "over": lambda: not self.living(),
+        }
+        while not reached[what]():
+            assert time.monotonic() < deadline, (what, self.said.decode(errors="replace")[-3000:])
+            if self.leader >= 0:
+                self.read()
+            time.sleep(0.2)
+
+    def living(self) -> list[psutil.Process]:
+        """Launcher and ranks."""
+        return [
+            each
+            for each in processes_of(self.run)
+            if each.status() != psutil.STATUS_ZOMBIE
+            and "launch/pretrain.py" in " ".join(each.cmdline())
+            and each.name() != "bash"
+        ]
+
+    def rank(self, number: int) -> psutil.Process:
+        found = [each for each in self.living() if each.environ().get("RANK") == str(number)]
+        return min(found, key=lambda each: each.create_time())  # before its readers
+
+    def launcher(self) -> psutil.Process:
+        return min(self.living(), key=lambda each: each.create_time())
+
+    def close(self) -> None:
+        os.close(self.leader)
+        self.leader = -1
+
+    def end(self) -> None:
+        for each in processes_of(self.run):
+            each.kill()
+        if self.leader >= 0:
+            self.close()
+        os.waitpid(self.shell.pid, 0)
+
+    def is_saved_by(self, reason: str) -> None:
+        stopped = json.loads((self.run.folder / "stopped.json").read_text())
+        assert stopped["reason"] == reason
+        assert self.run.latest == f"step_{stopped['step']:08d}"
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for each in opened:
+        each.end()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("console", CONSOLES)
+def test_no_console_ends_or_blocks_a_run(
+    tmp_path: Path, terminals: list[Terminal], console: str, ranks: int
+) -> None:
+    terminal = Terminal(tmp_path, ranks, CONSOLES[console], TINY)
+    terminals.append(terminal)
+    terminal.wait_for("over")
+    assert json.loads((terminal.run.folder / "summary.json").read_text())["steps"] == 20
+
+
+def in_foreground(nohup: str, folder: Path) -> str:
+    """nohup would write into the checkout."""
+    return f"nohup {{run}} >'{folder}/nohup.out' 2>&1" if nohup else "{run}"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("nohup", ["", "nohup "])
+def test_a_terminal_that_closes(tmp_path: Path, terminals: list[Terminal], nohup: str, ranks: int) -> None:
+    """torchrun heeds SIGHUP also under nohup, and passes it on; a rank of its own does not."""
+    is_ignored = bool(nohup) and ranks == 0
+    terminal = Terminal(tmp_path, ranks, in_foreground(nohup, tmp_path), TINY if is_ignored else LONG)
+    terminals.append(terminal)
+    terminal.wait_for("steps")
+    terminal.close()
+    terminal.wait_for("over")
+    if is_ignored:
+        assert (terminal.run.folder / "summary.json").exists()
+    else:
+        terminal.is_saved_by("SIGHUP")
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path, terminals: list[Terminal], ranks: int) -> None:
+    terminal = Terminal(tmp_path, ranks, "{run} | tee '" + str(tmp_path / "log") + "'", LONG)
+    terminals.append(terminal)
+    terminal.wait_for("steps")
+    os.write(terminal.leader, b"\x03")
+    terminal.wait_for("over")
+    terminal.is_saved_by("Ctrl-C")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("target", ["rank 0", "rank 1", "torchrun"])
+@pytest.mark.parametrize("nohup", ["", "nohup "])
+def test_each_signal_saves(
+    tmp_path: Path, terminals: list[Terminal], number: signal.Signals, target: str, nohup: str
+) -> None:
+    terminal = Terminal(tmp_path, 2, in_foreground(nohup, tmp_path), LONG)
+    terminals.append(terminal)
+    terminal.wait_for("steps")
+    (terminal.launcher() if target == "torchrun" else terminal.rank(int(target[-1]))).send_signal(number)
+    terminal.wait_for("over")
+    if target == "torchrun" and number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        terminal.is_saved_by("the end of torchrun")  # which dies of it, unless told to handle it
+    else:
+        terminal.is_saved_by("Ctrl-C" if number == signal.SIGINT else number.name)
