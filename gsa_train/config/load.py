@@ -20,11 +20,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
+from gsa_data.whole_files import MOST_LEVELS, read_whole
 from gsa_train.config.other_names import FIELD_OF
 
 Built = TypeVar("Built")
 
 
+MOST_YAML_BYTES = 1 << 22
+"""PyYAML takes a minute for them."""
 MOST_DIGITS = 18
 """Of an integer: torch's seeds and sizes have 64 bits."""
 
@@ -99,13 +102,23 @@ class _TextLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = dict.fromkeys(("~", "n", "N", ""), _NULL_RESOLVER)
     yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _KNOWN_TAGS}  # noqa: RUF012
 
+    _levels = 0  # of the node that is read, inside others
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(
                 problem="aliases (*name) are not part of these configs",
                 problem_mark=self.peek_event().start_mark,
             )
-        return super().compose_node(parent, index)
+        self._levels += 1
+        if self._levels > MOST_LEVELS:  # PyYAML's own functions call each other
+            raise yaml.composer.ComposerError(
+                problem=f"sections and lists are nested more than {MOST_LEVELS} levels deep",
+                problem_mark=self.peek_event().start_mark,
+            )
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -142,7 +155,9 @@ def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
         ConfigError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        content = find_config(path).read_bytes()
+        content = read_whole(find_config(path), MOST_YAML_BYTES)
+    except ValueError as error:
+        raise ConfigError(path, [str(error)]) from None
     except OSError as error:
         names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
         wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"

@@ -156,7 +156,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     attention = chosen_attention(attention, device, found.index_pool)
     model = read_gsa_model(folder, found, found, attention)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of damaged files, and tokenizers raises this very class
         raise ValueError(
             f"--hf {folder}: its tokenizer's files cannot be read ({error}); copy the folder from its source again"

@@ -75,7 +75,7 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path) -> None:
     Raises:
         ValueError: AutoTokenizer gives other ids than training, with the text.
     """
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for text in PROBES:
         expected = tokenizer.encode(text).tolist()
         found = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]

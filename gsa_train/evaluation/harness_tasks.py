@@ -13,6 +13,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from gsa_data.tokenize import Tokenizer
+from gsa_data.whole_files import read_whole
+from gsa_train.config.load import MOST_YAML_BYTES
 from gsa_train.evaluation.loop_tasks import PreparedTask
 from gsa_train.evaluation.requests import Request
 
@@ -38,14 +40,17 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
     for task in tasks:
         if task.endswith(YAML):
             if not Path(task).is_file():
-                raise ValueError(f"{task}: no such file")
+                raise ValueError(f"{task}: no such file; give a YAML file of a task")
             try:
+                read_whole(task, MOST_YAML_BYTES)
                 wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
             except yaml.YAMLError as error:
                 place = getattr(error, "problem_mark", None)
                 line = "" if place is None else f", line {place.line + 1}"
                 wrong = getattr(error, "problem", None) or "cannot be read"
                 raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
+            except RecursionError:
+                raise ValueError(f"{task}: is nested too deeply; mend the file") from None
         elif matching := manager.match_tasks([task]):
             wanted += matching
         else:
