@@ -122,7 +122,7 @@ def read_bytes(
         pieces = []
         while piece := in_time(lambda: file.read(PIECE_BYTES), limit):
             pieces.append(piece)
-            if most_bytes is not None and len(pieces) * PIECE_BYTES > most_bytes + PIECE_BYTES:
+            if most_bytes is not None and sum(map(len, pieces)) > most_bytes:
                 raise NoSuchKind(f"{path}: has more than the {most_bytes} bytes that such a file may have")
         expected = getattr(file, "size", None)
         file.close()

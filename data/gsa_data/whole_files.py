@@ -36,7 +36,7 @@ def read_whole(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
         OSError: it cannot be read.
     """
     # Without waiting for a pipe's writer; what is opened is what is looked at.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path}: is {_kind(status.st_mode)}, no regular file; give a regular file")
@@ -58,7 +58,8 @@ def parse_json(content: str | bytes) -> Any:
         tree = json.loads(content)
     except RecursionError:
         raise ValueError(_too_deep()) from None
-    if is_too_deep(tree):
+    brackets = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
+    if sum(content.count(each) for each in brackets) > MOST_LEVELS and is_too_deep(tree):  # type: ignore[arg-type]
         raise ValueError(_too_deep())
     return tree
 
@@ -89,6 +90,5 @@ def _kind(mode: int) -> str:
         stat.S_ISSOCK: "a socket",
         stat.S_ISCHR: "a device",
         stat.S_ISBLK: "a device",
-        stat.S_ISDIR: "a folder",
     }
     return next((name for test, name in kinds.items() if test(mode)), "of another kind")

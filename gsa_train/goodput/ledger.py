@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.goodput.account import Account, Accounting, Line
 from gsa_train.metrics.record_format import read_records
 
@@ -85,7 +86,7 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 def _read_alive(path: Path) -> dict[str, Any]:
     """Empty where there is none, or it is damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     keys = {"began", "time", "progress", "step", "seconds"}

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.files import write_atomically
 from gsa_train.report.panels import PICTURES, tag_of
 
@@ -110,7 +111,7 @@ def _read_lines(path: Path) -> tuple[list[tuple[str, Record]], str]:
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8")
-            record = json.loads(text)
+            record = parse_json(text)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 parsed.append((text, record))
             else:

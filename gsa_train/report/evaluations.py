@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.metrics.record_format import numbers_back
 from gsa_train.report.run_files import RunFiles
 
@@ -57,7 +57,7 @@ def _folders(run_dir: Path) -> list[Path]:
 def _read(folder: Path) -> dict[str, Any]:
     """Empty where it is damaged, which is said."""
     try:
-        found = numbers_back(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+        found = numbers_back(parse_json((folder / "results.json").read_text(encoding="utf-8")))
         if isinstance(found, dict) and "model" in found:
             return found
         fault = "it is no object with model"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.goodput.account import Account
 from gsa_train.goodput.ledger import read_account
@@ -125,7 +125,7 @@ def read_json(path: Path, key: str) -> Record:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and key in found:
             return found
         fault = f"it is no object with {key}"

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.metrics.wandb_sink import without_credentials
 
 STARTS = "starts.jsonl"
@@ -77,8 +78,8 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     starts = []
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            start = json.loads(line)
+        with contextlib.suppress(ValueError):
+            start = parse_json(line)
             if isinstance(start, dict) and isinstance(start.get("unix_seconds"), float):
                 starts.append(start)
     return starts

@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         config(tie_word_embeddings=True),
         "tie_word_embeddings = true, but lm_head.weight",
     ),
-    "a part of the weights before the index": (in_shards, "model"),
+    "a part of the weights before the index": (in_shards, "the weights"),
     "an index of numbers": (index_alone({NORM: 3}), "weight_map names no file for each tensor"),
     "an index of a list": (index_alone([NORM]), "weight_map names no file for each tensor"),
     "an index of nothing": (index_alone({}), "weight_map names no file for each tensor"),
