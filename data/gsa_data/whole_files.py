@@ -58,8 +58,11 @@ def parse_json(content: str | bytes) -> Any:
         tree = json.loads(content)
     except RecursionError:
         raise ValueError(_too_deep()) from None
-    brackets = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
-    if sum(content.count(each) for each in brackets) > MOST_LEVELS and is_too_deep(tree):  # type: ignore[arg-type]
+    if isinstance(content, bytes):
+        brackets = content.count(b"[") + content.count(b"{")
+    else:
+        brackets = content.count("[") + content.count("{")
+    if brackets > MOST_LEVELS and is_too_deep(tree):
         raise ValueError(_too_deep())
     return tree
 

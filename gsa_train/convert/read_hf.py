@@ -54,13 +54,15 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         value = content.get(field)
         if isinstance(value, int | float) and value > most:
             raise ValueError(f"{path}: {field} = {value}: more than {most}; give the number of the model")
+    if sizes := [name for name, value in _numbers(content) if isinstance(value, int) and abs(value) >> 62]:
+        raise ValueError(f"{path}: {sizes[0]} has more than 62 bits; give the number of the model")
     if numbers := [name for name, value in _numbers(content) if not math.isfinite(value)]:
         raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Of a StrictDataclassError's lines the cause names field and value. KeyError: a field of YaRN is missing.
     # TypeError: a value of another type, where the class has no check of its own.
-    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
     # Ours to choose: transformers would fetch a kernel of such a name.
     found._attn_implementation = None
@@ -88,7 +90,7 @@ def check_files(folder: Path) -> None:
                     raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
 
 
-def _numbers(content: Any, where: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(content: Any, where: str = "") -> Iterator[tuple[str, int | float]]:
     if isinstance(content, dict):
         for name, value in content.items():
             # transformers writes infinity as {"__float__": "Infinity"}
@@ -96,7 +98,7 @@ def _numbers(content: Any, where: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(content, list):
         for number, value in enumerate(content):
             yield from _numbers(value, f"{where}.{number}")
-    elif isinstance(content, float):
+    elif isinstance(content, int | float):
         yield where, content
     elif content in ("Infinity", "-Infinity", "NaN"):
         yield where, math.nan
@@ -119,7 +121,12 @@ def read_gsa_model(
     try:
         with torch.device("meta"):
             empty: Any = GSAForCausalLM(found)
-    except (RuntimeError, TypeError, ZeroDivisionError) as error:  # torch's, of a size that is none
+    except (
+        RuntimeError,
+        TypeError,
+        ZeroDivisionError,
+        AssertionError,
+    ) as error:  # torch's, of a size that is none
         raise ValueError(f"{folder / 'config.json'}: no model can be built of it: {error}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
     if found.tie_word_embeddings:  # it may be there, or not

@@ -128,6 +128,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         config(num_hidden_layers=10**11, layer_types=None),
         "num_hidden_layers = 100000000000: mo",
     ),
+    "a size of 100 bits": (config(hidden_size=10**30), "hidden_size has more than 62 bits"),
+    "a dtype of nothing": (config(dtype=[]), "config.json: "),
     "weights of another name": (
         config(transformers_weights="other.safetensors"),
         "transformers_weights = other",
