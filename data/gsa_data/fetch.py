@@ -117,7 +117,7 @@ def read_bytes(
             try:
                 in_time(lambda: check_kind(path), limit)
             except ValueError as error:
-                raise NoSuchKind(error) from None
+                raise NoSuchKind(str(error)) from None
         file = in_time(lambda: filesystem.open(path, "rb"), limit)
         pieces = []
         while piece := in_time(lambda: file.read(PIECE_BYTES), limit):

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from gsa_data.tokenize import Tokenizer
-from gsa_data.whole_files import read_whole
+from gsa_data.whole_files import MOST_LEVELS, read_whole
 from gsa_train.config.load import MOST_YAML_BYTES
 from gsa_train.evaluation.loop_tasks import PreparedTask
 from gsa_train.evaluation.requests import Request
@@ -42,20 +42,27 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
             if not Path(task).is_file():
                 raise ValueError(f"{task}: no such file; give a YAML file of a task")
             try:
-                read_whole(task, MOST_YAML_BYTES)
+                _check_depth(task, read_whole(task, MOST_YAML_BYTES))
                 wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
             except yaml.YAMLError as error:
                 place = getattr(error, "problem_mark", None)
                 line = "" if place is None else f", line {place.line + 1}"
                 wrong = getattr(error, "problem", None) or "cannot be read"
                 raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
-            except RecursionError:
-                raise ValueError(f"{task}: is nested too deeply; mend the file") from None
         elif matching := manager.match_tasks([task]):
             wanted += matching
         else:
             raise ValueError(f"{task}: lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them")
     return manager, wanted
+
+
+def _check_depth(task: str, content: bytes) -> None:
+    """By what the parser finds one after another: the harness' loader calls itself."""
+    levels = 0
+    for event in yaml.parse(content, yaml.SafeLoader):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if levels > MOST_LEVELS:
+            raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; mend the file")
 
 
 def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
