@@ -12,20 +12,24 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import MOST_BYTES, parse_json, read_whole
+
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems say that have no POSIX locks."""
 
 
-def read_named(option: str, path: Path) -> str:
+def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file that the user names by an option, without a byte order mark.
 
     Raises:
-        ValueError: there is none, or it is no text; says the option and the remedy.
+        ValueError: there is none, it is no text, no regular file, or too large; says the option and the remedy.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_whole(path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path}: no UTF-8 text ({error}); give a text file") from error
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
     except OSError as error:
         raise ValueError(
             f"{option} {path}: cannot be read ({error.strerror}); give a file that is there"
@@ -107,7 +111,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: it is something else.
     """
-    content = json.loads(path.read_bytes())
+    content = parse_json(read_whole(path))
     if not isinstance(content, dict):
         raise ValueError(f"it holds no {', '.join(keys)}")
     checksum = content.pop("crc32", None)

@@ -1,8 +1,8 @@
 """Deterministic, resumable streaming of tokenized blocks from shards of JSON lines or Parquet.
 
-Read in this order: faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize, tokenizer_json, pack,
-source_weights, reader, marks, chat_template, chat, token_files, token_writer, indexed, corpus, content, lanes,
-best_fit, stream_config, rank_samples, stream, validation, ngram.
+Read in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
+tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, token_files, token_writer, indexed, corpus,
+content, lanes, best_fit, stream_config, rank_samples, stream, validation, ngram.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import read_bytes
 from gsa_data.marks import mark
 from gsa_data.tokenize import Part, Tokenizer, TokenizerError
+from gsa_data.whole_files import MOST_BYTES, parse_json
 
 if TYPE_CHECKING:  # it loads torch, which a dry run does without
     from gsa_data.pack import Tokens
@@ -300,7 +301,7 @@ class ChatEncoder:
 
 def _read_text(address: str, reading: Reading) -> str | None:
     try:
-        return read_bytes(address, reading, Counter()).decode()
+        return read_bytes(address, reading, Counter(), MOST_BYTES).decode()
     except (FileNotFoundError, IsADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -311,8 +312,8 @@ def read_object(address: str, reading: Reading) -> dict[str, Any]:
     """Of a JSON file; empty where there is none."""
     text = _read_text(address, reading)
     try:
-        content = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
+        content = parse_json(text) if text is not None else {}
+    except ValueError as error:
         raise TokenizerError(f"{address} is no JSON ({error}); restore it") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{address} holds no object; restore it")

@@ -16,6 +16,7 @@ from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
 from gsa_data.faults import DataFault, Reading
+from gsa_data.whole_files import check_kind
 
 T = TypeVar("T")
 
@@ -23,8 +24,6 @@ logger = logging.getLogger("gsa_data")
 
 PIECE_BYTES = 1 << 24
 
-# Waiting does not help these.
-LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 # The libraries under fsspec's remote file systems; most of their errors are OSErrors, some are not.
 NETWORK_LIBRARIES = frozenset(
     {
@@ -49,6 +48,14 @@ PACKAGES = {
 
 class ReadError(OSError):
     """A read that failed, and may be tried again."""
+
+
+class NoSuchKind(OSError):
+    """A pipe or a device where a file is expected, or a file that is too large."""
+
+
+# Waiting does not help these.
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NoSuchKind)
 
 
 class Pulse:
@@ -98,16 +105,25 @@ def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
         raise DataFault(f"{address}: {error}; give a folder, or an address that fsspec knows") from error
 
 
-def read_bytes(address: str, reading: Reading, counters: Counter[str]) -> bytes:
-    """The whole file, or OSError when it is missing or all tries failed."""
+def read_bytes(
+    address: str, reading: Reading, counters: Counter[str], most_bytes: int | None = None
+) -> bytes:
+    """The whole file, or OSError when it is missing, no regular file, larger than `most_bytes`, or all tries failed."""
     limit = reading.timeout_seconds
 
     def read() -> bytes:
         filesystem, path = connected(address, limit)
+        if isinstance(filesystem, LocalFileSystem):
+            try:
+                in_time(lambda: check_kind(path), limit)
+            except ValueError as error:
+                raise NoSuchKind(str(error)) from None
         file = in_time(lambda: filesystem.open(path, "rb"), limit)
         pieces = []
         while piece := in_time(lambda: file.read(PIECE_BYTES), limit):
             pieces.append(piece)
+            if most_bytes is not None and sum(map(len, pieces)) > most_bytes:
+                raise NoSuchKind(f"{path}: has more than the {most_bytes} bytes that such a file may have")
         expected = getattr(file, "size", None)
         file.close()
         content = b"".join(pieces)

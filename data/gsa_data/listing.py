@@ -96,8 +96,11 @@ def _local_files(
                 yield path, 0
             else:
                 status = entry.stat()  # a link to nowhere is an error
-                if stat.S_ISREG(status.st_mode):
-                    yield path, status.st_size
+                if not stat.S_ISREG(status.st_mode):
+                    raise DataFault(
+                        f"{entry.path!r} has the name of a shard, and is a pipe, a socket or a device; remove it"
+                    )
+                yield path, status.st_size
 
 
 def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iterator[tuple[str, int]]:

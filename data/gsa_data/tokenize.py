@@ -18,6 +18,7 @@ from gsa_data.faults import Reading
 from gsa_data.fetch import read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
+from gsa_data.whole_files import MOST_BYTES
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -84,7 +85,7 @@ class Tokenizer:
         self.path = path
         self.eos_token = eos_token
         try:
-            self._file = read_bytes(path, reading or Reading(), Counter())
+            self._file = read_bytes(path, reading or Reading(), Counter(), MOST_BYTES)
         except OSError as error:
             if isinstance(error, FileNotFoundError | IsADirectoryError):
                 wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"

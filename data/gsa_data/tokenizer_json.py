@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from gsa_data.whole_files import parse_json
+
 EOS_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -35,8 +37,8 @@ class TokenizerJson:
             ) from error
         self._path = path
         try:
-            self._content: dict[str, Any] = json.loads(file)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            self._content: dict[str, Any] = parse_json(file)
+        except ValueError as error:
             raise TokenizerError(
                 f"tokenizer file {path!r} is no JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
             ) from error

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.checksums import crc32_of
 
 LATEST = "latest"
@@ -255,12 +256,12 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError: it is no manifest.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = parse_json((folder / MANIFEST).read_bytes())
         records = {
             name: FileRecord(record["bytes"], record["crc32"]) for name, record in content["files"].items()
         }
         run, run_id, step = content.get("run", ""), content.get("run_id", ""), content.get("step")
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     for name, record in records.items():
         if not _is_plain(name):

@@ -8,7 +8,6 @@ readers with a list of what is allowed in their places. torch itself reads tenso
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 from collections.abc import Collection
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import MEGATRON_METADATA, leads_out
 from gsa_train.checkpoint.parallel_read import ParallelReader, log_of
 from gsa_train.checkpoint.write import BACKEND, TORCH_METADATA
@@ -121,7 +121,7 @@ def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | N
         listed: files whose checksums are known; None where the checkpoint is from before there were any.
     """
     try:
-        backend = json.loads((checkpoint / MEGATRON_METADATA).read_bytes())["sharded_backend"]
+        backend = parse_json((checkpoint / MEGATRON_METADATA).read_bytes())["sharded_backend"]
         if backend != BACKEND[0]:
             return f"{MEGATRON_METADATA} says that the format is {backend!r}, and only {BACKEND[0]} is read"
         read_common(checkpoint)
@@ -134,10 +134,10 @@ def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | N
                     file.seek(place.offset)
                     content = file.read(place.length)
                 _load(io.BytesIO(content), f"{place.relative_path}, {index.fqn}")
-    except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        return f"{MEGATRON_METADATA} is damaged: {_line(error)}"
     except (OSError, RefusedContent, AttributeError, TypeError) as error:
         return _line(error)
+    except (KeyError, ValueError) as error:
+        return f"{MEGATRON_METADATA} is damaged: {_line(error)}"
     return None
 
 

@@ -127,4 +127,7 @@ def saved_sections(config_yaml: str) -> Any:
     Raises:
         yaml.YAMLError: the text is damaged.
     """
-    return yaml.load(config_yaml, _SAVED_LOADER)
+    try:
+        return yaml.load(config_yaml, _SAVED_LOADER)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None

@@ -20,11 +20,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
+from gsa_data.whole_files import read_whole
 from gsa_train.config.other_names import FIELD_OF
+from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
 
 
+MOST_YAML_BYTES = 1 << 22
+"""PyYAML takes a minute for them."""
 MOST_DIGITS = 18
 """Of an integer: torch's seeds and sizes have 64 bits."""
 
@@ -88,39 +92,6 @@ def flat_fields(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 # ---- text -> tree of mappings, lists, text and None
 
-_TAG = "tag:yaml.org,2002:"
-_NULL_RESOLVER = [(f"{_TAG}null", re.compile(r"^(?:~|null|Null|NULL|)$"))]
-_KNOWN_TAGS = (f"{_TAG}null", f"{_TAG}str", f"{_TAG}seq", f"{_TAG}map", None)  # None: any other is an error
-
-
-class _TextLoader(yaml.SafeLoader):
-    """YAML whose plain scalars are text, null excepted; duplicate keys, aliases and other tags are errors."""
-
-    yaml_implicit_resolvers = dict.fromkeys(("~", "n", "N", ""), _NULL_RESOLVER)
-    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _KNOWN_TAGS}  # noqa: RUF012
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                problem="aliases (*name) are not part of these configs",
-                problem_mark=self.peek_event().start_mark,
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            line = key_node.start_mark.line + 1
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key} is already set in line {seen[key]}",
-                    problem_mark=key_node.start_mark,
-                )
-            seen[key] = line
-        return super().construct_mapping(node, deep)
-
-
 SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 """Folder of the project's configs: in an installation, in a checkout."""
 
@@ -142,7 +113,9 @@ def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
         ConfigError: the file cannot be read, or is not a YAML mapping.
     """
     try:
-        content = find_config(path).read_bytes()
+        content = read_whole(find_config(path), MOST_YAML_BYTES)
+    except ValueError as error:
+        raise ConfigError(path, [str(error)]) from None
     except OSError as error:
         names = ", ".join(sorted({file.stem for folder in SHIPPED for file in folder.glob("*.yaml")}))
         wrong = f"cannot be read: {error.strerror} ({Path(path).absolute()})"
@@ -158,7 +131,7 @@ def parse_yaml(content: str | bytes, path: str | Path) -> dict[Any, Any]:
         ConfigError: it is not a YAML mapping.
     """
     try:
-        tree = yaml.load(content, _TextLoader)
+        tree = yaml.load(content, TextLoader)
     except yaml.YAMLError as error:
         raise ConfigError(path, [f"{_yaml_reason(error)}; correct the YAML there"]) from error
     if tree is None:
@@ -188,7 +161,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
         problems.add(path, "", "no value after the =", f"write {path}=VALUE, for an empty text {path}=\"''\"")
         return
     try:
-        value = yaml.load(text, _TextLoader)
+        value = yaml.load(text, TextLoader)
     except yaml.YAMLError as error:
         problems.add(path, text, f"not readable as YAML ({_yaml_reason(error)})", "put the value in quotes")
         return
@@ -238,7 +211,7 @@ def _has_names(root: type, keys: Sequence[str]) -> bool:
 
 def _has_comment(text: str) -> bool:
     """Whether YAML drops what stands behind the value."""
-    node = yaml.compose(text, _TextLoader)
+    node = yaml.compose(text, TextLoader)
     end = 0 if node is None else node.end_mark.index
     return text[end:].lstrip().startswith("#")
 

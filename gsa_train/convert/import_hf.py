@@ -19,7 +19,7 @@ from gsa_train.convert.dense_models import ARCHITECTURES, Gates, Recipe, config_
 from gsa_train.convert.export_hf import new_folder
 from gsa_train.convert.hf_config import from_hf_config
 from gsa_train.convert.names import pairs
-from gsa_train.convert.read_hf import read_hf_config
+from gsa_train.convert.read_hf import check_tied, read_hf_config
 from gsa_train.convert.safetensors_folder import SafetensorsFolder, last_read
 from gsa_train.convert.tokenizer import TokenizerChoice, folder_tokenizer
 
@@ -68,6 +68,8 @@ def import_hf(
     data = dataclasses.replace(config.data, tokenizer=str(copy), eos_token=text.eos_token or "")
     config = dataclasses.replace(config, data=data)
     source = SafetensorsFolder(folder)
+    if config.model.tie_embeddings:
+        check_tied(folder, source)
     tensors = _tensors(folder, source, config, found.model_type)
     with new_folder(out) as unfinished:
         files = {text.file_name: text.file, **companions.files()}

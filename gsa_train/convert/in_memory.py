@@ -157,10 +157,16 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     attention = chosen_attention(attention, device, found.index_pool)
     model = read_gsa_model(folder, found, found, attention)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of damaged files, and tokenizers raises this very class
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:  # transformers would have it set
+            raise ValueError(
+                f"--hf {folder}: its tokenizer is code of the folder, which is never run here; give a folder with a "
+                f"tokenizer of transformers' own, as {TOKENIZER_JSON}"
+            ) from error
         raise ValueError(
-            f"--hf {folder}: its tokenizer's files cannot be read ({error}); copy the folder from its source again"
+            f"--hf {folder}: its tokenizer's files cannot be read ({reason}); copy the folder from its source again"
         ) from error
 
     def encode(text: str) -> list[int]:

@@ -12,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from gsa_data.whole_files import parse_json, read_whole
 from gsa_train.checkpoint.files import sync
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class SafetensorsFolder:
@@ -26,6 +28,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -56,21 +59,46 @@ class SafetensorsFolder:
         return names
 
     def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        """
+        Raises:
+            ValueError: it is of another dtype than weights have, or holds NaN or infinity.
+        """
+        file_name = self._file_of[name]
+        tensor: torch.Tensor = self._files[file_name].get_tensor(name)
+        if tensor.dtype not in WEIGHTS:
+            kinds = ", ".join(str(each).removeprefix("torch.") for each in WEIGHTS)
+            raise ValueError(
+                f"{self._folder / file_name}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}; give "
+                f"weights of {kinds}"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{self._folder / file_name}: {name} holds NaN or infinity; give weights without, as of an earlier "
+                "checkpoint"
+            )
         return tensor
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> file; empty where one file holds all."""
-    if (folder / INDEX).is_file():
+    """Tensor -> file; empty where one file holds all. Where there are both, the one file counts, as for
+    transformers."""
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
-            listed = json.loads((folder / INDEX).read_bytes())["weight_map"]
+            listed = parse_json(read_whole(folder / INDEX))["weight_map"]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{folder / INDEX} is damaged: {error!r}; copy it from its source again"
             ) from error
+        if (
+            not isinstance(listed, dict)
+            or not listed
+            or not all(isinstance(name, str) for name in listed.values())
+        ):
+            raise ValueError(
+                f"{folder / INDEX} is damaged: weight_map names no file for each tensor; copy it from its source again"
+            )
         for name in listed.values():
-            if Path(name).name != name:
+            if not name.isprintable() or name in ("", ".", "..") or Path(name).name != name:
                 raise ValueError(f"{folder / INDEX} names {name!r}, which leads out of the folder")
         return dict(listed)
     if not (folder / SINGLE).is_file():

@@ -144,7 +144,7 @@ def check_same_ids(
     Raises:
         ValueError: AutoTokenizer gives other ids than training, with the text.
     """
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     calls: list[dict[str, Any]] = [{"add_special_tokens": False}, *([{}] if was_trained else [])]
     for text in PROBES:
         expected = tokenizer.encode(text).tolist()

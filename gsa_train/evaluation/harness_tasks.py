@@ -19,6 +19,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_data.chat_template import ChatEncoder, ChatTemplate, TemplateRefused
 from gsa_data.faults import warn_once
 from gsa_data.tokenize import Tokenizer
+from gsa_data.whole_files import MOST_LEVELS, read_whole
+from gsa_train.config.load import MOST_YAML_BYTES
 from gsa_train.evaluation.loop_tasks import PreparedTask
 from gsa_train.evaluation.requests import Request
 
@@ -78,8 +80,9 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
     for task in tasks:
         if task.endswith(YAML):
             if not Path(task).is_file():
-                raise ValueError(f"{task}: no such file")
+                raise ValueError(f"{task}: no such file; give a YAML file of a task")
             try:
+                _check_depth(task, read_whole(task, MOST_YAML_BYTES))
                 with task_errors(task):
                     wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
             except yaml.YAMLError as error:
@@ -97,6 +100,15 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
         else:
             raise ValueError(f"{task}: lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them")
     return manager, wanted
+
+
+def _check_depth(task: str, content: bytes) -> None:
+    """By what the parser finds one after another: the harness' loader calls itself."""
+    levels = 0
+    for event in yaml.parse(content, yaml.SafeLoader):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if levels > MOST_LEVELS:
+            raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; mend the file")
 
 
 def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from gsa_data.whole_files import check_kind
 from gsa_train.evaluation.mmlu import FOLDER, mmlu_subjects, read_mmlu
 
 OLMO = "olmo:"
 MMLU = f"{OLMO}mmlu_"
 REQUEST_FILES = ("requests.jsonl.gz", "requests.jsonl")
 ENDINGS = (".jsonl", ".jsonl.gz")
+MOST_BYTES, MOST_LINE_BYTES = 1 << 32, 1 << 24
+"""Of a file once it is unpacked, and of one of its requests: a packed file may hold a thousand times its size."""
 SCORED = ("loglikelihood", "generate_until_and_loglikelihood")
 """Kinds of requests with a continuation to score."""
 FIRST_UNCONDITIONAL = 1_000_000
@@ -196,8 +199,18 @@ def _file_of_package(task: str) -> Path:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
+    check_kind(file)
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-        yield from (line for line in lines if line.strip())
+        read = 0
+        while line := lines.readline(MOST_LINE_BYTES + 1):
+            read += len(line)
+            if len(line) > MOST_LINE_BYTES or read > MOST_BYTES:
+                raise ValueError(
+                    f"{file}: has a request of more than {MOST_LINE_BYTES} bytes, or more than {MOST_BYTES} in all; "
+                    "get it again, or divide it"
+                )
+            if line.strip():
+                yield line
 
 
 class _Request(NamedTuple):

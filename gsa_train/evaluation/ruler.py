@@ -5,7 +5,6 @@ A task makes a prompt with `size` units of filling; `fill` finds the most that a
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import string
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
+from gsa_data.whole_files import parse_json
 from gsa_train.evaluation.ruler_words import NOISE, TooFewWords, distinct, letters, list_words
 from gsa_train.files import read_named
 
@@ -356,7 +356,7 @@ def read_questions(path: Path) -> list[Question]:
     """
     text = read_named("--qa", path)
     try:
-        content: Any = json.loads(text)
+        content: Any = parse_json(text)
         found = [
             Question(part["context"], each["question"], [answer["text"] for answer in each["answers"]])
             for entry in content["data"]
@@ -364,7 +364,7 @@ def read_questions(path: Path) -> list[Question]:
             for each in part["qas"]
             if each["answers"]
         ]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: not in SQuAD's format ({error!r}); give a file such as dev-v2.0.json"
         ) from None

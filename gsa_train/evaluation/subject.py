@@ -92,7 +92,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
     dtype = DTYPES.get(execution.dtype)
     if source.hf is not None:
-        if not (source.hf / "config.json").is_file():
+        if not (source.hf / "config.json").exists():
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)

@@ -17,8 +17,11 @@ from gsa_data.pack import Tokens
 from gsa_data.parquet import parquet_rows
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, is_scored, read_validation_set, validation_documents
+from gsa_data.whole_files import read_whole
 
 READING = Reading()
+MOST_TEXT_BYTES = 1 << 32
+"""Of one file of WikiText, which is read whole: eight times its largest."""
 WIKITEXT = "wikitext:"
 TITLE = re.compile(r"^ = (?!= )(?:.* )?= *$")
 """An article's: ` = Title = `. Its sections have ` = = Title = = ` and so on."""
@@ -178,13 +181,13 @@ def wikitext_articles(path: Path) -> list[str]:
     lines: list[str] = []
     for file in files:
         if file.suffix == ".parquet" and file.is_file():
-            rows, trouble = parquet_rows(file.read_bytes(), "text", str(file))
+            rows, trouble = parquet_rows(read_whole(file, MOST_TEXT_BYTES), "text", str(file))
             if trouble:
                 raise ValueError(f"{file} {trouble}; download it again")
             lines += [(row or b"").decode().removesuffix("\n") for row, _ in rows]
         elif file.suffix in (".tokens", ".raw") and file.is_file():
             try:
-                lines += file.read_text(encoding="utf-8").split("\n")
+                lines += read_whole(file, MOST_TEXT_BYTES).decode().split("\n")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: no UTF-8 text ({error}); download it again") from error
         else:

@@ -7,7 +7,6 @@ checkpoint: a rewind in the process equals a restart from it with `train.iterati
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
 from gsa_train.config import Config
 from gsa_train.files import read_checked, write_checked
@@ -145,6 +145,6 @@ def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[d
 
 def _read_rewinds(path: Path) -> list[dict[str, Any]]:
     """Raises ValueError or TypeError for a damaged file. Early versions wrote the list alone."""
-    content = json.loads(path.read_bytes())
+    content = parse_json(path.read_bytes())
     rewinds = content if isinstance(content, list) else read_checked(path, ["rewinds"])["rewinds"]
     return [asdict(Rewind(**{"spikes": 0, **each})) for each in rewinds]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.metrics.record_checks import is_number
 from gsa_train.metrics.record_format import numbers_back
 from gsa_train.report.run_files import RunFiles
@@ -69,7 +69,7 @@ def _folders(run_dir: Path) -> list[Path]:
 def _read(folder: Path) -> dict[str, Any]:
     """Empty where it is damaged, which is said."""
     try:
-        found = numbers_back(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+        found = numbers_back(parse_json((folder / "results.json").read_text(encoding="utf-8")))
         model = found.get("model") if isinstance(found, dict) else None
         if isinstance(model, dict) and isinstance(model.get("settings", []), list):
             return found

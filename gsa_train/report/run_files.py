@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -11,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.goodput.account import Account
 from gsa_train.goodput.ledger import read_account
@@ -154,7 +154,7 @@ def read_json(path: Path, needed: Mapping[str, type]) -> Record:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in needed.items()):
             return found
         fault = f"it is no object with {' and '.join(needed)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import platform
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
 from gsa_train.files import write_atomically
@@ -214,7 +214,7 @@ def _keep_summary(folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        name = f"summary_{json.loads(path.read_text(encoding='utf-8'))['steps']:08d}.json"
+        name = f"summary_{parse_json(path.read_text(encoding='utf-8'))['steps']:08d}.json"
     except (ValueError, KeyError, TypeError) as error:
         name = "summary.json.damaged"
         logger.warning("%s is damaged (%r); kept as %s", path, error, name)

@@ -3,11 +3,11 @@ efficiency.csv, from which texts take its numbers (`study/verdicts.py`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_data.whole_files import parse_json
 from gsa_train.config import Config, ConfigError
 from gsa_train.files import write_atomically
 from gsa_train.study.efficiency_cases import (
@@ -48,7 +48,7 @@ def read_benches(folder: Path) -> dict[str, Bench]:
         path = folder / f"{name}.json"
         if path.is_file():
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = parse_json(path.read_text(encoding="utf-8"))
                 where = content["environment"]
                 about = f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['commit']}"
                 found[name] = Bench(content["rows"], path, where["commit"], f"`{name}`: {about}")

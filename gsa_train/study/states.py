@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import is_complete as is_saved
 from gsa_train.config import ConfigError, config_from_yaml
 from gsa_train.config.load import flat_fields
@@ -99,7 +100,7 @@ def _options(words: Sequence[str]) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Empty where there is none, or a damaged one, which the next start of the job writes again."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -143,7 +144,7 @@ def read_notes(path: Path) -> Iterator[dict[str, Any]]:
     """A line that a kill cut off is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            note = json.loads(line)
+            note = parse_json(line)
         except ValueError:
             continue
         if isinstance(note, dict):

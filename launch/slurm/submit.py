@@ -49,6 +49,9 @@ def main() -> int:
         return 2
     run_dir = Path(config.run.dir).absolute() / config.run.name
     folder = run_dir / "slurm" / time.strftime("%Y%m%d-%H%M%S")
+    if problem := unprintable_word(arguments, config):
+        print(problem, file=sys.stderr)
+        return 2
     script = render(TEMPLATE.read_text(), script_words(arguments, config, run_dir, folder, ranks_per_node))
     if arguments.dry_run:
         print(script, end="")
@@ -140,6 +143,29 @@ def read_commit(repository: Path) -> tuple[str, list[str]]:
         return result.stdout
 
     return git("rev-parse", "HEAD").strip(), git("status", "--porcelain").splitlines()
+
+
+def unprintable_word(arguments: argparse.Namespace, config: Config) -> str | None:
+    """What is wrong with a word that reaches the job script: a newline in it would be a line of the script, and an
+    option of sbatch after it one that nobody gave."""
+    words = {
+        "--time": [arguments.time],
+        "--partition": [arguments.partition],
+        "--sbatch": arguments.sbatch,
+        "--resume-from": [arguments.resume_from],
+        "run.name": [config.run.name],
+        "run.dir": [config.run.dir, str(Path(config.run.dir).absolute())],
+        "the working directory": [os.getcwd()],
+        "the path of Python": [sys.executable],
+    }
+    for name, values in words.items():
+        for value in values:
+            if value is not None and not value.isprintable():
+                return (
+                    f"{name} = {value!r}: has a character that cannot be printed, such as a newline, which may not "
+                    "reach the job script; give a value without"
+                )
+    return None
 
 
 def script_words(

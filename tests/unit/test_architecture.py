@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,18 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert {path.name for path in files} >= {"train.py", "gsa_attention.py", "stream.py", "reference.py"}
     lines = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in files}
     assert {name: length for name, length in lines.items() if length >= LONGEST_FILE_LINES} == {}
+
+
+def test_no_code_of_a_folder_of_transformers_is_run() -> None:
+    """Unset, `trust_remote_code` asks on the standard input."""
+    calls = [
+        (path.name, call.lineno, {word.arg: ast.unparse(word.value) for word in call.keywords})
+        for path in (ROOT / "gsa_train").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(call, ast.Call) and re.match(r"Auto\w+\.from_", ast.unparse(call.func))
+    ]
+    assert {name for name, _, _ in calls} >= {"read_hf.py", "in_memory.py"}
+    assert [call for call in calls if call[2].get("trust_remote_code") != "False"] == []
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ from gsa_train.checkpoint.initial_weights import find_initial_weights, load_init
 from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_state
 from gsa_train.cli import Arguments
 from gsa_train.config import _SAVED_LOADER
-from gsa_train.config.load import _TextLoader
+from gsa_train.config.text_yaml import TextLoader
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.phases import phase_ranges
@@ -333,7 +333,7 @@ def loaders_in(path: Path) -> list[str]:
             "np.load": "allow_pickle" in options,
             "numpy.load": "allow_pickle" in options,
             "yaml.load": [ast.unparse(each) for each in node.args[1:]]
-            not in (["_TextLoader"], ["_SAVED_LOADER"], ["yaml.SafeLoader"]),
+            not in (["TextLoader"], ["_SAVED_LOADER"], ["yaml.SafeLoader"]),
             "dist_checkpointing.load": "GuardedCommon()" not in [ast.unparse(each) for each in node.args],
         }
         always = node.func.attr in (
@@ -362,7 +362,7 @@ def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
         GUARDED: ["pickle", "torch.distributed.checkpoint"],
         reader: ["torch.distributed.checkpoint"],
     }
-    assert issubclass(_TextLoader, yaml.SafeLoader)
+    assert issubclass(TextLoader, yaml.SafeLoader)
     assert issubclass(_SAVED_LOADER, (yaml.SafeLoader, yaml.CSafeLoader))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+import os
 import random
 import re
 import struct
@@ -286,6 +287,9 @@ def test_names_of_other_frameworks_lead_to_fields():
         ("train.grad_clip", ["train.grad_clip", "not of the form key=value"]),
         ("=3", ["not of the form key=value"]),
         ("run.name=[a", ["run.name = [a", "not readable as YAML"]),
+        (f"run.name={'[' * 5000}", ["run.name = [[", "nested more than 64 levels deep"]),
+        (f"{'a.' * 5000}b=1", ["unknown key"]),
+        (f"model.num_layers{'.a' * 5000}=1", ["model.num_layers is not a section"]),
         ("model={num_layers: 2}", ["model", "several fields at once"]),
         ("run.name=trial #2", ["run.name = trial #2", "a comment from # on", "in quotes"]),
         ("run.name=#2", ["run.name = #2", "a comment from # on"]),
@@ -343,6 +347,12 @@ def test_duplicate_keys(write):
         ("model:\n  num_layers: [3\n", ["line 3"]),
         ("model:\n\tnum_layers: 3\n", ["line 2"]),
         ("model: {a: *b}\n", ["line 1", "aliases"]),
+        (f"model: {'[' * 5000}{']' * 5000}\n", ["line 1", "nested more than 64 levels deep"]),
+        (
+            "".join(" " * level + "a:\n" for level in range(300)),
+            ["line 64", "nested more than 64 levels deep"],
+        ),
+        (f"# {'x' * (1 << 22)}\n", ["more than the 4194304 that such a file may have"]),
         ("- 1\n- 2\n", ["holds a list"]),
         ("hello\n", ["holds text"]),
         ("a: 1\n---\nb: 2\n", ["line 2"]),
@@ -362,6 +372,9 @@ def test_unreadable_files(tmp_path):
     (problem,) = problems_of(missing, ["phases.0.steps=3"], world_size=1)
     assert "No such file" in problem
     assert "Is a directory" in problems_of(tmp_path)[0]
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is a pipe, no regular file; give a regular file" in problems_of(tmp_path / "pipe.yaml")[0]
+    assert "is a device" in problems_of("/dev/zero")[0]
     with pytest.raises(ConfigError, match=r"missing\.yaml\); give the path of a study file$"):
         load_study(missing)
     (tmp_path / "binary.yaml").write_bytes(b"run: \xff\xfe")

@@ -101,6 +101,13 @@ def test_changes_that_are_not_committed_are_refused_by_name(tmp_path: Path) -> N
         (["--nodes=0"], "give an integer of 1 or more"),
         (["--nodes=1", "--chain=0"], "give an integer of 1 or more"),
         (["--nodes=1", "--gpus-per-node=-1"], "--gpus-per-node: -1: give an integer of 0 or more"),
+        (
+            ["--nodes=1", "--dry-run", 'run.dir="/tmp/a\\ntouch /tmp/b\\n"'],
+            "run.dir = '/tmp/a\\ntouch /tmp/b",
+        ),
+        (["--nodes=1", "--dry-run", "--sbatch=--account=a\n#SBATCH --wrap=b"], "--sbatch = '--account=a\\n"),
+        (["--nodes=1", "--dry-run", "--time=1\n"], "--time = '1\\n': has a character that cannot be printed"),
+        (["--nodes=1", "--dry-run", "--partition=a\rb"], "--partition = 'a\\rb'"),
         (["--nodes=1", "--resume-from=/no/such", "--dry-run"], "--resume-from /no/such: no such folder"),
     ],
 )
@@ -108,3 +115,13 @@ def test_wrong_use_has_code_2(words: list[str], fragment: str) -> None:
     result = submit("--config", "configs/demo.yaml", "--gpus-per-node=0", *words)
     assert result.returncode == 2
     assert fragment in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_working_directory_with_a_newline_does_not_reach_the_script(tmp_path: Path) -> None:
+    (place := tmp_path / "a\ntouch b").mkdir()
+    (place / "data").symlink_to(ROOT / "data")
+    words = [f"--config={ROOT / 'configs/demo.yaml'}", "--nodes=1", "--gpus-per-node=0", "--dry-run"]
+    result = submit(*words, "run.dir=/tmp", cwd=place)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("the working directory = ")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
+
 from gsa_data.tokenize import Tokenizer
-from gsa_hf import GSAConfig
+from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_train.commands import analyze, evaluate, generate, import_hf
+from gsa_train.convert.read_hf import named_eos, read_gsa_model, read_hf_config
 from gsa_train.convert.tokenizer import write_tokenizer
 from helpers.converted import TOKENIZER
 from helpers.hf import SIZES, tiny_model
@@ -46,6 +52,45 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def pipe(name: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        alter(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def in_shards(folder: Path) -> None:
+    """The whole in a shard with an index; a part of it in the one file, which transformers reads first."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index(dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))(folder)
+    save_file({NORM: tensors[NORM]}, folder / "model.safetensors", {"format": "pt"})
+
+
+def index(weight_map: object) -> Callable[[Path], object]:
+    return content("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+
+
+def index_alone(weight_map: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        index(weight_map)(folder)
+
+    return change
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+NORM = "model.norm.weight"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a gate that the weights have": (config(output_gate=False), "output_gate_proj"),
     "a gate that they have not": (config(key_gate=True), "key_gate_proj"),
@@ -58,6 +103,52 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (content("config.json", "[]"), "config.json is damaged"),
     "weights cut off": (cut, "model.safetensors is damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "a pipe for a config": (pipe("config.json"), "config.json: is a pipe, no regular file"),
+    "a pipe for weights": (pipe("model.safetensors"), "model.safetensors: is a pipe"),
+    "a pipe for a tokenizer": (pipe("tokenizer.model"), "tokenizer.model: is a pipe"),
+    "a pipe for a file of transformers alone": (
+        pipe("special_tokens_map.json"),
+        "tokens_map.json: is a pipe",
+    ),
+    "a nested config": (content("config.json", f'{{"a": {NESTED}}}'), "nested more than 64 levels deep"),
+    "a nested file of transformers": (
+        content("generation_config.json", NESTED),
+        "generation_config.json is dam",
+    ),
+    "a nested index": (
+        content("model.safetensors.index.json", NESTED),
+        "index.json is damaged: lists and objects",
+    ),
+    "infinity": (config(rms_norm_eps=float("inf")), "config.json: rms_norm_eps is not finite"),
+    "NaN as transformers writes it": (
+        config(rms_norm_eps={"__float__": "NaN"}),
+        "rms_norm_eps is not finite",
+    ),
+    "layers without end": (
+        config(num_hidden_layers=10**11, layer_types=None),
+        "num_hidden_layers = 100000000000: mo",
+    ),
+    "a size of 100 bits": (config(hidden_size=10**30), "hidden_size has more than 62 bits"),
+    "a dtype of nothing": (config(dtype=[]), "config.json: "),
+    "weights of another name": (
+        config(transformers_weights="other.safetensors"),
+        "transformers_weights = other",
+    ),
+    "quantised weights": (config(quantization_config={"quant_method": "fp8"}), "quantization_config = "),
+    "NaN in the weights": (
+        weights(lambda all: all[NORM].fill_(float("nan"))),
+        f"{NORM} holds NaN or infinity",
+    ),
+    "integers": (weights(lambda all: all.update({NORM: all[NORM].int()})), f"{NORM} has dtype int32"),
+    "another output layer, tied": (
+        config(tie_word_embeddings=True),
+        "tie_word_embeddings = true, but lm_head.weight",
+    ),
+    "a part of the weights before the index": (in_shards, "the weights"),
+    "an index of numbers": (index_alone({NORM: 3}), "weight_map names no file for each tensor"),
+    "an index of a list": (index_alone([NORM]), "weight_map names no file for each tensor"),
+    "an index of nothing": (index_alone({}), "weight_map names no file for each tensor"),
+    "an index that leads to the folder": (index_alone({NORM: ".."}), "which leads out of the folder"),
 }
 
 
@@ -104,3 +195,52 @@ def test_tied_embeddings_and_dense_layers_are_no_contradiction(
     ):
         monkeypatch.setattr(sys, "argv", ["command", "--hf", str(tmp_path / "hf"), *words])
         assert command.main() == 0
+
+
+def test_no_code_of_a_folder_runs(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where the standard input, from which transformers would take it, says yes."""
+    folder = shutil.copytree(whole, tmp_path / "hf")
+    ran = tmp_path / "ran"
+    (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Mine: pass\n")
+    path = folder / "tokenizer_config.json"
+    settings = {**json.loads(path.read_text()), "tokenizer_class": "Mine"}
+    path.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}))
+    config(attn_implementation="kernels-community/none", auto_map={"AutoConfig": "mine.Mine"})(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
+    words = ["--prompt", "The man", "--max-new-tokens", "2"]
+    monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), *words])
+    assert generate.main() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--hf {folder}: its tokenizer is code of the folder, which is never run here" in said
+    monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), "--out", str(tmp_path / "in")])
+    assert import_hf.main() == 0  # which reads no more than the tokenizer's file
+    assert sys.stdin.read() == "y\ny\ny\n"
+    assert not ran.exists()
+    path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), *words])
+    assert generate.main() == 0  # by plain torch, whatever kernel the config names
+
+
+def test_an_end_of_documents_that_is_no_text_is_refused(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "hf")
+    for wrong in (5, {"content": 5}, ["</s>"]):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": wrong}))
+        with pytest.raises(ValueError, match=r"tokenizer_config.json: eos_token = .*: is no text"):
+            named_eos(folder)
+
+
+def test_of_two_sets_of_weights_the_one_that_transformers_reads_counts(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: 0 * each for name, each in tensors.items()}, folder / "shard.safetensors", {"format": "pt"}
+    )
+    index(dict.fromkeys(tensors, "shard.safetensors"))(folder)
+    found = read_hf_config(folder, [GSAConfig.model_type])
+    model = read_gsa_model(folder, found, found, "sdpa")
+    theirs = GSAForCausalLM.from_pretrained(folder)
+    for name, each in theirs.state_dict().items():
+        assert torch.equal(model.state_dict()[name], each), name
+        assert name not in tensors or torch.equal(tensors[name], each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,15 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
         find_chat_template(str(copy), "gone", READING)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is no JSON"):
+        find_chat_template(str(copy), "", READING)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 10_000 + "]" * 10_000)
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json is no JSON .*nested more than 64 levels deep"
+    ):
+        find_chat_template(str(copy), "", READING)
+    (tmp_path / "tokenizer_config.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: is a pipe"):
         find_chat_template(str(copy), "", READING)
 
 

@@ -75,6 +75,13 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(
         open_corpus(str(tmp_path))
 
 
+def test_a_pipe_with_the_name_of_a_shard_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    with pytest.raises(DataFault, match=r"b.jsonl' has the name of a shard, and is a pipe, .*; remove it"):
+        names(tmp_path)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl")
     with pytest.raises(DataFault, match=r"a\.jsonl' is a file; give the folder it lies in"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import sentencepiece
 
 from gsa_data import Tokenizer
 from gsa_data.tokenize import TokenizerError
+from gsa_data.whole_files import MOST_BYTES
 
 PROBE = "def f(x):\n\n\tif x:  # naïve 日本 😀 \0 </s>\n        return 1234"
 
@@ -254,11 +256,21 @@ def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.Mon
     for content, message in {
         b"IQ== 0\nIg== 1\n": "it is a tiktoken file, as Llama 3's tokenizer.model is",
         b'{"model": ': "is no JSON",
+        b'{"model": ' + b"[" * 10_000: "lists and objects are nested more than 64 levels deep",
         b'{"model": {}}': "is no tokenizer.json that `tokenizers` reads",
     }.items():
         path.write_bytes(content)
         with pytest.raises(TokenizerError, match=message):
             Tokenizer(str(path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TokenizerError, match="is a pipe, no regular file"):
+        Tokenizer(str(tmp_path / "pipe"))
+    with pytest.raises(TokenizerError, match="is a device, no regular file"):
+        Tokenizer("/dev/zero")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(TokenizerError, match="has more than the 268435456 bytes"):
+        Tokenizer(str(tmp_path / "large"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(TokenizerError, match=r"pip install '\.\[hf\]'"):
         Tokenizer(str(path))

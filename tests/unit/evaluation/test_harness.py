@@ -401,6 +401,9 @@ def test_tasks_that_a_run_cannot_score_are_refused(
     damaged.write_text("task: mine\ndoc_to_choice: [\n")
     with pytest.raises(TaskError, match=r"damaged.yaml, line 3: is no YAML \(.+\); mend the file"):
         prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
+    damaged.write_text("task: " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(TaskError, match=r"damaged.yaml: is nested more than 64 levels deep; mend the file"):
+        prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
     absent = tmp_path / "absent.yaml"
     absent.write_text(tasks[0].read_text().replace("test.jsonl", "nowhere.jsonl"))
     with pytest.raises(TaskError, match=r"evaluate.tasks.0 = .*absent.yaml: Unable to find .*nowhere.jsonl"):

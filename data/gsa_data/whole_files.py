@@ -1,0 +1,97 @@
+"""Files of a user that are read whole: each has a kind, a size and a depth."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 28
+"""Of a file that is read whole, where nothing else is said: ten times the largest tokenizer.json that is around."""
+MOST_LEVELS = 64
+"""Of lists and objects inside each other. Python's parsers end in a RecursionError at a thousand."""
+
+
+def check_kind(path: str | Path, remedy: str = "give a regular file") -> None:
+    """A pipe would be waited for, a device read for ever.
+
+    Raises:
+        ValueError: something that is neither a file nor a folder has this path. What is missing is left to its reader.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path}: is {_kind(mode)}, no regular file; {remedy}")
+
+
+def read_whole(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a local file.
+
+    Raises:
+        ValueError: it is no regular file, or larger than `most_bytes`.
+        OSError: it cannot be read.
+    """
+    # Without waiting for a pipe's writer; what is opened is what is looked at.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: is {_kind(status.st_mode)}, no regular file; give a regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(
+            f"{path}: has {status.st_size} bytes, more than the {most_bytes} that such a file may have; "
+            "give a smaller file"
+        )
+    return content
+
+
+def parse_json(content: str | bytes) -> Any:
+    """
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+    """
+    try:
+        tree = json.loads(content)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    if isinstance(content, bytes):
+        brackets = content.count(b"[") + content.count(b"{")
+    else:
+        brackets = content.count("[") + content.count("{")
+    if brackets > MOST_LEVELS and is_too_deep(tree):
+        raise ValueError(_too_deep())
+    return tree
+
+
+def is_too_deep(tree: Any) -> bool:
+    """Whether it has more than `MOST_LEVELS` lists and dictionaries inside each other."""
+    level = [tree]
+    for _ in range(MOST_LEVELS + 1):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+            if isinstance(below, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> str:
+    return f"lists and objects are nested more than {MOST_LEVELS} levels deep"
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+    }
+    return next((name for test, name in kinds.items() if test(mode)), "of another kind")
