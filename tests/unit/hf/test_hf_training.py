@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
+from gsa_hf.joined_layers import join_layer
 from helpers.hf import distinct_tokens, tiny_model
 from helpers.runs import run_script
 
@@ -84,13 +85,13 @@ def test_a_coefficient_that_nothing_adds_is_refused() -> None:
         parameter.requires_grad_("indexer" not in name)
     for labels in (None, tokens):
         with pytest.raises(
-            ValueError, match="indexer_loss_coef is 0.5 and no parameter of an indexer is trained"
+            ValueError, match=r"indexer_loss_coef is 0.5 and no parameter of an indexer is trained"
         ):
             model(tokens, labels=labels)
     half = tiny_model(indexer_loss_coef=0.5).train()
     with (
         torch.autocast("cpu", torch.float16),
-        pytest.raises(ValueError, match="indexer_loss_coef is 0.5 in training with float16"),
+        pytest.raises(ValueError, match=r"indexer_loss_coef is 0.5 in training with float16"),
     ):
         half(tokens)
 
@@ -130,6 +131,8 @@ def test_linear_layers_are_called(name: str) -> None:
     assert wrapped == pytest.approx(loss, rel=1e-5)
     adapters = [name for name, _ in model.named_parameters() if ".more." in name]
     assert all(float(found[each].abs().max()) > 0 for each in adapters)
+    with pytest.raises(ValueError, match=r"self_attn.q_proj is Wrapped, not nn.Linear; merge adapters"):
+        join_layer(model.model.layers[0], model.config)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     model.eval()
     cached = model.generate(tokens, **options)
