@@ -197,7 +197,7 @@ class GSAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """As transformers does it, with the code that `auto_map` names: a model that was read from a folder with code by
+        """As transformers, with the code that `auto_map` names: a model that was read from a folder with code by
         this package keeps that field, and transformers writes code for classes that it loaded itself alone."""
         super().save_pretrained(save_directory, **kwargs)
         here = Path(__file__).parent

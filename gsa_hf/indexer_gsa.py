@@ -153,7 +153,7 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Whether c is added to the head weights in fp32, as training does. A projection that quantisation or an adapter
+        """Is c added to the head weights in fp32, as training does. A projection that quantisation or an adapter
         has replaced has no weight to be read: it is called, and adds its bias itself."""
         return type(self.weights_proj) is nn.Linear
 
@@ -424,7 +424,7 @@ def with_indexer_loss(activations: torch.Tensor, loss: torch.Tensor, weight: flo
     scaled = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     if scaled or activations.dtype == torch.float16:
         raise ValueError(
-            f"indexer_loss_coef is {weight} in training with float16 and a loss outside the model; train with bfloat16, "
+            f"indexer_loss_coef is {weight} in training with float16 and a loss outside the model; use bfloat16, "
             "or pass labels to the model, or indexer_loss_coef=0"
         )
     return _WithLoss.apply(activations, loss, weight)
@@ -437,7 +437,7 @@ def check_that_it_learns(loss: torch.Tensor | None, coefficient: float) -> None:
     """
     if loss is None or not loss.requires_grad:
         raise ValueError(
-            f"indexer_loss_coef is {coefficient} and no parameter of an indexer is trained; pass indexer_loss_coef=0, or "
-            "give it to the configuration before the model is built, which leaves indexers trainable; with adapters, "
+            f"indexer_loss_coef is {coefficient} and no parameter of an indexer is trained; pass indexer_loss_coef=0, "
+            "or give it to the configuration before the model is built, which leaves indexers trainable; with adapters, "
             "add wq, wk and weights_proj to their target modules"
         )
