@@ -438,6 +438,6 @@ def check_that_it_learns(loss: torch.Tensor | None, coefficient: float) -> None:
     if loss is None or not loss.requires_grad:
         raise ValueError(
             f"indexer_loss_coef is {coefficient} and no parameter of an indexer is trained; pass indexer_loss_coef=0, "
-            "or give it to the configuration before the model is built, which leaves indexers trainable; with adapters, "
+            "or give it to the configuration before the model is built, which leaves them trainable; with adapters, "
             "add wq, wk and weights_proj to their target modules"
         )
