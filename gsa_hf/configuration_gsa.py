@@ -196,10 +196,10 @@ class GSAConfig(PreTrainedConfig):
         self.layer_types = [INDEXED_LAYER if name in _INDEXED_NAMES else name for name in self.layer_types]
         super().__post_init__(**kwargs)
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers, with the code that `auto_map` names: a model that was read from a folder with code by
         this package keeps that field, and transformers writes code for classes that it loaded itself alone."""
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent
         for place in (getattr(self, "auto_map", None) or {}).values():
             source = here / f"{place.split('.')[0]}.py"  # "owner/name--module.Class" stays where it is
