@@ -1,11 +1,14 @@
 """Configuration of Gated Sparse Attention models in transformers."""
 
+import shutil
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
@@ -192,6 +195,19 @@ class GSAConfig(PreTrainedConfig):
             self.layer_types = [INDEXED_LAYER] * self.num_hidden_layers
         self.layer_types = [INDEXED_LAYER if name in _INDEXED_NAMES else name for name in self.layer_types]
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers, with the code that `auto_map` names: a model that was read from a folder with code by
+        this package keeps that field, and transformers writes code for classes that it loaded itself alone."""
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        here = Path(__file__).parent
+        for place in (getattr(self, "auto_map", None) or {}).values():
+            source = here / f"{place.split('.')[0]}.py"  # "owner/name--module.Class" stays where it is
+            if "--" in place or not source.is_file():
+                continue
+            for file in (source, *map(Path, get_relative_import_files(source))):
+                if not (Path(save_directory) / file.name).exists():
+                    shutil.copyfile(file, Path(save_directory) / file.name)
 
     def indexer_layer(self, layer_idx: int) -> int | None:
         """The layer whose indexer selects for this one: itself, an earlier one, or None for a dense layer."""

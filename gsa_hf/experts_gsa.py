@@ -21,7 +21,8 @@ class GSARouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, d] -> the experts of each token, int64 [T, k], and the weights of their outputs, fp32 [T, k]."""
-        logits = nn.functional.linear(hidden.float(), self.weight.float())
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = nn.functional.linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
         ranked = scores.detach()
         if self.e_score_correction_bias is not None:

@@ -145,14 +145,26 @@ class GSAIndexer(nn.Module):
             keys = rotate(keys, *(of_keys or (cos, sin)))
         if self.weights_proj is None:
             weights = keys.new_full((*keys.shape[:2], self.heads), self.weight_logit)
-        else:
+        elif self._bias_comes_later:
             weights = nn.functional.linear(hidden_states, parameter_of(self.weights_proj, "weight"))
+        else:
+            weights = self.weights_proj(hidden_states)
         return IndexedTokens(queries, keys, weights)
 
     @property
+    def _bias_comes_later(self) -> bool:
+        """Is c added to the head weights in fp32, as training does. A projection that quantisation or an adapter
+        has replaced has no weight to be read: it is called, and adds its bias itself."""
+        return type(self.weights_proj) is nn.Linear
+
+    @property
     def weight_bias(self) -> torch.Tensor | None:
-        """c, [HI]"""
-        return None if self.weights_proj is None else parameter_of(self.weights_proj, "bias")
+        """c, [HI]; 0 where the head weights have it in."""
+        if self.weights_proj is None:
+            return None
+        if self._bias_comes_later:
+            return parameter_of(self.weights_proj, "bias")
+        return self.variance_ema.new_zeros(self.heads)
 
     @property
     def bias_of_scores(self) -> torch.Tensor | None:
@@ -160,7 +172,11 @@ class GSAIndexer(nn.Module):
         return parameter_of(self, "score_bias")
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
-        """I of every query and key, visible or not: fp32 [B, L, Lk]."""
+        """I of every query and key, visible or not: fp32 [B, L, Lk], under autocast, too."""
+        with torch.autocast(tokens.keys.device.type, enabled=False):
+            return self._scores(tokens)
+
+    def _scores(self, tokens: IndexedTokens) -> torch.Tensor:
         keys = tokens.keys.float().transpose(1, 2)
         weights, weight_bias, score_bias = tokens.weights.float(), self.weight_bias, self.bias_of_scores
         if weight_bias is not None:
@@ -338,9 +354,10 @@ def mean_attention(q: torch.Tensor, k: torch.Tensor, attended: torch.Tensor, sca
     """
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     total = torch.zeros(attended.shape, dtype=torch.float32, device=q.device)
-    for head in range(heads):
-        logits = q[:, head].float() @ k[:, head // group].float().transpose(1, 2) * scaling
-        total += logits.masked_fill(~attended, torch.finfo(torch.float32).min).softmax(-1)
+    with torch.autocast(q.device.type, enabled=False):
+        for head in range(heads):
+            logits = q[:, head].float() @ k[:, head // group].float().transpose(1, 2) * scaling
+            total += logits.masked_fill(~attended, torch.finfo(torch.float32).min).softmax(-1)
     return torch.where(attended, total / heads, 0)
 
 
@@ -382,3 +399,45 @@ def indexer_loss(
     terms = torch.where((r.abs() < 1) & (target > 0), near, far)
     kl = torch.where(attended, terms, 0).sum(-1)
     return torch.where(counted, kl, 0).sum() / counted.sum().clamp(min=1)
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activations: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.of_loss = {"dtype": loss.dtype, "device": loss.device}
+        return activations.view_as(activations)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad, torch.full((), ctx.weight, **ctx.of_loss), None
+
+
+def with_indexer_loss(activations: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """The activations as they are; their backward pass also differentiates `weight * loss`, whatever loss is made of
+    them.
+
+    Raises:
+        ValueError: a scaler of fp16 gradients would divide by a factor that this gradient does not have.
+    """
+    kind = activations.device.type
+    scaled = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    if scaled or activations.dtype == torch.float16:
+        raise ValueError(
+            f"indexer_loss_coef is {weight} in training with float16 and a loss outside the model; use bfloat16, "
+            "or pass labels to the model, or indexer_loss_coef=0"
+        )
+    return _WithLoss.apply(activations, loss, weight)
+
+
+def check_that_it_learns(loss: torch.Tensor | None, coefficient: float) -> None:
+    """
+    Raises:
+        ValueError: the coefficient is above 0 and no parameter could learn from the loss.
+    """
+    if loss is None or not loss.requires_grad:
+        raise ValueError(
+            f"indexer_loss_coef is {coefficient} and no parameter of an indexer is trained; pass indexer_loss_coef=0, "
+            "or give it to the configuration before the model is built, which leaves them trainable; with adapters, "
+            "add wq, wk and weights_proj to their target modules"
+        )

@@ -28,7 +28,7 @@ from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer
 from .configuration_gsa import GSAConfig
 from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
-from .indexer_gsa import GSAIndexer
+from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
@@ -100,6 +100,10 @@ class GSAPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": GSADecoderLayer, "attentions": GSAAttention}  # noqa: RUF012
 
+    def __init__(self, config: GSAConfig) -> None:
+        config.validate()  # `from_pretrained` sets the fields that it is given without
+        super().__init__(config)
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """transformers looks for its decorator of experts in this file, and they are in another."""
@@ -141,6 +145,12 @@ class GSAModel(GSAPreTrainedModel):
         )
         self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
+        if (
+            not config.indexer_loss_coef
+        ):  # DistributedDataParallel waits for gradients of all that is trainable
+            for module in self.modules():
+                if isinstance(module, GSAIndexer):
+                    module.requires_grad_(False)
         self.post_init()
 
     @merge_with_config_defaults
@@ -154,7 +164,7 @@ class GSAModel(GSAPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cache: Cache | None = None,
-        output_indexer_loss: bool = False,
+        output_indexer_loss: bool | None = None,
         **kwargs: Any,
     ) -> GSAModelOutputWithPast:
         r"""
@@ -164,8 +174,13 @@ class GSAModel(GSAPreTrainedModel):
         past_key_values, cache (`Cache`, *optional*):
             Two names of one argument.
         output_indexer_loss (`bool`, *optional*):
-            Calculate the indexer loss, with its graph.
+            Calculate the indexer loss, with its graph, for the caller to add. If unset, in training with
+            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` differentiates
+            `indexer_loss_coef` times the indexer loss.
         """
+        coefficient = self.config.indexer_loss_coef
+        joins = output_indexer_loss is None and self.training and coefficient > 0 and torch.is_grad_enabled()
+        output_indexer_loss = joins or bool(output_indexer_loss)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass one of input_ids and inputs_embeds")
         cache = cache if cache is not None else past_key_values
@@ -204,9 +219,16 @@ class GSAModel(GSAPreTrainedModel):
             if loss is not None:
                 losses.append(loss)
         held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+        hidden_states, indexer_loss = self.norm(hidden_states), torch.stack(losses).mean() if losses else None
+        if output_indexer_loss and self.training and coefficient > 0 and torch.is_grad_enabled():
+            check_that_it_learns(indexer_loss, coefficient)
+        if joins:
+            assert indexer_loss is not None
+            hidden_states = with_indexer_loss(hidden_states, indexer_loss, float(coefficient))
+            indexer_loss = indexer_loss.detach()  # to be shown: added to a loss it must not count twice
         return GSAModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            indexer_loss=torch.stack(losses).mean() if losses else None,
+            last_hidden_state=hidden_states,
+            indexer_loss=indexer_loss,
             **held,
         )
 
@@ -263,7 +285,8 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Next tokens are taken from here; -100 counts in no loss. In training, where `config.indexer_loss_coef` is
-            above 0, the loss is that of the language model plus `indexer_loss_coef` times the indexer's.
+            above 0, the loss is that of the language model plus `indexer_loss_coef` times the indexer's. Without
+            labels the backward pass of the logits differentiates that multiple.
         """
         coefficient = self.config.indexer_loss_coef
         learns = labels is not None and self.training and coefficient > 0 and torch.is_grad_enabled()
@@ -273,7 +296,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_indexer_loss=learns,
+            output_indexer_loss=True if learns else None,
             **{CACHE_ARGUMENT: cache if cache is not None else past_key_values},
             **{name: value for name, value in kwargs.items() if name != "num_items_in_batch"},
         )

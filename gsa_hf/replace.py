@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .attention_gsa import GSAAttention, GSARotaryEmbedding, indexer_angles
 from .configuration_gsa import DENSE_LAYER, INDEXED_LAYER, GSAConfig
+from .indexer_gsa import check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 from .modeling_gsa import CACHE_ARGUMENT, rotary_config_of_indexer
 
@@ -58,16 +59,18 @@ def replace_attention_with_gsa(
         old = base.layers[layer].self_attn
         if isinstance(old, GSAAttention):
             raise ValueError(f"layer {layer} has Gated Sparse Attention already; leave it out of layers")
-        base.layers[layer].self_attn = ReplacedAttention(merged, host, layer, old)
+        attention = base.layers[layer].self_attn = ReplacedAttention(merged, host, layer, old)
+        attention.loss_share = 1 / max(1, sum(merged.layer_types[each] == INDEXED_LAYER for each in chosen))
         types[layer] = merged.layer_types[layer]
     host.layer_types = types
     base.register_forward_pre_hook(_prepare_masks, with_kwargs=True)
 
 
 def collected_indexer_loss(model: nn.Module) -> torch.Tensor:
-    """Mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d: to be added to the model's loss.
+    """Mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d, to be shown.
 
-    It is there in training, where `indexer_loss_coef` of the configuration is above 0; multiply by it yourself.
+    It is there in training, where `indexer_loss_coef` of the configuration is above 0. It has no gradient: the model's
+    backward pass differentiates that multiple of it already.
     """
     losses = [
         module.indexer_loss
@@ -92,6 +95,7 @@ class ReplacedAttention(GSAAttention):
         self.indexer_rotary_emb = GSARotaryEmbedding(rotary_config_of_indexer(config)) if rotary else None
         self.kernel_memory = KernelMemory()
         self.indexer_loss: torch.Tensor | None = None
+        self.loss_share = 1.0
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
@@ -99,6 +103,8 @@ class ReplacedAttention(GSAAttention):
                     nn.init.zeros_(module.bias)
         weight = old.get_parameter("q_proj.weight")
         self.to(device=weight.device, dtype=weight.dtype)
+        if self.indexer is not None and not config.indexer_loss_coef:
+            self.indexer.requires_grad_(False)  # idle
         for name, module in old.named_children():
             setattr(self, name, module)
         self.train(old.training)
@@ -126,7 +132,7 @@ class ReplacedAttention(GSAAttention):
         position_ids = position_ids.expand(len(hidden_states), -1)
         rotary = self.indexer_rotary_emb
         learns = self.training and self.config.indexer_loss_coef > 0 and torch.is_grad_enabled()
-        out, weights, _, self.indexer_loss = super().forward(
+        out, weights, _, loss = super().forward(
             hidden_states,
             position_embeddings,
             visible,
@@ -139,6 +145,11 @@ class ReplacedAttention(GSAAttention):
             output_indexer_loss=learns,
             **kwargs,
         )
+        self.indexer_loss = None if loss is None else loss.detach()
+        if learns and self.indexer is not None:
+            check_that_it_learns(loss, self.config.indexer_loss_coef)
+            assert loss is not None
+            out = with_indexer_loss(out, loss, self.config.indexer_loss_coef * self.loss_share)
         return out, weights
 
 
@@ -167,6 +178,7 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
         setattr(merged, name, getattr(host, name))
     merged.head_dim = getattr(host, "head_dim", None) or host.hidden_size // host.num_attention_heads
     merged.qkv_bias = merged.qk_norm = False  # what the host has of them is taken over whole
+    merged.validate()
     return merged
 
 

@@ -118,6 +118,33 @@ def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     assert torch.equal(torch.load(files["generated"]), expected)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
+        ({"index_topk_freq": 0}, "index_topk_freq is 0; pass 1, or"),
+        ({"index_topk_min": 20}, "index_topk_min is 20; pass at most index_topk_max 16"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),
+    ],
+)
+def test_overrides_that_cannot_be(fields: dict[str, object], message: str, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
+
+
+def test_a_saved_folder_has_the_code_that_it_names(tmp_path: Path) -> None:
+    """Where the folder that was read named code, and the package was imported in its place."""
+    model = tiny_model()
+    model.config.auto_map = {
+        "AutoConfig": "configuration_gsa.GSAConfig",
+        "AutoModelForCausalLM": "modeling_gsa.GSAForCausalLM",
+    }
+    model.save_pretrained(tmp_path)
+    names = {path.name for path in Path(gsa_hf.__file__).parent.glob("*_gsa.py")}
+    assert {path.name for path in tmp_path.glob("*.py")} == names
+
+
 def test_layer_types_by_either_name() -> None:
     names = ["deepseek_sparse_attention", "indexed_attention"]
     assert GSAConfig(**SIZES, layer_types=names).layer_types == [INDEXED_LAYER] * 2

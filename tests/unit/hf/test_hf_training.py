@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
+from gsa_hf.joined_layers import join_layer
 from helpers.hf import distinct_tokens, tiny_model
 from helpers.runs import run_script
 
@@ -45,7 +46,8 @@ def test_checkpointed_gradients_are_equal(name: str) -> None:
 
 
 def test_the_indexer_learns_from_its_own_loss_alone() -> None:
-    model, tokens = tiny_model().train(), distinct_tokens(2, 20)
+    model, tokens = tiny_model(indexer_loss_coef=2.0).train(), distinct_tokens(2, 20)
+    model.config.indexer_loss_coef = 0.0
     loss, without = gradients(model, input_ids=tokens, labels=tokens)
     assert not any("indexer" in key for key in without)
     model.config.indexer_loss_coef = 2.0
@@ -55,6 +57,94 @@ def test_the_indexer_learns_from_its_own_loss_alone() -> None:
     for key, value in without.items():
         torch.testing.assert_close(with_it[key], value, msg=key)
     assert model.eval()(tokens, labels=tokens).indexer_loss is None
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backbone", [False, True])
+def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpointed: bool) -> None:
+    """From the logits, as with label smoothing, or the hidden states, as with TRL's fused heads."""
+    model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(2, 20)
+    _, inside = gradients(model, input_ids=tokens, labels=tokens)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    model.zero_grad()
+    logits = model.lm_head(model.model(tokens).last_hidden_state) if backbone else model(tokens).logits
+    model.loss_function(logits=logits, labels=tokens, vocab_size=512).backward()
+    assert any("indexer" in name for name in inside)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, inside[name], msg=name)
+    with torch.no_grad():
+        assert model(tokens).indexer_loss is None
+    assert model.eval()(tokens).indexer_loss is None
+
+
+def test_a_coefficient_that_nothing_adds_is_refused() -> None:
+    tokens = distinct_tokens(2, 20)
+    model = tiny_model(indexer_loss_coef=0.5).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("indexer" not in name)
+    for labels in (None, tokens):
+        with pytest.raises(
+            ValueError, match=r"indexer_loss_coef is 0.5 and no parameter of an indexer is trained"
+        ):
+            model(tokens, labels=labels)
+    half = tiny_model(indexer_loss_coef=0.5).train()
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(ValueError, match=r"indexer_loss_coef is 0.5 in training with float16"),
+    ):
+        half(tokens)
+
+
+def test_an_idle_indexer_waits_for_no_gradient() -> None:
+    """DistributedDataParallel would."""
+    model, tokens = tiny_model().train(), distinct_tokens(2, 20)
+    _, found = gradients(model, input_ids=tokens, labels=tokens)
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == found.keys()
+
+
+class Wrapped(torch.nn.Module):
+    """What quantisation and adapters put in the place of a linear layer: it is called, its weight is no weight."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.more = linear, torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
+        torch.nn.init.zeros_(self.more.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        raise AssertionError("the weight was read")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.more(x)
+
+
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "previous-mean"])
+def test_linear_layers_are_called(name: str) -> None:
+    model, tokens = tiny_model(name, indexer_loss_coef=0.5).train(), distinct_tokens(2, 20)
+    loss, _ = gradients(model, input_ids=tokens, labels=tokens)
+    for path, module in list(model.model.layers.named_modules()):
+        if type(module) is torch.nn.Linear:
+            parent, _, child = path.rpartition(".")
+            setattr(model.model.layers.get_submodule(parent), child, Wrapped(module))
+    wrapped, found = gradients(model, input_ids=tokens, labels=tokens)
+    assert wrapped == pytest.approx(loss, rel=1e-5)
+    adapters = [name for name, _ in model.named_parameters() if ".more." in name]
+    assert all(float(found[each].abs().max()) > 0 for each in adapters)
+    with pytest.raises(ValueError, match=r"self_attn.q_proj is Wrapped, not nn.Linear; merge adapters"):
+        join_layer(model.model.layers[0], model.config)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    model.eval()
+    cached = model.generate(tokens, **options)
+    assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+
+
+def test_the_indexer_scores_in_fp32_under_autocast() -> None:
+    indexer = tiny_model().model.layers[0].self_attn.indexer
+    made = indexer(torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0)), None)
+    expected = indexer.scores(made)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(indexer.scores(made), expected)
 
 
 def test_masked_labels_and_the_mean_over_a_step() -> None:
