@@ -85,6 +85,7 @@ def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
     generation, samples and evaluation."""
     found = [tokenizer.eos_id, *companions.eos_ids]
     if companions.template is not None:
-        found.append(ChatEncoder(companions.template, tokenizer, trains=False).turn_end())
-    tokenizer.stop_ids = tuple(dict.fromkeys(token for token in found if token is not None))
+        turn_end = ChatEncoder(companions.template, tokenizer, trains=False).turn_end()
+        found += [] if turn_end is None else [turn_end]
+    tokenizer.stop_ids = tuple(dict.fromkeys(found))
     tokenizer.is_chat = companions.template is not None

@@ -161,7 +161,7 @@ def check_same_ids(
         text = ChatEncoder(companions.template, tokenizer, trains=False).render_text(TRIAL)
     except TemplateRefused:  # so does transformers
         return
-    found = theirs.apply_chat_template(TRIAL, return_dict=False)
+    found: Any = theirs.apply_chat_template(TRIAL, return_dict=False)
     _compare(tokenizer, text, found, tokenizer.encode_chat(text, [])[0].tolist())
 
 
