@@ -101,14 +101,18 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
     geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, key_pool=pool)
     generator = torch.Generator().manual_seed(0)
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run
+
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(1, *shape, generator=generator)
+        return torch.randn(1, *shape, generator=generator).to(device)
 
     keys = random(length // pool, 16) if pool > 1 else random(length, 16)
     if pool > 1:
         keys = keys.repeat_interleave(pool, 1)
     rows = -(-length // block)
-    indexer = Indexer(random(rows, 2, 16), keys, random(rows, 2), None, None, "sigmoid", torch.ones(1))
+    indexer = Indexer(
+        random(rows, 2, 16), keys, random(rows, 2), None, None, "sigmoid", torch.ones(1, device=device)
+    )
     q, k = random(length, 2, 32), random(length, 2, 32)
     _, lse = api.sparse_attention(q, k, k, None, geometry, implementation=implementation)
 
