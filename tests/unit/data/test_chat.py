@@ -162,13 +162,25 @@ def test_text_is_no_chat(tmp_path: Path) -> None:
         open_chat(str(tmp_path), template(PLAIN))
 
 
-def test_parquet_holds_the_same_conversations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
+def test_parquet_holds_the_same_conversations(tmp_path: Path, kind: str) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     made = [conversation(number) for number in range(12)]
     write_chats(tmp_path / "lines" / "s.jsonl", made)
     tools = [json.dumps(TOOLS), *[None] * 11]
-    table = pa.table({"messages": made, "tools": tools, "meta.redpajama_set_name": ["A"] * 12})
+    text = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    messages = pa.array(made).cast(pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())])))
+    if kind == "dictionary":
+        fields = [
+            messages.values.field(name).cast(pa.string()).dictionary_encode() for name in ("role", "content")
+        ]
+        messages = pa.ListArray.from_arrays(
+            messages.offsets, pa.StructArray.from_arrays(fields, ["role", "content"])
+        )
+    else:
+        messages = messages.cast(pa.list_(pa.struct([("role", text), ("content", text)])))
+    table = pa.table({"messages": messages, "tools": tools, "meta.redpajama_set_name": ["A"] * 12})
     (tmp_path / "rows").mkdir()
     pq.write_table(table, tmp_path / "rows" / "s.parquet", row_group_size=5)
     found = {}
