@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gsa_data.cpu_limit import OverLimit, cpu_limit
 from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import read_bytes
 from gsa_data.marks import mark
@@ -31,8 +32,13 @@ SPECIAL_TOKENS = (
 TOKEN_NAME = re.compile(r"<(?:\||\uff5c)[^<>\s'\"{}]+?(?:\||\uff5c)>")
 """Text that is meant as one token in the templates that are around: `<|im_start|>`, DeepSeek's with wide bars."""
 
-RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
-"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors."""
+RENDER_ERRORS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError,
+)  # fmt: skip
+"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors: a division by zero, a
+recursion, ..."""
+RENDER_SECONDS = 20.0
+"""CPU time for one conversation, which takes milliseconds."""
 
 TRIAL = [
     {"role": "user", "content": "alpha"},
@@ -51,6 +57,10 @@ class TemplateRefused(ValueError):
 
 class NoPrefix(ValueError):
     """What the template writes of the first messages is not how it begins the whole conversation."""
+
+
+class TemplateEndless(ValueError):
+    """The template did not end within RENDER_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,7 @@ class ChatEncoder:
         Raises:
             TemplateRefused: the template cannot write it.
             NoPrefix: where the assistant's tokens are, a template without generation blocks does not show.
+            TemplateEndless: it takes too long.
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -161,16 +172,22 @@ class ChatEncoder:
 
         render: Any = render_jinja_template  # which says that it returns a str
         try:
-            texts, parts = render(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=self.template.source,
-                return_assistant_tokens_mask=tracks,
-                add_generation_prompt=prompts,
-                **self._variables,
-            )
+            with cpu_limit(RENDER_SECONDS):
+                texts, parts = render(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self.template.source,
+                    return_assistant_tokens_mask=tracks,
+                    add_generation_prompt=prompts,
+                    **self._variables,
+                )
+        except OverLimit as limit:
+            raise TemplateEndless(
+                f"chat template {self.template.origin} did not write a conversation of {len(messages)} messages within "
+                f"{RENDER_SECONDS:g} s of CPU time; correct its loops, or name another one as chat_template"
+            ) from limit
         except (TemplateError, *RENDER_ERRORS) as error:
-            raise TemplateRefused(" ".join(str(error).split())) from error
+            raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
         return texts[0], parts[0] if tracks else []
 
     def _check(self) -> None:
@@ -197,7 +214,7 @@ class ChatEncoder:
                 f"chat template {template.origin} cannot write a conversation of user and assistant ({error}); correct "
                 "it, or name another one as chat_template"
             ) from error
-        except NoPrefix as error:
+        except (NoPrefix, TemplateEndless) as error:
             raise TokenizerError(str(error)) from error
         if re.search(r"\bstrftime_now\s*\(", template.source):
             raise TokenizerError(
@@ -244,7 +261,7 @@ def _read_config(address: str, reading: Reading) -> dict[str, Any]:
     text = _read_text(address, reading)
     try:
         content = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise TokenizerError(f"{address} is no JSON ({error}); restore it") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{address} holds no object; restore it")

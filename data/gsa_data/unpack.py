@@ -13,7 +13,7 @@ LARGEST_WINDOW_BYTES = 1 << 31
 MOST_UNPACKED_BYTES = 1 << 30
 """That a shard of any size may unpack to. A few bytes can stand for any number of equal ones, and a reader holds the
 text of a shard in memory."""
-MOST_RATIO = 100
+MOST_RATIO = 50
 """Of unpacked to packed bytes in a larger shard. Text has 3 to 10."""
 LINE_BYTES = 64
 """Memory that a line or row takes beside its text."""

@@ -53,6 +53,9 @@ def warns_anew() -> None:
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+DEEP: Any = "a"
+for _ in range(300):
+    DEEP = {"a": DEEP}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 BAD: dict[str, tuple[Any, str]] = {
     "missing_messages": ({"text": "a"}, "no list of messages"),
@@ -69,6 +72,14 @@ BAD: dict[str, tuple[Any, str]] = {
         "content that is no text, but list",
     ),
     "bad tools": ({"messages": [USER, ASSISTANT], "tools": "{"}, "its tools are no JSON"),
+    "nested": (
+        {"messages": [USER, {**ASSISTANT, "meta": DEEP}]},
+        "cannot be written as JSON (Recursion limit",
+    ),
+    "nested tools": (
+        {"messages": [USER, ASSISTANT], "tools": [DEEP]},
+        "cannot be written as JSON (Recursion",
+    ),
     "tools no list": ({"messages": [USER, ASSISTANT], "tools": {}}, "its tools are no list of objects"),
     "empty_text": ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2 has no content"),
     "null": ({"messages": [{"role": "user", "content": None}, ASSISTANT]}, "message 1 has no content"),
@@ -83,6 +94,8 @@ COUNTED = {
     "parts": "bad_message",
     "bad tools": "bad_message",
     "tools no list": "bad_message",
+    "nested": "bad_message",
+    "nested tools": "bad_message",
     "null": "empty_text",
 }
 
@@ -97,11 +110,14 @@ def test_a_bad_line_is_named(name: str) -> None:
 
 
 def test_lines_that_are_no_json() -> None:
-    faults = [parse_chat_line(line) for line in (b"", b"{", b"\xff{")]
+    nested = b'{"messages": ' + b"[" * 100_000
+    faults = [parse_chat_line(line) for line in (b"", b"{", b"\xff{", nested, nested + b"]" * 100_000 + b"}")]
     assert [each.fault for each in faults if not isinstance(each, Document)] == [
         "empty_text",
         "bad_json",
         "bad_utf8",
+        "bad_json",
+        "bad_json",
     ]
 
 

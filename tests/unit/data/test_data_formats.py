@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from data_corpus import document, line, read_run, write_shard
 
-from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest, unpack
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading
 from gsa_data.parquet import SOURCE_COLUMN, chat_rows, parquet_rows
@@ -35,7 +35,7 @@ def packed_lines(field: str = "text") -> bytes:
 
 def parquet(columns: dict[str, Any], **options: Any) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, row_group_size=10, **options)
+    pq.write_table(pa.table(columns), buffer, **{"row_group_size": 10, **options})
     return buffer.getvalue()
 
 
@@ -142,6 +142,38 @@ def test_gzip_faults(tmp_path: Path) -> None:
         )
         good = [item for item in kept if isinstance(item, Document)]
         assert len(good) <= len(NUMBERS)
+
+
+LONG_LINE = line("a") + b"\n" + line("a" * (8 << 20))
+BOMBS: dict[str, tuple[bytes, int]] = {
+    # name: the shard, which comes to more than 4 MiB in memory; documents that "skip" keeps
+    "line.jsonl.zst": (zstandard.compress(LONG_LINE), 0),
+    "line.jsonl.gz": (gzip.compress(LONG_LINE), 1),
+    "blank lines.jsonl.zst": (zstandard.compress(b"\n" * (1 << 20)), 0),
+    "value.parquet": (parquet({"text": pa.array(["a" * (1 << 20)] * 9).dictionary_encode()}), 0),
+    "rows.parquet": (
+        parquet({"text": pa.array(["a"]).take(pa.array([0] * 100_000))}, row_group_size=100_000),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 4 << 20)
+    packed, kept = BOMBS[name]
+    (tmp_path / name).write_bytes(packed)
+    manifest, counters = build_manifest(str(tmp_path)), Counter[str]()
+    with pytest.raises(
+        DataFault, match=rf"{name} unpacks to more than 4194304 bytes .*\(split it .*; restore it, or"
+    ):
+        documents_of(manifest, name)
+    assert len(read_documents(manifest, name, Reading("skip"), counters)) == kept
+    assert counters == Counter(shards_read=1, shards_damaged=1)
+    monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 1 << 27)
+    assert documents_of(manifest, name, max_bad_line_fraction=1)
 
 
 # Parquet
