@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gsa_data.cpu_limit import OverLimit, cpu_limit
+from gsa_data.cpu_limit import CpuLimit, OverLimit
 from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import read_bytes
 from gsa_data.marks import mark
@@ -123,7 +123,7 @@ class ChatEncoder:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.template, self.tokenizer = template, tokenizer
+        self.template, self.tokenizer, self._limit = template, tokenizer, CpuLimit()
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         self._check()
@@ -172,7 +172,7 @@ class ChatEncoder:
 
         render: Any = render_jinja_template  # which says that it returns a str
         try:
-            with cpu_limit(RENDER_SECONDS):
+            with self._limit.within(RENDER_SECONDS):
                 texts, parts = render(
                     conversations=[list(messages)],
                     tools=tools,
