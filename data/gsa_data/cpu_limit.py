@@ -52,7 +52,7 @@ class CpuLimit:
         self._process = os.getpid()
         self._turn = threading.Lock()
         self._end_of: dict[int, tuple[int, float]] = {}  # of a thread: its clock of CPU time, and when to end
-        self._is_watched = False
+        self._is_watched: bool = False
 
     def _watch(self) -> None:
         while True:
