@@ -29,6 +29,12 @@ class CpuLimit:
     def __reduce__(self) -> tuple[type[CpuLimit], tuple[()]]:
         return CpuLimit, ()
 
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._turn = threading.Lock()
+        self._end_of: dict[int, tuple[int, float]] = {}  # of a thread: its clock of CPU time, and when to end
+        self._is_watched = False
+
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Ends the block with OverLimit after so much CPU time of this thread."""
@@ -47,12 +53,6 @@ class CpuLimit:
                 is_over = self._end_of.pop(thread, None) is None
             if is_over:
                 _raise_in(thread, None)  # where the block ended by itself just before
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._turn = threading.Lock()
-        self._end_of: dict[int, tuple[int, float]] = {}  # of a thread: its clock of CPU time, and when to end
-        self._is_watched: bool = False
 
     def _watch(self) -> None:
         while True:
