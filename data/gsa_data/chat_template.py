@@ -123,8 +123,9 @@ class ChatEncoder:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.template, self.tokenizer, self._limit = template, tokenizer, CpuLimit()
+        self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
+        self._limit = CpuLimit()
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         self._check()
 
@@ -170,17 +171,19 @@ class ChatEncoder:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render: Any = render_jinja_template  # which says that it returns a str
-        try:
+        def render(**given: Any) -> Any:  # transformers says that it returns a str
             with self._limit.within(RENDER_SECONDS):
-                texts, parts = render(
-                    conversations=[list(messages)],
-                    tools=tools,
-                    chat_template=self.template.source,
-                    return_assistant_tokens_mask=tracks,
-                    add_generation_prompt=prompts,
-                    **self._variables,
-                )
+                return render_jinja_template(**given)
+
+        try:
+            texts, parts = render(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.template.source,
+                return_assistant_tokens_mask=tracks,
+                add_generation_prompt=prompts,
+                **self._variables,
+            )
         except OverLimit as limit:
             raise TemplateEndless(
                 f"chat template {self.template.origin} did not write a conversation of {len(messages)} messages within "
@@ -261,7 +264,7 @@ def _read_config(address: str, reading: Reading) -> dict[str, Any]:
     text = _read_text(address, reading)
     try:
         content = json.loads(text) if text is not None else {}
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise TokenizerError(f"{address} is no JSON ({error}); restore it") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{address} holds no object; restore it")

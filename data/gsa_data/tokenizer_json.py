@@ -36,7 +36,7 @@ class TokenizerJson:
         self._path = path
         try:
             self._content: dict[str, Any] = json.loads(file)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise TokenizerError(
                 f"tokenizer file {path!r} is no JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
             ) from error

@@ -23,6 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 READING = Reading(backoff_seconds=0.0)
 SAMPLE = Path(__file__).parents[3] / "data"
+LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+"""Would take some centuries."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,14 +132,9 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
         find_chat_template(str(copy), "", READING)
     with pytest.raises(TokenizerError, match="chat template 'gone' does not exist; give a Jinja file"):
         find_chat_template(str(copy), "gone", READING)
-    for content in ("{", '{"chat_template": ' + "[" * 100_000):
-        (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is no JSON"):
-            find_chat_template(str(copy), "", READING)
-
-
-LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-"""Would take some centuries."""
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is no JSON"):
+        find_chat_template(str(copy), "", READING)
 
 
 @pytest.mark.parametrize(
