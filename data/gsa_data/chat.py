@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gsa_data.chat_template import ChatEncoder, ChatTemplate, NoPrefix, TemplateRefused
+from gsa_data.chat_template import ChatEncoder, ChatTemplate, NoPrefix, TemplateEndless, TemplateRefused
 from gsa_data.documents import Document, check_bad_lines, is_utf8
 from gsa_data.faults import DataFault, Reading, warn_once
 from gsa_data.marks import UNSCORED
@@ -89,7 +89,7 @@ class _ChatLines(TextLines):
                 f"{where}: left out, as chat template {self._encoder.template.origin} refuses it ({error})"
             )
             return "template_refused"
-        except NoPrefix as error:
+        except (NoPrefix, TemplateEndless) as error:
             raise DataFault(f"{where}: {error}") from error
         if ((tokens & UNSCORED) != 0).all():
             warn_once(f"{where}: left out, as the template marks nothing of it as the assistant's")
@@ -141,9 +141,9 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     """The conversation of one JSON object or row, or what is wrong with it.
 
     Faults: missing_messages (no list `messages`, or an empty one), bad_message (no object, an unknown role, content
-    that is no text, tools that are no list), empty_text (a message without content; an assistant's may call tools
-    instead), no_assistant (nothing to learn from) and huge_document (as JSON above max_document_bytes). Fields that are
-    null are left out of messages, as transformers does.
+    that is no text, tools that are no list, fields nested more than 250 deep), empty_text (a message without content;
+    an assistant's may call tools instead), no_assistant (nothing to learn from) and huge_document (as JSON above
+    max_document_bytes). Fields that are null are left out of messages, as transformers does.
     """
     if not isinstance(record, Mapping):
         return WrongLine("missing_messages", "as it is no object with the field messages")
@@ -164,7 +164,10 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return WrongLine("bad_message", "as its tools are no list of objects")
     kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    text_utf8 = orjson.dumps({FIELD: kept, "tools": tools or None}, default=str)
+    try:
+        text_utf8 = orjson.dumps({FIELD: kept, "tools": tools or None}, default=str)
+    except orjson.JSONEncodeError as error:  # fields within fields, more than 250 of them
+        return WrongLine("bad_message", f"as it cannot be written as JSON ({error})")
     if len(text_utf8) > max_document_bytes:
         return WrongLine("huge_document", f"as it has {len(text_utf8)} bytes, over {max_document_bytes}")
     meta = record.get("meta")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gsa_data.cpu_limit import CpuLimit, OverLimit
 from gsa_data.faults import Reading, warn_once
 from gsa_data.fetch import read_bytes
 from gsa_data.marks import mark
@@ -32,8 +33,13 @@ SPECIAL_TOKENS = (
 TOKEN_NAME = re.compile(r"<(?:\||\uff5c)[^<>\s'\"{}]+?(?:\||\uff5c)>")
 """Text that is meant as one token in the templates that are around: `<|im_start|>`, DeepSeek's with wide bars."""
 
-RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
-"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors."""
+RENDER_ERRORS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError,
+)  # fmt: skip
+"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors: a division by zero, a
+recursion, ..."""
+RENDER_SECONDS = 20.0
+"""CPU time for one conversation, which takes milliseconds."""
 
 TRIAL = [
     {"role": "user", "content": "alpha"},
@@ -52,6 +58,10 @@ class TemplateRefused(ValueError):
 
 class NoPrefix(ValueError):
     """What the template writes of the first messages is not how it begins the whole conversation."""
+
+
+class TemplateEndless(ValueError):
+    """The template did not end within RENDER_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,7 @@ class ChatEncoder:
         """
         self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
+        self._limit = CpuLimit()
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
         if trains:
             self._check()
@@ -178,6 +189,7 @@ class ChatEncoder:
         Raises:
             TemplateRefused: the template cannot write it.
             NoPrefix: where the assistant's tokens are, a template without generation blocks does not show.
+            TemplateEndless: it takes too long.
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -230,7 +242,10 @@ class ChatEncoder:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render: Any = render_jinja_template  # which says that it returns a str
+        def render(**given: Any) -> Any:  # transformers says that it returns a str
+            with self._limit.within(RENDER_SECONDS):
+                return render_jinja_template(**given)
+
         try:
             texts, parts = render(
                 conversations=[list(messages)],
@@ -241,8 +256,13 @@ class ChatEncoder:
                 continue_final_message=open_end,
                 **self._variables,
             )
+        except OverLimit as limit:
+            raise TemplateEndless(
+                f"chat template {self.template.origin} did not write a conversation of {len(messages)} messages within "
+                f"{RENDER_SECONDS:g} s of CPU time; correct its loops, or name another one as chat_template"
+            ) from limit
         except (TemplateError, *RENDER_ERRORS) as error:
-            raise TemplateRefused(" ".join(str(error).split())) from error
+            raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
         return texts[0], parts[0] if tracks else []
 
     def _check(self) -> None:
@@ -265,7 +285,7 @@ class ChatEncoder:
                 f"chat template {template.origin} cannot write a conversation of user and assistant ({error}); correct "
                 "it, or name another one as chat_template"
             ) from error
-        except NoPrefix as error:
+        except (NoPrefix, TemplateEndless) as error:
             raise TokenizerError(str(error)) from error
         if re.search(r"\bstrftime_now\s*\(", template.source):
             raise TokenizerError(

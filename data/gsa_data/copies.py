@@ -69,8 +69,8 @@ def _same_content(
 def _is_empty(content: bytes, relpath: str) -> bool:
     if relpath.endswith(".parquet"):
         return has_no_rows(content, relpath)
-    text, whole = unpack(content, relpath)
-    return whole and not text.strip()
+    text, trouble = unpack(content, relpath)
+    return not trouble and not text.strip()
 
 
 def _same_text(
@@ -89,7 +89,10 @@ def _same_text(
         ends = [min(size_bytes, COMPARED_BYTES) for _, size_bytes in alike]
         ranges = filesystem.cat_ranges(paths, [0] * len(alike), ends, on_error="raise")
         pulse.beat()
-        texts = [unpack(bytes(begin), relpath)[0] for (relpath, _), begin in zip(alike, ranges, strict=True)]
+        texts = [
+            unpack(bytes(begin), relpath, COMPARED_BYTES)[0]
+            for (relpath, _), begin in zip(alike, ranges, strict=True)
+        ]
         for (original, text), (copy, its_text) in combinations(
             zip((relpath for relpath, _ in alike), texts, strict=True), 2
         ):

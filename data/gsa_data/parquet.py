@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from gsa_data.faults import DataFault
+from gsa_data.unpack import LINE_BYTES, most_unpacked, too_large
 
 SOURCE_COLUMN = "meta.redpajama_set_name"  # as SlimPajama has it
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+"""Arrow's names of types that hold text; each text is checked to be UTF-8."""
+MOST_ROWS_AT_ONCE = 1 << 14
+
+
+class TooLarge(ValueError):
+    """A shard unpacks to more than fits into memory."""
 
 
 def require_pyarrow(shard: str) -> Any:
@@ -41,23 +50,19 @@ def parquet_rows(
     rows: list[tuple[bytes | None, bytes | None]] = []
     try:
         file = arrow.parquet.ParquetFile(arrow.BufferReader(packed), page_checksum_verification=True)
-        columns = file.schema.names
         if file.schema_arrow.names.count(text_column) > 1:
             return [], f"has several columns {text_column!r}"
         if text_column not in file.schema_arrow.names:
             return [], f"has no column {text_column!r} (its columns: {', '.join(file.schema_arrow.names)})"
-        kind = _value_type(file.schema_arrow.field(text_column).type, arrow)
-        if kind not in (arrow.string(), arrow.large_string()):
+        kind = _plain_type(file.schema_arrow.field(text_column).type, arrow)
+        if str(kind) not in TEXT_TYPES:
             return [], f"holds {kind} in column {text_column!r}, not text"
-        wanted = [text_column]
-        if SOURCE_COLUMN in [file.schema.column(i).path for i in range(len(columns))]:
-            wanted.append(SOURCE_COLUMN)
-        for group in range(file.num_row_groups):
-            # One thread: readers are processes already, and a forked pool of threads would wait for ever.
-            table = file.read_row_group(group, columns=wanted, use_threads=False)
-            texts = table.column(text_column).cast(arrow.large_binary()).to_pylist()
-            sources = _sources(table, arrow) if len(wanted) > 1 else [None] * len(texts)
-            rows += zip(texts, sources, strict=True)
+        for tables in _row_groups(file, [text_column], len(packed), arrow):
+            for table in tables:
+                texts = table.column(text_column).cast(arrow.large_binary()).to_pylist()
+                rows += zip(texts, _sources(table, arrow), strict=True)
+    except TooLarge as error:
+        return rows, str(error)
     except (arrow.ArrowException, OSError) as error:
         return rows, f"is truncated or corrupt after {len(rows)} rows ({' '.join(str(error).split())[:200]})"
     return rows, ""
@@ -74,24 +79,53 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
         if columns.count("messages") != 1:
             return [], f"has not one column 'messages' (its columns: {', '.join(columns)})"
         wanted = [name for name in ("messages", "tools") if name in columns]
-        paths = [file.schema.column(place).path for place in range(len(file.schema.names))]
-        has_source = SOURCE_COLUMN in paths
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(
-                group, columns=[*wanted, *([SOURCE_COLUMN] if has_source else [])], use_threads=False
-            )
-            sources = _sources(table, arrow) if has_source else [None] * len(table)
-            for place, source in enumerate(sources):
-                meta = {"redpajama_set_name": source.decode(errors="replace") if source else None}
-                try:
-                    rows.append(
-                        {**{name: table.column(name)[place].as_py() for name in wanted}, "meta": meta}
-                    )
-                except UnicodeDecodeError:
-                    rows.append(None)
+        for tables in _row_groups(file, wanted, len(packed), arrow):
+            for table in tables:
+                for place, source in enumerate(_sources(table, arrow)):
+                    meta = {"redpajama_set_name": source.decode(errors="replace") if source else None}
+                    try:
+                        found = {name: _decoded(table.column(name)[place].as_py()) for name in wanted}
+                        rows.append({**found, "meta": meta})
+                    except UnicodeDecodeError:
+                        rows.append(None)
+    except TooLarge as error:
+        return rows, str(error)
     except (arrow.ArrowException, OSError) as error:
         return rows, f"is truncated or corrupt after {len(rows)} rows ({' '.join(str(error).split())[:200]})"
     return rows, ""
+
+
+def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
+    """The tables of each row group, with these columns and the source's, of plain types.
+
+    A dictionary's value may stand for any number of rows, so a group is read some rows at a time.
+
+    Raises:
+        TooLarge: the tables come to more than the shard may hold in memory.
+    """
+    paths = {file.schema.column(place).path for place in range(len(file.schema.names))}
+    columns = [*wanted, *([SOURCE_COLUMN] if SOURCE_COLUMN in paths else [])]
+    most, held = most_unpacked(packed_bytes), 0
+    for group in range(file.num_row_groups):
+        metadata = file.metadata.row_group(group)
+        parts = [metadata.column(place) for place in range(metadata.num_columns)]
+        parts = [each for each in parts if each.path_in_schema.startswith(tuple(columns))]
+        group_bytes = sum(each.total_uncompressed_size for each in parts)
+        if group_bytes + LINE_BYTES * max((each.num_values for each in parts), default=0) > most:
+            raise TooLarge(too_large(packed_bytes))
+        tables = []
+        # No value is longer than its column. One thread: readers are processes already, and a forked pool of threads
+        # would wait for ever.
+        rows_at_once = max(1, min(MOST_ROWS_AT_ONCE, most // max(1, group_bytes)))
+        for batch in file.iter_batches(rows_at_once, [group], columns, use_threads=False):
+            table = arrow.Table.from_batches([batch])
+            kinds = [(each.name, _plain_type(each.type, arrow)) for each in table.schema]
+            table = table.cast(arrow.schema(kinds))
+            held += table.nbytes + LINE_BYTES * len(table)
+            if held > most:
+                raise TooLarge(too_large(packed_bytes))
+            tables.append(table)
+        yield tables
 
 
 def _sources(table: Any, arrow: Any) -> list[bytes | None]:
@@ -99,14 +133,38 @@ def _sources(table: Any, arrow: Any) -> list[bytes | None]:
     names = table.column_names
     if SOURCE_COLUMN in names:  # a column of its own, as pandas.json_normalize writes it
         column = table.column(names.index(SOURCE_COLUMN))
-    else:
+    elif "meta" in names:
         column = table.column(names.index("meta")).combine_chunks().field("redpajama_set_name")
-    text = (arrow.string(), arrow.large_string(), arrow.binary(), arrow.large_binary())
-    if _value_type(column.type, arrow) not in text:
+    else:
+        return [None] * len(table)
+    if str(column.type) not in TEXT_TYPES:
         return [None] * len(column)
     sources: list[bytes | None] = column.cast(arrow.large_binary()).to_pylist()
     return sources
 
 
-def _value_type(kind: Any, arrow: Any) -> Any:
-    return kind.value_type if arrow.types.is_dictionary(kind) else kind
+def _plain_type(kind: Any, arrow: Any) -> Any:
+    """The type of the values themselves, where a dictionary (categories, enumerations) or an extension (JSON) holds
+    them, also inside structs and lists."""
+    types = arrow.types
+    if isinstance(kind, arrow.BaseExtensionType):
+        return _plain_type(kind.storage_type, arrow)
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type, arrow)
+    if types.is_struct(kind):
+        return arrow.struct([each.with_type(_plain_type(each.type, arrow)) for each in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        value = kind.value_field.with_type(_plain_type(kind.value_type, arrow))
+        return arrow.list_(value) if types.is_list(kind) else arrow.large_list(value)
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """The same, where bytes are text, as programs without a type for text write it."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _decoded(each) for name, each in value.items()}
+    return value

@@ -123,14 +123,14 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
     """All lines of one shard of JSON lines, without their newline, nor a mark of UTF-8 before the first.
 
-    Faults are as in `read_shard`; one that is truncated, corrupt or of another size than in the manifest counts
-    as shards_damaged, and "skip" keeps the lines that are whole.
+    Faults are as in `read_shard`; one that is truncated, corrupt, unpacks to far too much or has another size than in
+    the manifest counts as shards_damaged, and "skip" keeps the lines that are whole.
     """
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:
         return []
-    text, whole = unpack(packed, relpath)
-    trouble = "" if whole else f"is truncated or corrupt after {len(text)} bytes of text"
+    text, trouble = unpack(packed, relpath)
+    whole = not trouble
     check_damage(manifest, relpath, len(packed), trouble, reading, counters)
     lines = text.split(b"\n")
     tail = lines.pop()  # empty after a final newline

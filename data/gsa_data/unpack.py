@@ -10,6 +10,15 @@ import zstandard
 
 LARGEST_WINDOW_BYTES = 1 << 31
 """What `zstd --long=31` asks for, the most there is; the library's own limit of 128 MiB is that of `--long` alone."""
+MOST_UNPACKED_BYTES = 1 << 30
+"""That a shard of any size may unpack to. A few bytes can stand for any number of equal ones, and a reader holds the
+text of a shard in memory."""
+MOST_RATIO = 50
+"""Of unpacked to packed bytes in a larger shard. Text has 3 to 10."""
+LINE_BYTES = 64
+"""Memory that a line or row takes beside its text."""
+PIECE_BYTES = 1 << 12
+"""That are unpacked at once: up to 128 MiB of text, as zstd packs 128 KiB of equal bytes into four."""
 
 
 class _Frame(Protocol):
@@ -24,32 +33,59 @@ class _Frame(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def unpack(packed: bytes, relpath: str) -> tuple[bytes, bool]:
-    """The text of a shard, and whether it is all there."""
+def most_unpacked(packed_bytes: int) -> int:
+    """Bytes that a packed shard may hold in memory: its text, and LINE_BYTES for each line."""
+    return max(MOST_UNPACKED_BYTES, MOST_RATIO * packed_bytes)
+
+
+def too_large(packed_bytes: int) -> str:
+    """What is wrong with a shard that holds more."""
+    return (
+        f"unpacks to more than {most_unpacked(packed_bytes)} bytes in memory, the most allowed for its "
+        f"{packed_bytes} bytes (split it into smaller shards if its text is meant so)"
+    )
+
+
+def unpack(packed: bytes, relpath: str, enough_bytes: int | None = None) -> tuple[bytes, str]:
+    """The text of a shard, and what is wrong with it ("" when it is all there).
+
+    Unpacking ends after `enough_bytes` of text, or when the shard is too large: then with what came before.
+    """
     if relpath.endswith(".zst"):
         decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES)
-        return _decompress(packed, decompressor.decompressobj)
-    if relpath.endswith(".gz"):
-        return _decompress(packed, lambda: zlib.decompressobj(wbits=31))  # 31: gzip's header and checksum
-    return packed, True
+        return _decompress(packed, decompressor.decompressobj, enough_bytes)
+    if relpath.endswith(".gz"):  # 31: gzip's header and checksum
+        return _decompress(packed, lambda: zlib.decompressobj(wbits=31), enough_bytes)
+    return packed, ""
 
 
-def _decompress(packed: bytes, new_frame: Callable[[], _Frame]) -> tuple[bytes, bool]:
-    """The text of all frames and whether the last frame is complete; an empty file is not."""
+def _decompress(
+    packed: bytes, new_frame: Callable[[], _Frame], enough_bytes: int | None
+) -> tuple[bytes, str]:
+    """The text of all frames; an empty file holds none."""
     parts: list[bytes] = []
-    place = 0
+    held = text_bytes = place = 0
+    most = most_unpacked(len(packed))
     while True:
         frame = new_frame()
         try:
             # In pieces, so that a corrupt block costs only itself and what follows.
             while place < len(packed) and not frame.eof:
-                piece = packed[place : place + (1 << 16)]
-                parts.append(frame.decompress(piece))
+                piece = packed[place : place + PIECE_BYTES]
+                part = frame.decompress(piece)
                 place += len(piece)
+                text_bytes += len(part)
+                held += len(part) + LINE_BYTES * part.count(b"\n")
+                if held > most:
+                    return b"".join(parts), too_large(len(packed))
+                parts.append(part)
+                if enough_bytes is not None and text_bytes >= enough_bytes:
+                    return b"".join(parts), ""
         except (zstandard.ZstdError, zlib.error):
-            return b"".join(parts), False
+            break
         if not frame.eof:
-            return b"".join(parts), False
+            break
         place -= len(frame.unused_data)
         if place == len(packed) or (packed[place] == 0 and not packed[place:].strip(b"\0")):
-            return b"".join(parts), True  # gzip files may be padded with zeros
+            return b"".join(parts), ""  # gzip files may be padded with zeros
+    return b"".join(parts), f"is truncated or corrupt after {text_bytes} bytes of text"

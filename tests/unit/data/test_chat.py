@@ -53,6 +53,9 @@ def warns_anew() -> None:
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+DEEP: Any = "a"
+for _ in range(300):
+    DEEP = {"a": DEEP}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 BAD: dict[str, tuple[Any, str]] = {
     "missing_messages": ({"text": "a"}, "no list of messages"),
@@ -69,6 +72,14 @@ BAD: dict[str, tuple[Any, str]] = {
         "content that is no text, but list",
     ),
     "bad tools": ({"messages": [USER, ASSISTANT], "tools": "{"}, "its tools are no JSON"),
+    "nested": (
+        {"messages": [USER, {**ASSISTANT, "meta": DEEP}]},
+        "cannot be written as JSON (Recursion limit",
+    ),
+    "nested tools": (
+        {"messages": [USER, ASSISTANT], "tools": [DEEP]},
+        "cannot be written as JSON (Recursion",
+    ),
     "tools no list": ({"messages": [USER, ASSISTANT], "tools": {}}, "its tools are no list of objects"),
     "empty_text": ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2 has no content"),
     "null": ({"messages": [{"role": "user", "content": None}, ASSISTANT]}, "message 1 has no content"),
@@ -83,6 +94,8 @@ COUNTED = {
     "parts": "bad_message",
     "bad tools": "bad_message",
     "tools no list": "bad_message",
+    "nested": "bad_message",
+    "nested tools": "bad_message",
     "null": "empty_text",
 }
 
@@ -97,11 +110,14 @@ def test_a_bad_line_is_named(name: str) -> None:
 
 
 def test_lines_that_are_no_json() -> None:
-    faults = [parse_chat_line(line) for line in (b"", b"{", b"\xff{")]
+    nested = b'{"messages": ' + b"[" * 100_000
+    faults = [parse_chat_line(line) for line in (b"", b"{", b"\xff{", nested, nested + b"]" * 100_000 + b"}")]
     assert [each.fault for each in faults if not isinstance(each, Document)] == [
         "empty_text",
         "bad_json",
         "bad_utf8",
+        "bad_json",
+        "bad_json",
     ]
 
 
@@ -162,13 +178,25 @@ def test_text_is_no_chat(tmp_path: Path) -> None:
         open_chat(str(tmp_path), template(PLAIN))
 
 
-def test_parquet_holds_the_same_conversations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
+def test_parquet_holds_the_same_conversations(tmp_path: Path, kind: str) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     made = [conversation(number) for number in range(12)]
     write_chats(tmp_path / "lines" / "s.jsonl", made)
     tools = [json.dumps(TOOLS), *[None] * 11]
-    table = pa.table({"messages": made, "tools": tools, "meta.redpajama_set_name": ["A"] * 12})
+    text = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    messages = pa.array(made).cast(pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())])))
+    if kind == "dictionary":
+        fields = [
+            messages.values.field(name).cast(pa.string()).dictionary_encode() for name in ("role", "content")
+        ]
+        messages = pa.ListArray.from_arrays(
+            messages.offsets, pa.StructArray.from_arrays(fields, ["role", "content"])
+        )
+    else:
+        messages = messages.cast(pa.list_(pa.struct([("role", text), ("content", text)])))
+    table = pa.table({"messages": messages, "tools": tools, "meta.redpajama_set_name": ["A"] * 12})
     (tmp_path / "rows").mkdir()
     pq.write_table(table, tmp_path / "rows" / "s.parquet", row_group_size=5)
     found = {}

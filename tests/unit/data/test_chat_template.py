@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsa_data import DataFault, Tokenizer
+from gsa_data import DataFault, Tokenizer, chat_template
 from gsa_data.chat import ChatReader
 from gsa_data.chat_template import ChatEncoder, find_chat_template
 from gsa_data.companions import Companions
@@ -25,6 +25,8 @@ transformers = pytest.importorskip("transformers")
 
 READING = Reading(backoff_seconds=0.0)
 SAMPLE = Path(__file__).parents[3] / "data"
+LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+"""Would take some centuries."""
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,12 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (
+            LOOPS + PLAIN,
+            r"did not write a conversation of 4 messages within 0\.2 s .*; correct its loops, or name",
+        ),
+        ("{{ 1 / 0 }}" + PLAIN, r"cannot write a conversation .*\(division by zero\)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot write a conversation .*recursion"),
         ("{% for %}", r"cannot write a conversation .*Expected"),
         ("{{ raise_exception('no ' + messages[0].role) }}", r"cannot write a conversation .*\(no user\)"),
         ("{{ messages[0].content + 1 }}", r"cannot write a conversation"),
@@ -181,7 +189,11 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
         ),
     ],
 )
-def test_templates_that_cannot_be_used(chat_tokenizer: Tokenizer, source: str, message: str) -> None:
+def test_templates_that_cannot_be_used(
+    chat_tokenizer: Tokenizer, source: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source.startswith(LOOPS):
+        monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     with pytest.raises(TokenizerError, match=rf"chat template chat\.jinja.*{message}"):
         ChatEncoder(template(source), chat_tokenizer)
 
@@ -201,6 +213,38 @@ def test_a_block_without_the_end_of_its_turn_is_warned_of(
     caplog.clear()
     ChatEncoder(template(WITH_BLOCKS), chat_tokenizer)
     assert caplog.text == ""
+
+
+def test_a_conversation_that_takes_for_ever_names_its_line(
+    tmp_path: Path, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = "{% if messages[0].content == 'long' %}" + LOOPS + "{% endif %}"
+    answer = {"role": "assistant", "content": "b"}
+    write_chats(tmp_path / "s.jsonl", [[{"role": "user", "content": text}, answer] for text in ("a", "long")])
+    reader = ChatReader(open_chat(str(tmp_path), template(loops + WITH_BLOCKS)), chat_tokenizer, READING)
+    lines = reader.open("s.jsonl", 0, 1, Counter())
+    assert not isinstance(lines[0], str)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    with pytest.raises(DataFault, match=r"s\.jsonl, line 2: chat template chat\.jinja did not write"):
+        lines[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{{ 7 / 0 }}", "{{ 7 % 0 }}", "{{ 'a' * 10**15 }}", "{{ f() }}", "{{ 10.0 ** 999 }}"]
+)
+def test_any_error_of_a_template_leaves_out_the_conversation(
+    tmp_path: Path, chat_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    source = (
+        "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == 'x' %}" + wrong + "{% endif %}"
+    )
+    answer = {"role": "assistant", "content": "b"}
+    write_chats(tmp_path / "s.jsonl", [[{"role": "user", "content": text}, answer] for text in ("a", "x")])
+    reader = ChatReader(open_chat(str(tmp_path), template(source + PLAIN)), chat_tokenizer, READING)
+    lines = reader.open("s.jsonl", 0, 1, Counter())
+    assert not isinstance(lines[0], str)
+    assert lines[1] == "template_refused"
+    assert "s.jsonl, line 2: left out, as chat template chat.jinja refuses it (" in caplog.text
 
 
 def test_a_conversation_that_is_written_otherwise_later_names_its_line(

@@ -29,6 +29,7 @@ from gsa_data.faults import Reading
         (b'{"text": " \\n\\t"}', "empty_text"),
         (b"", "empty_text"),
         (b"  \r", "empty_text"),
+        (b'{"text": "a", "meta": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "bad_json"),
     ],
 )
 def test_parse_line(text: bytes, expected: Document | str) -> None:

@@ -17,10 +17,10 @@ import pytest
 import zstandard
 from data_corpus import document, line, read_run, write_shard
 
-from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest, unpack
 from gsa_data.documents import Document, read_documents
 from gsa_data.faults import Reading
-from gsa_data.parquet import parquet_rows
+from gsa_data.parquet import SOURCE_COLUMN, chat_rows, parquet_rows
 from gsa_data.shards import FORMATS
 
 pa = pytest.importorskip("pyarrow")
@@ -35,7 +35,7 @@ def packed_lines(field: str = "text") -> bytes:
 
 def parquet(columns: dict[str, Any], **options: Any) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, row_group_size=10, **options)
+    pq.write_table(pa.table(columns), buffer, **{"row_group_size": 10, **options})
     return buffer.getvalue()
 
 
@@ -144,6 +144,38 @@ def test_gzip_faults(tmp_path: Path) -> None:
         assert len(good) <= len(NUMBERS)
 
 
+LONG_LINE = line("a") + b"\n" + line("a" * (8 << 20))
+BOMBS: dict[str, tuple[bytes, int]] = {
+    # name: the shard, which comes to more than 4 MiB in memory; documents that "skip" keeps
+    "line.jsonl.zst": (zstandard.compress(LONG_LINE), 0),
+    "line.jsonl.gz": (gzip.compress(LONG_LINE), 1),
+    "blank lines.jsonl.zst": (zstandard.compress(b"\n" * (1 << 20)), 0),
+    "value.parquet": (parquet({"text": pa.array(["a" * (1 << 20)] * 9).dictionary_encode()}), 0),
+    "rows.parquet": (
+        parquet({"text": pa.array(["a"]).take(pa.array([0] * 100_000))}, row_group_size=100_000),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 4 << 20)
+    packed, kept = BOMBS[name]
+    (tmp_path / name).write_bytes(packed)
+    manifest, counters = build_manifest(str(tmp_path)), Counter[str]()
+    with pytest.raises(
+        DataFault, match=rf"{name} unpacks to more than 4194304 bytes .*\(split it .*; restore it, or"
+    ):
+        documents_of(manifest, name)
+    assert len(read_documents(manifest, name, Reading("skip"), counters)) == kept
+    assert counters == Counter(shards_read=1, shards_damaged=1)
+    monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 1 << 27)
+    assert documents_of(manifest, name, max_bad_line_fraction=1)
+
+
 # Parquet
 
 
@@ -224,9 +256,65 @@ def test_parquet_faults(tmp_path: Path) -> None:
         assert counters == Counter(shards_read=1, shards_damaged=1)
 
 
-def test_large_and_dictionary_columns_are_text() -> None:
-    for column in (pa.array(["a", "b"], pa.large_string()), pa.array(["a", "b"]).dictionary_encode()):
-        assert parquet_rows(parquet({"text": column}), "text", "s") == ([(b"a", None), (b"b", None)], "")
+TEXT_TYPES = [
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view(),
+    pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int32(), pa.large_binary()),
+]  # fmt: skip
+"""All that pyarrow can write. Polars and DataFusion write views, Polars also categories."""
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_text_and_source_may_have_any_type_of_text(kind: Any) -> None:
+    def typed(values: list[Any]) -> Any:
+        value = kind.value_type if pa.types.is_dictionary(kind) else kind
+        column = pa.array(values).cast(value)
+        return column.dictionary_encode() if pa.types.is_dictionary(kind) else column
+
+    texts, names = ["over twelve bytes \u6f22", "b", None], ["X", None, "A source of over twelve bytes"]
+    expected = [(b"over twelve bytes \xe6\xbc\xa2", b"X"), (b"b", None), (None, names[2].encode())]
+    for sources in ({SOURCE_COLUMN: typed(names)}, {"meta": named(typed(names))}):
+        assert parquet_rows(parquet({"text": typed(texts), **sources}), "text", "s") == (expected, "")
+
+
+@pytest.mark.parametrize("writer", ["polars", "datafusion", "duckdb"])
+def test_other_programs_write_the_same_rows(tmp_path: Path, writer: str) -> None:
+    module = pytest.importorskip(writer)
+    path = tmp_path / "s.parquet"
+    values = "('over twelve bytes \u6f22', 'X'), ('b', NULL), (NULL, 'Y')"
+    if writer == "polars":
+        texts, names = ["over twelve bytes \u6f22", "b", None], ["X", None, "Y"]
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        kind = module.List(module.Struct({"role": module.Enum(["user"]), "content": module.Categorical}))
+        module.DataFrame(
+            {
+                "text": texts,
+                SOURCE_COLUMN: module.Series(names, dtype=module.Categorical),
+                "messages": module.Series(messages, dtype=kind),
+            }
+        ).write_parquet(path)
+    elif writer == "datafusion":
+        text, name = "arrow_cast(text, 'Utf8View')", "arrow_cast(name, 'BinaryView')"
+        module.SessionContext().sql(
+            f"select {text} as text, named_struct('redpajama_set_name', {name}) as meta, "
+            f"make_array(named_struct('role', 'user', 'content', {text})) as messages "
+            f"from (values {values}) as t(text, name)"
+        ).write_parquet(str(path))
+    else:
+        module.connect().execute(
+            f"copy (select text, name::enum('X', 'Y') as \"{SOURCE_COLUMN}\", "
+            f"[{{'role': 'user', 'content': encode(text)}}] as messages from (values {values}) as t(text, name)) "
+            f"to '{path}' (format parquet)"
+        )
+    found, trouble = parquet_rows(path.read_bytes(), "text", "s")
+    assert trouble == ""
+    assert sorted(found, key=str) == sorted(
+        [(b"over twelve bytes \xe6\xbc\xa2", b"X"), (b"b", None), (None, b"Y")], key=str
+    )
+    chats, trouble = chat_rows(path.read_bytes(), "s")
+    assert trouble == ""
+    assert [chat and chat["messages"] for chat in chats] == [
+        [{"role": "user", "content": text and text.decode()}] for text, _ in found
+    ]
 
 
 def test_missing_pyarrow_is_named_before_anything_is_read(

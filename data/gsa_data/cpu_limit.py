@@ -1,0 +1,76 @@
+"""A limit of CPU time for code of others that may never end, such as a chat template with nested loops."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+POLL_SECONDS = 0.5
+
+
+class OverLimit(BaseException):
+    """The block used up its time. No Exception, so that the code inside the block cannot catch it by accident."""
+
+
+class CpuLimit:
+    """Ends blocks that take too long. CPU time does not depend on what else the machine does.
+
+    One thread looks at the blocks now and then, so that a block costs microseconds. Can be pickled and forked. A single
+    call of C code is not cut short.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def __reduce__(self) -> tuple[type[CpuLimit], tuple[()]]:
+        return CpuLimit, ()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._turn = threading.Lock()
+        self._end_of: dict[int, tuple[int, float]] = {}  # of a thread: its clock of CPU time, and when to end
+        self._is_watched = False
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Ends the block with OverLimit after so much CPU time of this thread."""
+        if self._process != os.getpid():  # a fork has no threads, and may have copied a lock that is held
+            self._begin()
+        thread = threading.get_ident()
+        with self._turn:
+            self._end_of[thread] = (time.pthread_getcpuclockid(thread), time.thread_time() + seconds)
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="gsa_data cpu limit", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._turn:
+                is_over = self._end_of.pop(thread, None) is None
+            if is_over:
+                _raise_in(thread, None)  # where the block ended by itself just before
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL_SECONDS)
+            with self._turn:
+                if not self._end_of:
+                    self._is_watched = False
+                    return
+                over = [
+                    thread for thread, (clock, end) in self._end_of.items() if time.clock_gettime(clock) > end
+                ]
+                for thread in over:
+                    del self._end_of[thread]
+                    _raise_in(thread, OverLimit)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """None takes back one that was not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(error) if error else None
+    )
