@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,36 @@ def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpoint
     with torch.no_grad():
         assert model(tokens).indexer_loss is None
     assert model.eval()(tokens).indexer_loss is None
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_weight_of_the_indexers_loss_over_accumulated_passes(passes: int) -> None:
+    """Outside the model it counts once for each pass, whatever divides the outer loss; a caller may add it instead."""
+    model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(passes, 20)
+
+    def accumulated(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for row in tokens.split(1):
+            (loss_of(row) / passes).backward()
+        return {
+            name: each.grad
+            for name, each in model.named_parameters()
+            if "indexer" in name and each.grad is not None
+        }
+
+    def outside(row: torch.Tensor, **options: Any) -> Any:
+        outputs = model(row, **options)
+        loss = model.loss_function(logits=outputs.logits, labels=row, vocab_size=512)
+        return loss + 0.5 * outputs.indexer_loss if options else loss
+
+    inside = accumulated(lambda row: model(row, labels=row).loss)
+    assert inside
+    torch.testing.assert_close(accumulated(lambda row: outside(row, output_indexer_loss=True)), inside)
+    torch.testing.assert_close(accumulated(outside), {name: passes * each for name, each in inside.items()})
+    model.config.indexer_loss_coef = 0.5 / passes
+    torch.testing.assert_close(accumulated(outside), inside)
+    with pytest.raises(ValueError, match="output_indexer_loss is True with labels"):
+        model(tokens, labels=tokens, output_indexer_loss=True)
 
 
 def test_a_coefficient_that_nothing_adds_is_refused() -> None:
