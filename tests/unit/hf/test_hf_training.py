@@ -200,6 +200,10 @@ def test_ten_steps_of_trainer(tmp_path: Path) -> None:
     run_script(command, tmp_path / "log", ranks=1, launcher="python")
 
 
+def test_checkpointed_steps_of_two_ranks(tmp_path: Path) -> None:
+    run_script(["tests/helpers/hf_ranks.py"], tmp_path / "log", ranks=2)
+
+
 def test_text_generation_pipeline() -> None:
     words = {f"w{number}": number for number in range(512)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
