@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
+from gsa_hf import GSAForCausalLM
 from helpers.hf import distinct_tokens, tiny_model
 from helpers.runs import run_script
+
+ROOT = Path(__file__).parents[3]
 
 
 def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -204,15 +209,35 @@ def test_checkpointed_steps_of_two_ranks(tmp_path: Path) -> None:
     run_script(["tests/helpers/hf_ranks.py"], tmp_path / "log", ranks=2)
 
 
-def test_text_generation_pipeline() -> None:
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{number}": number for number in range(512)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="w0", unk_token="w0", padding_side="left"
-    )
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", unk_token="w0", padding_side="left")
+
+
+def test_serve_loads_a_folder_by_the_script_of_the_page(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = pytest.importorskip("transformers.cli.serving.model_manager")
+    tiny_model(attention="sdpa").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    manager = serving.ModelManager(device="cpu", model_timeout=-1)
+    page = (ROOT / "docs/how_to/hugging_face.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n((?:(?!```).)*^app\(\)\n)```", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(transformers, "GSAForCausalLM", None, raising=False)  # put back at the end
+    monkeypatch.setattr("transformers.cli.transformers.app", lambda: None)
+    exec(script, {})
+    model, processor = manager.load_model_and_processor(str(tmp_path))
+    assert type(model) is GSAForCausalLM
+    assert manager.get_model_modality(model).name == "LLM"
+    assert processor("w5 w9").input_ids == [5, 9]
+
+
+def test_text_generation_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny_model()
-    generate = pipeline("text-generation", model=model, tokenizer=fast, device="cpu")
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "no_repeat_ngram_size": 1}
     together = generate(["w5 w9 w31 w7", "w3 w4"], batch_size=2, **options)
     for prompt, (found,) in zip(["w5 w9 w31 w7", "w3 w4"], together, strict=True):
