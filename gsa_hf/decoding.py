@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
 from .gates_gsa import other_gates
+from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
 from .kernel_pass_gsa import kernel_module
 from .kernels_gsa import applied_indexer, kernel_rule
-from .modeling_gsa import CACHE_ARGUMENT, GSAForCausalLM
+from .modeling_gsa import CACHE_ARGUMENT, GSAMLP, GSADecoderLayer, GSAForCausalLM, GSAModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +54,36 @@ class ModelDecoder:
         ]
 
 
-def not_fused(config: Any) -> str | None:
-    """What of a configuration fused steps do not have, `field is value`; None: nothing."""
+_FUSED = (
+    *(GSAModel, GSADecoderLayer, GSAAttention, GSAIndexer, GSAMLP, GSARMSNorm, GSARotaryEmbedding),
+    *(nn.Linear, nn.Embedding, nn.RMSNorm, nn.ModuleList, nn.Identity, type(ACT2FN["silu"])),
+)
+"""Fused steps read the weights of these modules and do not call them. Each must be of this very class: what adapters,
+quantisation and parametrisation put in its place, or derive from it, calculates something else."""
+
+
+def not_fused(model: GSAForCausalLM) -> str | None:
+    """What of a model fused steps do not have, `field is value`; None: nothing."""
+    config: Any = model.config
     other = {"num_experts": 0, "sandwich_norm": False, "index_block_query": "first", "index_pool": 1}
     for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
-    return other_gates(config)
+    if (obstacle := other_gates(config)) is not None:
+        return obstacle
+    for name, module in model.named_modules():
+        if module is not model and type(module) not in _FUSED:
+            return f"{name} is {_class_of(module)}"
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:  # torchao's quantised weights of linear layers, DTensor
+            return f"{name} is {_class_of(parameter)}"
+    devices = sorted({str(each.device) for each in model.parameters()})
+    return f"the weights are on {' and '.join(devices)}" if len(devices) > 1 else None
+
+
+def _class_of(found: object) -> str:
+    """With its module: peft's are called `Linear`, too."""
+    return f"{type(found).__module__}.{type(found).__qualname__}"
 
 
 class FusedDecoder:
@@ -88,8 +114,8 @@ class FusedDecoder:
             raise ValueError(
                 f"attn_implementation is {implementation!r} with sparse layers; pass 'gsa', or decode by the model"
             )
-        if (obstacle := not_fused(model.config)) is not None:
-            raise ValueError(f"{obstacle}; decode by the model")
+        if (obstacle := not_fused(model)) is not None:
+            raise ValueError(f"{obstacle}; decode by the model, or merge adapters first")
         self.model, self.config = model, model.config
         self.layers = [join_layer(layer, self.config) for layer in model.model.layers]
         self._compile, self._wanted_products = compile, products

@@ -88,8 +88,8 @@ class Generator:
     """Generates from batches of prompts with one model, whose weights are those of now.
 
     On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
-    with `attn_implementation` "sdpa" or "eager" for sparse layers, and for experts, gates and norms that the paper has
-    not, they are the model's own forward pass.
+    with `attn_implementation` "sdpa" or "eager" for sparse layers, for experts, gates and norms that the paper has not,
+    for adapters, quantised layers and weights on several devices, they are the model's own forward pass.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Generator:
         self.model, self.device = model.eval(), model.device
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
         implementation = model.config._attn_implementation
-        obstacle = not_fused(model.config)
+        obstacle = not_fused(model)
         fused = self.device.type == "cuda" and (implementation == "gsa" or not sparse) and obstacle is None
         self.decoder: FusedDecoder | ModelDecoder
         self.decoder = FusedDecoder(model, compile) if fused else ModelDecoder(model)

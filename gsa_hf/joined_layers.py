@@ -75,11 +75,6 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     """The weights of a `GSADecoderLayer`, projections of one input in one tensor: a copy of these."""
     attention, mlp = layer.self_attn, layer.mlp
     indexer = attention.indexer
-    for name, module in layer.named_modules():
-        if name.endswith(("_proj", ".wq", ".wk")) and type(module) is not nn.Linear:
-            raise ValueError(
-                f"{name} is {type(module).__name__}, not nn.Linear; merge adapters, or decode by the model"
-            )
     named = [attention.q_proj, attention.k_proj, attention.v_proj]
     named += [attention.value_gate_proj, attention.output_gate_proj]
     weights = [None if each is None else each.weight for each in named]

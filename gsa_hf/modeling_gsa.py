@@ -20,6 +20,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -280,6 +281,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cache: Cache | None = None,
+        output_indexer_loss: bool | None = None,
         **kwargs: Any,
     ) -> GSACausalLMOutputWithPast:
         r"""
@@ -287,8 +289,15 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             Next tokens are taken from here; -100 counts in no loss. In training, where `config.indexer_loss_coef` is
             above 0, the loss is that of the language model plus `indexer_loss_coef` times the indexer's. Without
             labels the backward pass of the logits differentiates that multiple.
+        output_indexer_loss (`bool`, *optional*):
+            Without labels: calculate the indexer loss, with its graph, for the caller to add, and add it nowhere.
         """
         coefficient = self.config.indexer_loss_coef
+        if labels is not None and output_indexer_loss is not None:
+            raise ValueError(
+                f"output_indexer_loss is {output_indexer_loss} with labels, whose loss has it in by indexer_loss_coef; "
+                "leave one of the two out"
+            )
         learns = labels is not None and self.training and coefficient > 0 and torch.is_grad_enabled()
         outputs = self.model(
             input_ids=input_ids,
@@ -296,7 +305,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_indexer_loss=True if learns else None,
+            output_indexer_loss=True if learns else output_indexer_loss,
             **{CACHE_ARGUMENT: cache if cache is not None else past_key_values},
             **{name: value for name, value in kwargs.items() if name != "num_items_in_batch"},
         )
@@ -346,5 +355,9 @@ def _share_of_batch(
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch
 
+
+# `AutoModelForCausalLM.register` leaves this list alone, and Trainer smooths shifted labels only for the classes in it:
+# the model would learn to repeat each token.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("gsa", GSAForCausalLM.__name__)
 
 __all__ = ["GSAForCausalLM", "GSAModel", "GSAPreTrainedModel"]

@@ -1,4 +1,4 @@
-"""Ten steps of transformers' Trainer on a GSA model: `hf_trainer.py FOLDER`."""
+"""Ten steps of transformers' Trainer on a GSA model, and its loss with smoothed labels: `hf_trainer.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ def main(folder: str) -> None:
     average = model.model.layers[0].self_attn.indexer.variance_ema.clone()
     before = {name: value.clone() for name, value in model.named_parameters()}
     rows = [{"input_ids": row, "labels": row} for row in distinct_tokens(16, 16)]
-    arguments = TrainingArguments(
-        output_dir=folder,
-        max_steps=10,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    options = {
+        "output_dir": folder,
+        "max_steps": 10,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    smoothed = Trainer(model, TrainingArguments(label_smoothing_factor=1e-9, **options), train_dataset=rows)
+    tokens = distinct_tokens(2, 16)
+    loss = smoothed.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    torch.testing.assert_close(
+        loss, model(tokens, labels=tokens).loss
+    )  # of the next tokens, not of those read
+    trainer = Trainer(model, TrainingArguments(**options), train_dataset=rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 10

@@ -54,6 +54,68 @@ def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, An
     assert generator.generate(PROMPTS, 5).tokens == by_transformers(model, 5)
 
 
+def chosen(model: Any, monkeypatch: pytest.MonkeyPatch) -> type:
+    """The decoder of a model on a GPU."""
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(type(model), "device", torch.device("cuda"))
+        return type(generation.Generator(model).decoder)
+
+
+LAYER = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("lm_head", "model.embed_tokens", "model.norm", LAYER + "mlp", LAYER + "mlp.down_proj"),
+        *(
+            LAYER + "self_attn.q_proj",
+            LAYER + "self_attn.indexer.wq",
+            LAYER + "self_attn.indexer.weights_proj",
+        ),
+    ],
+)
+def test_layers_of_other_classes_are_called(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As adapters and quantisation make them: by the model's forward pass, and the log says why."""
+    caplog.set_level("INFO", "gsa_hf")
+    model = make_model("sparse")
+    model.set_attn_implementation("gsa")
+    assert chosen(model, monkeypatch) is decoding.FusedDecoder
+    calls, layer = [], model.get_submodule(path)
+    kind = type(layer)
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(path)
+        return -kind.forward(module, x)
+
+    layer.__class__ = type("Linear", (kind,), {"forward": forward, "__module__": "adapters"})
+    assert chosen(model, monkeypatch) is decoding.ModelDecoder
+    assert f"decoding by the model's forward pass ({path} is adapters.Linear)" in caplog.messages[-1]
+    with pytest.raises(
+        ValueError, match=f"{path} is adapters.Linear; decode by the model, or merge adapters"
+    ):
+        decoding.FusedDecoder(model)
+    model.set_attn_implementation("sdpa")
+    tokens = generation.Generator(model).generate(PROMPTS, 3).tokens
+    assert calls
+    assert tokens == by_transformers(model, 3)
+
+
+def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised in a layer that stays nn.Linear, as torchao has them, and left on another device by `device_map`."""
+    quantised, offloaded = make_model("sparse"), make_model("sparse")
+    linear = quantised.model.layers[0].mlp.up_proj
+    linear.weight = type("Int4", (torch.nn.Parameter,), {})(linear.weight.detach())
+    offloaded.lm_head.to("meta")
+    said = ("model.layers.0.mlp.up_proj.weight is ", "the weights are on cpu and meta")
+    for model, obstacle in zip((quantised, offloaded), said, strict=True):
+        model.set_attn_implementation("gsa")
+        assert (decoding.not_fused(model) or "").startswith(obstacle)
+        assert chosen(model, monkeypatch) is decoding.ModelDecoder
+
+
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,14 +170,22 @@ def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gsa", "blocks"])
-def test_positions_that_start_again_are_documents(name: str) -> None:
-    model = tiny_model(name)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_positions_that_start_again_are_documents(name: str, attention: str) -> None:
+    """Without a cache and a mask; else transformers does not look for them, and they see each other."""
+    model = tiny_model(name, attention=attention)
     rows = [distinct_tokens(1, length, seed=length) for length in (13, 17)]
     positions = torch.cat([torch.arange(13), torch.arange(17)])[None]
     with torch.no_grad():
         packed = model(torch.cat(rows, 1), position_ids=positions, use_cache=False).logits
         alone = torch.cat([model(row).logits for row in rows], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    ones = torch.ones_like(positions)
+    for options in ({}, {"attention_mask": ones}, {"attention_mask": ones, "use_cache": False}):
+        with torch.no_grad():
+            together = model(torch.cat(rows, 1), position_ids=positions, **options).logits
+        torch.testing.assert_close(together[:, :13], alone[:, :13], rtol=1e-4, atol=1e-4)
+        assert (together[:, 13:] - alone[:, 13:]).abs().max() > 0.1
 
 
 def test_bf16_keeps_the_average_and_stays_close() -> None:

@@ -184,15 +184,21 @@ def test_pieces_of_blocks_by_the_mean_of_the_block_before() -> None:
 def test_pieces_and_documents() -> None:
     model, tokens = model_of(num_hidden_layers=1), distinct_tokens(1, 20)
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    seen: tuple[dict[str, Any], ...] = ({}, {"attention_mask": torch.ones_like(tokens), "use_cache": False})
     with torch.no_grad():
         whole = model(tokens).logits
         packed = model(tokens, position_ids=positions, use_cache=False).logits
+        together = [model(tokens, position_ids=positions, **options).logits for options in seen]
         model.set_attn_implementation("gsa")
         held = {CACHE_ARGUMENT: a_cache(model, "static"), "use_cache": True}
         pieces = [model(piece, **held).logits for piece in tokens.split([11, 9], 1)]
         documents = model(tokens, position_ids=positions, use_cache=False).logits
+        by_kernels = [model(tokens, position_ids=positions, **options).logits for options in seen]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(documents, packed, rtol=1e-4, atol=1e-4)
+    for found, expected in zip(by_kernels, together, strict=True):  # documents see each other
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert (found - packed).abs().max() > 0.1
 
 
 def test_what_the_kernels_cannot_run() -> None:

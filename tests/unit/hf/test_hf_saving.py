@@ -22,8 +22,10 @@ from helpers.hf import SIZES, distinct_tokens, tiny_model
 ALONE = """
 import sys, torch
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True).eval()
 assert not any(name.split(".")[0] in ("gsa_hf", "gsa_kernels", "gsa_train") for name in sys.modules), "the repository"
+assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), "Trainer would smooth unshifted labels"
 tokens = torch.load({tokens!r})
 with torch.no_grad():
     torch.save(model(tokens).logits, {logits!r})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from gsa_hf.joined_layers import join_layer
+from gsa_hf import GSAForCausalLM
 from helpers.hf import distinct_tokens, tiny_model
 from helpers.runs import run_script
+
+ROOT = Path(__file__).parents[3]
 
 
 def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -78,6 +83,36 @@ def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpoint
     assert model.eval()(tokens).indexer_loss is None
 
 
+@pytest.mark.parametrize("passes", [1, 4])
+def test_weight_of_the_indexers_loss_over_accumulated_passes(passes: int) -> None:
+    """Outside the model it counts once for each pass, whatever divides the outer loss; a caller may add it instead."""
+    model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(passes, 20)
+
+    def accumulated(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for row in tokens.split(1):
+            (loss_of(row) / passes).backward()
+        return {
+            name: each.grad
+            for name, each in model.named_parameters()
+            if "indexer" in name and each.grad is not None
+        }
+
+    def outside(row: torch.Tensor, **options: Any) -> Any:
+        outputs = model(row, **options)
+        loss = model.loss_function(logits=outputs.logits, labels=row, vocab_size=512)
+        return loss + 0.5 * outputs.indexer_loss if options else loss
+
+    inside = accumulated(lambda row: model(row, labels=row).loss)
+    assert inside
+    torch.testing.assert_close(accumulated(lambda row: outside(row, output_indexer_loss=True)), inside)
+    torch.testing.assert_close(accumulated(outside), {name: passes * each for name, each in inside.items()})
+    model.config.indexer_loss_coef = 0.5 / passes
+    torch.testing.assert_close(accumulated(outside), inside)
+    with pytest.raises(ValueError, match="output_indexer_loss is True with labels"):
+        model(tokens, labels=tokens, output_indexer_loss=True)
+
+
 def test_a_coefficient_that_nothing_adds_is_refused() -> None:
     tokens = distinct_tokens(2, 20)
     model = tiny_model(indexer_loss_coef=0.5).train()
@@ -131,8 +166,6 @@ def test_linear_layers_are_called(name: str) -> None:
     assert wrapped == pytest.approx(loss, rel=1e-5)
     adapters = [name for name, _ in model.named_parameters() if ".more." in name]
     assert all(float(found[each].abs().max()) > 0 for each in adapters)
-    with pytest.raises(ValueError, match=r"self_attn.q_proj is Wrapped, not nn.Linear; merge adapters"):
-        join_layer(model.model.layers[0], model.config)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     model.eval()
     cached = model.generate(tokens, **options)
@@ -172,15 +205,39 @@ def test_ten_steps_of_trainer(tmp_path: Path) -> None:
     run_script(command, tmp_path / "log", ranks=1, launcher="python")
 
 
-def test_text_generation_pipeline() -> None:
+def test_checkpointed_steps_of_two_ranks(tmp_path: Path) -> None:
+    run_script(["tests/helpers/hf_ranks.py"], tmp_path / "log", ranks=2)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{number}": number for number in range(512)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="w0", unk_token="w0", padding_side="left"
-    )
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", unk_token="w0", padding_side="left")
+
+
+def test_serve_loads_a_folder_by_the_script_of_the_page(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = pytest.importorskip("transformers.cli.serving.model_manager")
+    tiny_model(attention="sdpa").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    manager = serving.ModelManager(device="cpu", model_timeout=-1)
+    page = (ROOT / "docs/how_to/hugging_face.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n((?:(?!```).)*^app\(\)\n)```", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(transformers, "GSAForCausalLM", None, raising=False)  # put back at the end
+    monkeypatch.setattr("transformers.cli.transformers.app", lambda: None)
+    exec(script, {})
+    model, processor = manager.load_model_and_processor(str(tmp_path))
+    assert type(model) is GSAForCausalLM
+    assert manager.get_model_modality(model).name == "LLM"
+    assert processor("w5 w9").input_ids == [5, 9]
+
+
+def test_text_generation_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny_model()
-    generate = pipeline("text-generation", model=model, tokenizer=fast, device="cpu")
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "no_repeat_ngram_size": 1}
     together = generate(["w5 w9 w31 w7", "w3 w4"], batch_size=2, **options)
     for prompt, (found,) in zip(["w5 w9 w31 w7", "w3 w4"], together, strict=True):
