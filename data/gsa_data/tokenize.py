@@ -15,7 +15,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 from gsa_data.faults import Reading
-from gsa_data.fetch import read_bytes
+from gsa_data.fetch import NoSuchKind, read_bytes
 from gsa_data.tokenizer_json import TokenizerError as TokenizerError
 from gsa_data.tokenizer_json import TokenizerJson
 from gsa_data.whole_files import MOST_BYTES
@@ -90,7 +90,8 @@ class Tokenizer:
             if isinstance(error, FileNotFoundError | IsADirectoryError):
                 wrong = f"tokenizer file {path!r} does not exist; give a sentencepiece .model file or a tokenizer.json"
             else:
-                wrong = f"tokenizer file {path!r} cannot be read ({error!r}); check address and access"
+                reason = error if isinstance(error, NoSuchKind) else repr(error)
+                wrong = f"tokenizer file {path!r} cannot be read ({reason}); check address and access"
             raise TokenizerError(wrong) from error
         self.fingerprint = hashlib.sha256(self._file).hexdigest()
         self._load()

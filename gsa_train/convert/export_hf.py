@@ -195,7 +195,7 @@ def _write_generation_config(folder: Path, eos_ids: int | list[int], companions:
     """As it came in, but for the tokens at which a text ends. Not by transformers' own class, which refuses sampling
     settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
-    pad = AutoTokenizer.from_pretrained(folder).pad_token_id
+    pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:
         content["pad_token_id"] = pad
     content["transformers_version"] = transformers.__version__

@@ -6,6 +6,7 @@ and Lustre it holds between nodes, too; where a file system has none, the run sa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -42,6 +43,7 @@ class RunLock:
         self._folder, self._parallel = folder, parallel
         self._file: IO[str] | None = None
         self._made_folder = self._made_file = False
+        self._made_parents: list[Path] = []
 
     def take(self) -> None:
         """Lock the folder, which is made where it is missing. Collective.
@@ -52,6 +54,7 @@ class RunLock:
         fault: list[Any] = [None]
         if self._parallel.is_main and self._file is None:
             made = not self._folder.is_dir()
+            self._made_parents = [each for each in self._folder.parents if not each.exists()]
             try:
                 self._file = _lock(self._folder / FILE)
                 # Of two starts that made them at once the second one finds what the first has written.
@@ -76,6 +79,9 @@ class RunLock:
         if self._made_folder:
             # A file server keeps what is open, as the lock is.
             shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run is in one of them
+                for parent in self._made_parents:
+                    parent.rmdir()
         elif self._made_file:
             (self._folder / FILE).unlink(missing_ok=True)
         self.close()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import gsa_train.train  # noqa: F401 - all that the runs need, before they are forked
+from gsa_train.run.console import drain_console
 from helpers.faults import Faults
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,8 +56,7 @@ def start_rank(run: dict[str, Any], rank: int, port: int) -> int:
             code = pretrain().main()
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    drain_console()
     os._exit(code)
 
 

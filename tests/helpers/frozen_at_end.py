@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from gsa_train.run.console import drain_console
 from gsa_train.run.finish import leave_world
 from gsa_train.run.hang_limit import StepLimit
 from gsa_train.run.hang_watchdog import HangWatchdog
@@ -76,7 +77,7 @@ def fork(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
         code = leave(rank, listener, case, folder)
     except BaseException:
         traceback.print_exc()
-    sys.stderr.flush()
+    drain_console()
     os._exit(code)
 
 

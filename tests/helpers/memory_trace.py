@@ -34,7 +34,7 @@ from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
-from gsa_kernels.indexer_loss import gathered, triton_gathered_launch
+from gsa_kernels.indexer_loss import triton_gathered_launch
 from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
@@ -210,8 +210,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_backward, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_backward_keys, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_gathered_launch, "split_tiles", _with_contents(split_tiles)),
-            (sampling, "systematic", _with_contents(sampling.systematic)),
-            (gathered, "systematic", _with_contents(gathered.systematic)),
+            (sampling, "_first_of", _with_contents(sampling._first_of)),
             (operations_triton, "union_density", _with_contents(union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows

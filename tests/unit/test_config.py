@@ -69,20 +69,12 @@ def test_an_empty_file_is_the_defaults(write):
 @pytest.mark.parametrize(
     ("text", "override", "said"),
     [
-        (
-            "model:\n",
-            "run.name=a",
-            "model = null: no fields below it; leave it out for its defaults, or set its",
-        ),
+        ("model:\n", "run.name=a", "model = null: no fields below it; leave it out for its defaults, or"),
         ("model: {num_layers: 2}\n", "model=null", "model = null: no fields below it"),
         ("phases:\n", "run.name=a", "phases = null: no value; write phases=[] for none, or leave it out"),
         (PHASE, "phases.0=null", "phases.0 = null: no fields below it; set its fields: name, "),
         ("phases:\n  - {name: a}\n  -\n", "run.name=a", "phases.1 = null: no fields below it"),
-        (
-            "data: {validation_sets: null}\n",
-            "run.name=a",
-            "data.validation_sets = null: no value; write data",
-        ),
+        ("data: {validation_sets: null}\n", "run.name=a", "data.validation_sets = null: no value"),
         ("evaluate: {prompts: }\n", "run.name=a", "evaluate.prompts = null: no value"),
     ],
 )

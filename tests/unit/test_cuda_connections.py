@@ -84,12 +84,13 @@ BENCH = "benchmarks/bench_training.py"
 FIRST_TORCH = """
 import os, runpy, sys
 from gsa_train import cuda_connections
+from gsa_train.run import console
 
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "torch":
-            print(os.environ.get(cuda_connections.VARIABLE, "not set"))
-            sys.stdout.flush()
+            console.drain_console()
+            os.write(1, ("\\n" + os.environ.get(cuda_connections.VARIABLE, "not set")).encode())
             os._exit(0)
 
 sys.meta_path.insert(0, Finder())

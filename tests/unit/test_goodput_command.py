@@ -223,9 +223,9 @@ def test_folders_without_an_account_are_refused(
         with pytest.raises(NoAccount, match=r"metrics\.jsonl: missing or empty, though the run has saved"):
             measure_run(tmp_path)
     (tmp_path / "goodput.jsonl").unlink()
-    (tmp_path / "goodput.jsonl").mkdir()  # as a file of another user: it is there, and cannot be read
+    (tmp_path / "goodput.jsonl").mkdir()
     assert called("--run", str(tmp_path), monkeypatch=monkeypatch) == REFUSED
-    assert f"'{tmp_path}/goodput.jsonl'" in capsys.readouterr().err
+    assert f"{tmp_path}: no goodput.jsonl with steps in it" in capsys.readouterr().err
 
 
 def test_the_report_shows_where_the_time_went(run: Path, tmp_path: Path) -> None:

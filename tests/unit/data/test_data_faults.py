@@ -112,7 +112,7 @@ def test_a_bad_line_is_left_out_counted_and_logged(
     assert all(isinstance(item, Document) for item in parsed[:-1])
     read_documents(manifest, NAME, reading, Counter())
     (message,) = caplog.messages  # once, however often the shard is read
-    assert f"1 of 201 lines are left out ({counter} 1)" in message
+    assert f"1 of 201 lines are left out ({counter} 1" in message
 
     config = replace(CONFIG, reading=reading)
     run = Run(manifest, tokenizer, config)

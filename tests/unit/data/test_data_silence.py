@@ -177,10 +177,10 @@ def test_a_tokenizer_that_cannot_be_opened(share: str, server: Server, tokenizer
         Tokenizer("silent://t.model", reading=QUICK)
 
 
-def test_what_waits_in_the_kernel_is_limited_too(tmp_path: Path) -> None:
-    """By the real clock: to open a pipe for reading waits for someone who writes."""
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """To open one for reading waits for someone who writes."""
     os.mkfifo(tmp_path / "pipe.model")
-    with pytest.raises(TokenizerError, match=rf"cannot be read .*{SILENCE}"):
+    with pytest.raises(TokenizerError, match=r"cannot be read \(.*pipe.model: is a pipe, no regular file"):
         Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
 
 

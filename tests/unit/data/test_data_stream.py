@@ -317,7 +317,7 @@ def test_state_of_another_run_is_refused(corpus: Manifest, tokenizer: Tokenizer,
     with pytest.raises(ValueError, match="set shuffle_documents=True"):
         BlockStream(corpus, tokenizer, replace(CONFIG, shuffle_documents=False), 0, 1, state)
     state["tokenizer_fingerprint"] = "0123"
-    with pytest.raises(ValueError, match=r"tokenizer_fingerprint=0123.*use the tokenizer file"):
+    with pytest.raises(ValueError, match=r"tokenizer_fingerprint=0123.*use that run's tokenizer file"):
         BlockStream(corpus, tokenizer, CONFIG, 0, 1, state)
 
 
