@@ -120,7 +120,7 @@ def repository_files() -> list[str]:
 
 
 FILES = {"/" + name for name in repository_files()}
-MADE_BY_READERS = {"small.yaml", "config.yaml", "0.jsonl", "tokenizer.json", "sample.json"}
+MADE_BY_READERS = {"serve_gsa.py", "small.yaml", "config.yaml", "0.jsonl", "tokenizer.json", "sample.json"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
