@@ -148,7 +148,7 @@ class GSAModel(GSAPreTrainedModel):
         self.gradient_checkpointing = False
         if (
             not config.indexer_loss_coef
-        ):  # DistributedDataParallel waits for gradients of all that is trainable
+        ):  # idle: DistributedDataParallel waits for gradients of what is trainable
             for module in self.modules():
                 if isinstance(module, GSAIndexer):
                     module.requires_grad_(False)
