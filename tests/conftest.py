@@ -81,6 +81,7 @@ LONGEST_FILES = (
     "unit/hf/test_generation.py",
     "unit/test_spikes.py",
     "unit/test_packaging.py",
+    "e2e/test_chat_model.py",
     "e2e/test_demo_moe.py",
     "resume/test_run_folders.py",
     "kernels/test_groups_of_keys.py",

@@ -109,6 +109,24 @@ def test_the_text_is_that_of_the_model(
     assert capsys.readouterr().out.strip() == tokenizer.decode(prompt)
 
 
+def test_the_last_ids_of_a_vocabulary_with_gaps_can_be_chosen(folder: Path, tmp_path: Path) -> None:
+    """Where the tokenizer has fewer tokens than its largest id: the EOS often is that one."""
+    shutil.copytree(folder / "hf", tmp_path / "gaps")
+    content = json.loads((tmp_path / "gaps" / "tokenizer.json").read_text())
+    last = Tokenizer(str(SAMPLE)).vocab_size + 20
+    content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": last, "content": "<|last|>", "special": True}
+    )
+    model = content["model"]
+    model["vocab"] = (
+        {**model["vocab"], "<|last|>": last} if isinstance(model["vocab"], dict) else model["vocab"]
+    )
+    (tmp_path / "gaps" / "tokenizer.json").write_text(json.dumps(content))
+    loaded = load_hf_model(tmp_path / "gaps", torch.device("cpu"), "sdpa")
+    assert loaded.encode("<|last|>") == [last]
+    assert loaded.vocab_size == last + 1
+
+
 def test_ctrl_c_leaves_the_session(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

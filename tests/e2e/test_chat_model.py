@@ -1,0 +1,137 @@
+"""A chat model from its training to those who run it: everyone writes the same tokens and stops at the end of the turn,
+and whatever says how to speak to it survives an export, an import and another export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("lm_eval")
+
+import transformers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from gsa_train.commands import generate as command
+from gsa_train.convert.export_hf import export_hf
+from gsa_train.convert.import_hf import import_hf
+from gsa_train.evaluation.harness import GSATrainLM
+from helpers.chats import PLAIN, make_tokenizer
+from helpers.runs import REPOSITORY, TINY_MODEL, start
+
+pytestmark = pytest.mark.slow
+
+ANSWERS = {"what is a gate": "sparse query key", "and a head": "value token"}
+NEW_TOKENS = 40
+SETTINGS = (
+    *TINY_MODEL,
+    "model.num_kv_heads=2",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=8",
+    "gsa.k_base=64",
+    "gsa.k_min=64",
+    "gsa.k_max=64",
+    "phases.0.steps=60",
+    "phases.0.lr=1e-2",
+    "phases.0.warmup_steps=5",
+    "data.packing_pool_documents=8",
+    "evaluate.every_steps=0",
+    "evaluate.ngram_baselines=false",
+    "checkpoint.initial_weights=''",
+    "checkpoint.every_steps=60",
+    "logging.every_steps=20",
+    "logging.wandb=disabled",
+    "logging.tensorboard=false",
+    "logging.plots=false",
+)
+
+
+class Chat(NamedTuple):
+    run: Path
+    exported: Path
+    turn_end: str
+
+
+@pytest.fixture(scope="module", params=["tokenizer.json", "sentencepiece"])
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """A tiny model that has learnt two answers by heart."""
+    folder = tmp_path_factory.mktemp("chat")
+    template, tokenizer, turn_end = folder / "chat_template.jinja", folder / "tokenizer.json", "<|im_end|>"
+    if request.param == "tokenizer.json":
+        make_tokenizer(folder)
+        template.write_text(PLAIN)
+        vocabulary = 384
+    else:
+        tokenizer = Path(shutil.copy(REPOSITORY / "data/sample/tokenizer.model", folder))
+        shutil.copy(REPOSITORY / "data/sample_chat/chat_template.jinja", template)
+        vocabulary, turn_end = 4096, "</s>"
+    (folder / "train").mkdir()
+    lines = [json.dumps({"messages": messages(question, answer)}) for question, answer in ANSWERS.items()]
+    (folder / "train" / "s.jsonl").write_text("\n".join(lines * 20))
+    data = {"train_dir": folder / "train", "validation_dir": folder / "train", "tokenizer": tokenizer}
+    places = [f"data.{name}={place}" for name, place in {**data, "chat_template": template}.items()]
+    run = start(
+        folder,
+        *SETTINGS,
+        *places,
+        f"model.vocab_size={vocabulary}",
+        config=str(REPOSITORY / "configs/demo_sft.yaml"),
+    ).wait()
+    exported = export_hf(run.folder / "checkpoints" / "step_00000060", folder / "hf").folder
+    return Chat(run.folder, exported, turn_end)
+
+
+def messages(question: str, answer: str = "") -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": question}]
+    return [*asked, {"role": "assistant", "content": answer}] if answer else asked
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(
+    chat: Chat, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ANSWERS[question]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat.exported)
+    prompt = tokenizer.apply_chat_template(messages(question), tokenize=False, add_generation_prompt=True)
+
+    pipeline: Any = transformers.pipeline("text-generation", str(chat.exported), device="cpu")
+    found = pipeline(messages(question), max_new_tokens=NEW_TOKENS, do_sample=False, return_tensors=True)
+    tokens = found[0]["generated_token_ids"]
+    prompt_tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert tokens[: len(prompt_tokens)] == prompt_tokens
+    new = tokens[len(prompt_tokens) :]
+    assert tokenizer.decode(new[-1:]) == chat.turn_end
+    assert tokenizer.decode(new[:-1]).strip() == answer
+
+    for source in (["--run", str(chat.run)], ["--hf", str(chat.exported)]):
+        words = [*source, "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS)]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *words])
+        assert command.main() == 0
+        said = capsys.readouterr().out
+        assert said.startswith(prompt)
+        assert said[len(prompt) :].strip() == answer
+
+    theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
+    settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}
+    for model in (theirs, GSATrainLM(run=str(chat.run)), GSATrainLM(hf=str(chat.exported))):
+        context = model.apply_chat_template(messages(question))
+        assert context == prompt
+        asked = [Instance("generate_until", {}, arguments=(context, settings), idx=0)]
+        assert model.generate_until(asked)[0].strip() == answer
+
+
+def test_what_says_how_to_speak_to_it_survives(chat: Chat, tmp_path: Path) -> None:
+    import_hf(chat.exported, tmp_path / "weights")
+    again = export_hf(tmp_path / "weights", tmp_path / "hf").folder
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (again / name).read_bytes() == (chat.exported / name).read_bytes(), name
+    ends = json.loads((again / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(again)
+    assert tokenizer.convert_tokens_to_ids(chat.turn_end) in (ends if isinstance(ends, list) else [ends])
