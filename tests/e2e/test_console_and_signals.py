@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -82,13 +83,13 @@ class Terminal:
 
     def living(self) -> list[psutil.Process]:
         """Launcher and ranks."""
-        return [
-            each
-            for each in processes_of(self.run)
-            if each.status() != psutil.STATUS_ZOMBIE
-            and "launch/pretrain.py" in " ".join(each.cmdline())
-            and each.name() != "bash"
-        ]
+        found = []
+        for each in processes_of(self.run):
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                is_alive = each.status() != psutil.STATUS_ZOMBIE and each.name() != "bash"
+                if is_alive and "launch/pretrain.py" in " ".join(each.cmdline()):
+                    found.append(each)
+        return found
 
     def rank(self, number: int) -> psutil.Process:
         found = [each for each in self.living() if each.environ().get("RANK") == str(number)]
