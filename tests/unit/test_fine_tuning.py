@@ -19,6 +19,7 @@ from gsa_data.chat_template import ChatEncoder, find_chat_template
 from gsa_data.faults import Reading
 from gsa_data.marks import INSIDE, UNSCORED
 from gsa_data.pack import FILLER
+from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_train.batches import (
     TrainBatches,
@@ -103,6 +104,20 @@ def test_marks_become_the_loss_mask() -> None:
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 0, 1, 0, 0, 0]]
     assert batch.document_ids is not None
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 2]]
+
+
+def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Path) -> None:
+    """They had other tokens, and other tokens counted."""
+    config = config_of(chats)
+    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None)
+    batches.next_step()
+    state = batches.state()
+    del state["chat_version"]
+    with pytest.raises(
+        StateMismatch, match="saved with chat_version=1, but this run has chat_version=2"
+    ) as refusal:
+        TrainBatches(config, single_rank(), load_tokenizer(config), state)
+    assert refusal.value.other_data, "--accept-new-data goes on"
 
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
