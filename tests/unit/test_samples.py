@@ -87,8 +87,10 @@ def test_samples_are_the_argmax_of_the_models_logits(model: Model) -> None:
     assert any(each["text"] for each in found)
 
 
-def test_a_document_that_ends_is_not_gone_on_with(model: Model) -> None:
-    """The output layer is made to write EOS after whatever it writes second."""
+@pytest.mark.parametrize("stop", [EOS, 26], ids=["document", "turn"])
+def test_what_ends_is_not_gone_on_with(model: Model, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output layer is made to write the end of the document, or of a turn, after whatever it writes second."""
+    monkeypatch.setattr(Letters, "stop_ids", (EOS, stop))
     first = samples_of(model)
     calls: list[int] = []
 
@@ -96,7 +98,7 @@ def test_a_document_that_ends_is_not_gone_on_with(model: Model) -> None:
         calls.append(1)
         logits = output[0].clone()
         if len(calls) > 2 * len(PROMPTS):
-            logits[..., EOS] = 1e4
+            logits[..., stop] = 1e4
         return logits, output[1]
 
     hook = model.gpt.output_layer.register_forward_hook(end_after_two)
