@@ -171,7 +171,7 @@ class ChatEncoder:
         return self._variables
 
     def turn_end(self) -> int | None:
-        """The special token behind what the assistant says: there a model that learned from this template stops. None
+        """The special token after what the assistant says, at which a model that learned from this template stops. None
         where the template writes none, or no conversation of user and assistant.
         """
         answer = TRIAL[-1]["content"]

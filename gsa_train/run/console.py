@@ -74,7 +74,7 @@ class ConsoleWriter:
             self.drain(CHILD_SECONDS)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Wait until all is written, as long as something is written every so many seconds."""
+        """Wait until all is written. Gives up where nothing was written for `seconds`."""
         with self._changed:
             part, self._part = self._part, b""
             self._put(part)
