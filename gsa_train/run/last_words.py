@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from gsa_train.run.console import drain_console
+
 SUBMISSION = "GSA_SUBMISSION"
 """Environment variable of launch/slurm/job.sh: the folder of what submit.py submitted. All jobs of a chain count as
 one."""
@@ -79,6 +81,7 @@ def end_launcher() -> None:
         print(
             "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
         )
+        drain_console()  # torchrun ends this process, too, and may do so before its console is written
         os.kill(os.getppid(), signal.SIGTERM)
 
 

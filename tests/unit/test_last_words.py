@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
-from gsa_train.run.last_words import SUBMISSION, ended_in_silence, forget_end, note_end, say_last
+from gsa_train.run.console import ConsoleWriter, console_stream
+from gsa_train.run.last_words import (
+    SUBMISSION,
+    end_launcher,
+    ended_in_silence,
+    forget_end,
+    note_end,
+    say_last,
+)
 
 
 @pytest.fixture
@@ -54,6 +63,33 @@ def test_where_torchrun_will_print_no_summary_on_stderr(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file / "no" / "folder"))
     say_last("still none")
     assert capsys.readouterr().err == "still none\n"
+
+
+def test_what_was_said_is_written_before_torchrun_is_asked_to_end(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun passes SIGTERM on to this rank at once, whose console is written by a thread."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    begin = threading.Event()
+    written: list[bytes] = []
+
+    def write(_: int, text: bytes) -> int:
+        begin.wait()
+        written.append(text)
+        return len(text)
+
+    def ends(_pid: int, _signal: int) -> None:
+        assert b"".join(written).startswith(b"1 of 2 devices is bad\n"), "killed before it was written"
+
+    writer = ConsoleWriter(2, write)
+    monkeypatch.setattr("gsa_train.run.console._writers", [writer])
+    monkeypatch.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
+    monkeypatch.setattr("os.kill", ends)
+    say_last("1 of 2 devices is bad")
+    threading.Timer(0.05, begin.set).start()  # however late: nothing is waited for but this
+    end_launcher()
+    assert len(b"".join(written).splitlines()) == 2
 
 
 def test_a_full_shared_memory_gets_its_remedy() -> None:
