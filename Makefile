@@ -54,7 +54,7 @@ test test-nightly: setup
 
 # The page of all config fields, from the dataclasses that hold them.
 docs: setup
-	$(BIN)/python -m gsa_train.config.reference > docs/reference/config.md
+	$(BIN)/python -m gsa_study.commands.config_reference > docs/reference/config.md
 
 # Today's code beside what an earlier commit gave, to the last bit (tests/golden/README.md). PARTS: cpu, gpu_runs,
 # gpu_kernels; by itself all that this machine can run.
@@ -111,7 +111,7 @@ bench-table:
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
 # a dry run predicts; on one GPU, on all, and what that scales. Tensor parallelism in a process of its own, as it sets
-# CUDA up in another way (gsa_train/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
+# CUDA up in another way (gsa_train/distributed/cuda_connections.py). ARGS adds options (--breakdown) and key=value.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 RESULTS ?= runs
 LAYOUTS ?= tp=1,mbs=4;tp=1,mbs=4,recompute=full;tp=1,mbs=4,opt=off

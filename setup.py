@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 setup(
     packages=[
-        *find_packages(".", include=["gsa_train*", "gsa_hf*"]),
+        *find_packages(".", include=["gsa_train*", "gsa_eval*", "gsa_study*", "gsa_hf*"]),
         *find_packages("kernels", include=["gsa_kernels*"]),
         *find_packages("data", include=["gsa_data*"]),
         "gsa_train.configs",

@@ -35,7 +35,7 @@ import torch
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.indexer_loss import triton_gathered_launch
-from gsa_train.parallel import shutdown_parallel
+from gsa_train.distributed.parallel import shutdown_parallel
 from whole_steps.step_bench import OurTrainee, add_model, over_ranks, random_batches, start_model, time_steps
 
 BY_KEY = (triton_gathered_backward, triton_gathered_launch)

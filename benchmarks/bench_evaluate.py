@@ -20,9 +20,9 @@ import zstandard
 from bench_generate import make_model, model_config
 
 from gsa_data.tokenize import Tokenizer
+from gsa_eval.perplexity import score_text
+from gsa_eval.text import Piece, Text, TextOptions, read_text
 from gsa_hf import GSAForCausalLM
-from gsa_train.evaluation.perplexity import score_text
-from gsa_train.evaluation.text import Piece, Text, TextOptions, read_text
 
 MOST = 1.15
 """Of the forward pass's time."""

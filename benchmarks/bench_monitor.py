@@ -25,6 +25,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.config import Config, load_config
+from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_parallel
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record import (
     IntervalClock,
     LoggedStep,
@@ -35,12 +38,9 @@ from gsa_train.metrics.record import (
 )
 from gsa_train.metrics.sinks import open_sinks
 from gsa_train.metrics.wandb_sink import open_wandb
-from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
-from gsa_train.monitor.spikes import Verdict
-from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.phases import phase_ranges
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.run_clock import RunClock
+from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor, MonitorState
+from gsa_train.reliability.monitor.spikes import Verdict
 from gsa_train.run.run_log import RunLog
 from whole_steps.step_bench import OurTrainee, random_batches, time_steps
 

@@ -42,8 +42,8 @@ from gsa_train.checkpoint.load import RunState, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver, SaveResult
 from gsa_train.checkpoint.staging import Copies, Group, Staging
 from gsa_train.config import CheckpointConfig, Config, config_to_yaml
+from gsa_train.distributed.parallel import Parallel, shutdown_parallel
 from gsa_train.model.mcore.build import Model
-from gsa_train.parallel import Parallel, shutdown_parallel
 from whole_steps.step_bench import OurTrainee, add_model, random_batches, start_model
 
 WAYS = ("before", "now")

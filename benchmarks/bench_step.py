@@ -29,8 +29,8 @@ import harness
 import torch
 
 from gsa_train.config import Config, load_config
-from gsa_train.micro_batch_graph import leave_default_stream
-from gsa_train.parallel import init_parallel, shutdown_parallel
+from gsa_train.distributed.parallel import init_parallel, shutdown_parallel
+from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps import step_sweep
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_timing import Row, Subject, Turns, measure, part_of

@@ -49,7 +49,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 
 from gsa_train.cli import announced_world_size, refuse
 from gsa_train.config import ConfigError
-from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections
+from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from whole_steps.layout_names import layout_list
 from whole_steps.results import Result, VariantFailed, as_row, scaling
 from whole_steps.variants import ATTENTIONS, Sizes, variants
@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> int:
     import harness  # benchmarks/harness.py
     import torch
 
-    from gsa_train.parallel import shutdown_parallel
+    from gsa_train.distributed.parallel import shutdown_parallel
     from whole_steps.training import run_variants
 
     if arguments.breakdown and not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gsa_train.config import MonitorConfig
-from gsa_train.monitor.spikes import SpikeDetector, replay
+from gsa_train.reliability.monitor.spikes import SpikeDetector, replay
 
 OLMO = MonitorConfig(detector="sigma", sigmas=6.0, window_steps=128, min_history_steps=64)
 """SkipStepOptimizer of OLMo-core with its defaults."""

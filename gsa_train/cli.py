@@ -10,41 +10,18 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_train.arguments import DEVICE, Arguments
 from gsa_train.config import Config
 from gsa_train.config.load import fields_named
-from gsa_train.dry_run import DEVICE
 from gsa_train.model.flops import DEVICES
-from gsa_train.run.exit_codes import REFUSED
-from gsa_train.run.last_words import say_last
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.process.exit_codes import REFUSED
+from gsa_train.reliability.last_words import say_last
+from gsa_train.reliability.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
 """Of rank 0 in a start that is refused on every rank."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    config_path: str
-    overrides: tuple[str, ...]
-    """`key=value`, in the order given."""
-    resume_from: str | None
-    """Folder of the checkpoint to start from."""
-    no_resume: bool
-    """Start at step 0 even if the run folder has checkpoints."""
-    resume_after_stop: bool
-    """Go on although the monitor stopped the run at a spike."""
-    accept_new_data: bool
-    """Where the checkpoint is of other text, start that of the config instead of refusing it."""
-    dry_run: bool
-    world_size: int
-    """Ranks: what `--world-size` plans for in a dry run, else what torchrun announced, else 1."""
-    device: str = DEVICE
-    """GPU whose time a dry run tells."""
-    mfu: float | None = None
-    """Share of that GPU's peak rate that a dry run takes for granted; None: what was measured."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:

@@ -15,21 +15,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
 from megatron.core.utils import get_model_type
 
-from gsa_train.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.config import Config
 from gsa_train.config.indexer_scores import least_keys_to_choose
-from gsa_train.context_sharding import ContextSharding
-from gsa_train.loss_injection import indexer_kl_grad_scale
-from gsa_train.micro_batch_graph import MicroBatchGraph, PassInputs
+from gsa_train.data.batches import MicroBatch, counted_rows, mean_visible_keys
+from gsa_train.distributed.context_sharding import ContextSharding
+from gsa_train.distributed.loss_injection import indexer_kl_grad_scale
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.moe.router import update_routers
-from gsa_train.monitor.corruption import Computed, CorruptionCheck
-from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.interface import PhaseOptimizer
-from gsa_train.parallel import Parallel
+from gsa_train.optimizer.micro_batch_graph import MicroBatchGraph, PassInputs
+from gsa_train.reliability.monitor.corruption import Computed, CorruptionCheck
+from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 
 
 @dataclass(frozen=True)

@@ -18,49 +18,57 @@ from typing import Any
 
 import torch
 
-from gsa_train.batches import shared_validation_sets
+from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.finite import not_finite
-from gsa_train.checkpoint.initial_weights import (
+from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.data.batches import shared_validation_sets
+from gsa_train.data.tokenizer import companions_of, load_tokenizer
+from gsa_train.distributed.parallel import Parallel, collective_timeout, init_parallel, join_world
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import PhaseRange, phase_ranges
+from gsa_train.profiling.profiler import StepProfiler
+from gsa_train.profiling.work_time import StragglerWarning
+from gsa_train.reliability.hang_limit import step_limit, watch_compilation
+from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.health.check import check_health, check_presence
+from gsa_train.reliability.monitor.corruption import CorruptionFound
+from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite, SpikeFound
+from gsa_train.reliability.stop_signals import LAUNCHER_GONE, Stopped, StopRequest
+from gsa_train.reliability.stop_vote import StopVote
+from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
+from gsa_train.run.finish import draw, finish, give_up, give_up_corrupted, leave, leave_world
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run.saves import report_saves
+from gsa_train.run.state import Data, Run, Services, TrainState
+from gsa_train.run_folder.initial_weights import (
     find_initial_weights,
     initial_data_state,
     load_initial_main_weights,
     load_initial_weights,
 )
-from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.cli import Arguments
-from gsa_train.config import Config
-from gsa_train.evaluate import describe
-from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import MonitorStop, NotFinite, SpikeFound
-from gsa_train.monitor.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
-from gsa_train.optimizer.interface import PhaseOptimizer
-from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
-from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, collective_timeout, init_parallel, join_world
-from gsa_train.phases import PhaseRange, phase_ranges
-from gsa_train.profiling.profiler import StepProfiler
-from gsa_train.resume import ResumeError, Start, choose_again, choose_start, open_batches, run_dir, start_from
-from gsa_train.run.cpu_warning import cores_of_the_job, cpu_warning
-from gsa_train.run.finish import draw, finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.run.folder import open_run_folder
-from gsa_train.run.hang_limit import step_limit, watch_compilation
-from gsa_train.run.hang_watchdog import HangWatchdog
-from gsa_train.run.health.check import check_health, check_presence
-from gsa_train.run.lock import RunLock
-from gsa_train.run.run_clock import RunClock
-from gsa_train.run.same_on_all import check_folder_is_shared, check_same_config
-from gsa_train.run.saves import report_saves
-from gsa_train.run.state import Data, Run, Services, TrainState
-from gsa_train.run.stop_signals import LAUNCHER_GONE, Stopped, StopRequest
-from gsa_train.run.stop_vote import StopVote
-from gsa_train.run.work_time import StragglerWarning
-from gsa_train.samples import encode_prompts
-from gsa_train.tasks import TaskClock, shared_tasks
-from gsa_train.tokenizer import companions_of, load_tokenizer
+from gsa_train.run_folder.lock import RunLock
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.run_folder.resume import (
+    ResumeError,
+    Start,
+    choose_again,
+    choose_start,
+    open_batches,
+    start_from,
+)
+from gsa_train.run_folder.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
+from gsa_train.run_folder.same_on_all import check_folder_is_shared, check_same_config
 from gsa_train.trainer import run_phase, save_the_end
+from gsa_train.validation.perplexity import describe
+from gsa_train.validation.samples import encode_prompts
+from gsa_train.validation.tasks import TaskClock, shared_tasks
 
 logger = logging.getLogger(__name__)
 

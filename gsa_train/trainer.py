@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from gsa_train.evaluate import evaluate
 from gsa_train.metrics.record import (
     IntervalClock,
     LoggedStep,
@@ -18,21 +16,21 @@ from gsa_train.metrics.record import (
     send_step,
     step_record,
 )
-from gsa_train.micro_batch_graph import new_graph
-from gsa_train.monitor.corruption import CorruptionCheck, needs_check
-from gsa_train.monitor.monitor import READ_DELAY_STEPS, Monitor, SpikeFound
 from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.optimizer.micro_batch_graph import new_graph
 from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan, plan_step
 from gsa_train.profiling.trace_spans import trace_span
+from gsa_train.profiling.work_time import slowest
+from gsa_train.reliability.monitor.corruption import CorruptionCheck, needs_check
+from gsa_train.reliability.monitor.monitor import READ_DELAY_STEPS, Monitor, SpikeFound
+from gsa_train.reliability.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.blind_indexer import BlindIndexerWarning
 from gsa_train.run.dense_queries import dense_queries_warning
 from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.stop_signals import FOLDER_GONE, Stopped, reason_in_words
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
-from gsa_train.run.work_time import slowest
-from gsa_train.samples import generate_samples
+from gsa_train.run.validate import validate
 from gsa_train.schedule import learning_rate, lr_multipliers
 from gsa_train.step import StepResult, Training, train_step
 
@@ -270,27 +268,6 @@ def _score_tasks(run: Run, phase: _ActivePhase) -> None:
     with phase.clock.paused(), run.services.goodput.clock.during("tasks"):
         score_tasks_in_turn(run, phase.range.phase.name, stop_if_asked)
     run.state.tasks_due = False
-
-
-def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
-    """Score the validation sets, go on with `evaluate.prompts`, and log both, unless this step has been scored.
-    Collective."""
-    step, data = run.state.step, run.data
-    if run.newest_validation is not None and run.newest_validation[0] == step:
-        return run.newest_validation[1]
-    eos_id = data.tokenizer.eos_id
-    result = evaluate(run.model, data.validation_sets, eos_id, run.config, run.parallel, stop_if_asked)
-    samples = None
-    if data.prompts:
-        samples = generate_samples(
-            run.model, data.prompts, data.tokenizer, run.config, run.parallel, stop_if_asked
-        )
-    place = {"step": step, "phase": phase_name, "tokens": run.state.tokens}
-    run.services.log.log({"event": "validation", **place, **result})
-    if samples is not None:
-        run.services.log.log_samples({"event": "samples", **place, "samples": samples})
-    run.newest_validation = (step, result)
-    return result
 
 
 def _stop(run: Run, phase: _ActivePhase, reason: int, in_validation: bool = False) -> NoReturn:

@@ -1,6 +1,6 @@
 """Draw what a model's attention does on a text: python launch/analyze.py --run RUN_DIR --name NAME [--text TEXT]
 
-`gsa_train/commands/analyze.py` says what it does.
+`gsa_eval/commands/analyze.py` says what it does.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.analyze import main
+from gsa_eval.commands.analyze import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Evaluate a model: python launch/evaluate.py --run RUN_DIR --name NAME [--data PLACE ...] [key=value ...]
 
-`gsa_train/commands/evaluate.py` says what it does.
+`gsa_eval/commands/evaluate.py` says what it does.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.evaluate import main
+from gsa_eval.commands.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
+from gsa_train.process.as_command import as_command
 
 
 @as_command()
@@ -40,7 +40,7 @@ def main() -> int:
         return 2
     # Here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.shards import DataFault
-    from gsa_train.checkpoint.export_indexer import export_indexer
+    from gsa_train.commands.export_indexer import export_indexer
 
     try:
         export_indexer(config, arguments.run_dir, arguments.seq_len_tokens, arguments.layers, arguments.out)

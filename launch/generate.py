@@ -1,6 +1,6 @@
 """Generate text from a checkpoint: python launch/generate.py --run RUN_DIR --prompt TEXT --max-new-tokens N
 
-`gsa_train/commands/generate.py` says what it does.
+`gsa_eval/commands/generate.py` says what it does.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.generate import main
+from gsa_eval.commands.generate import main
 
 if __name__ == "__main__":
     sys.exit(main())

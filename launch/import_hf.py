@@ -1,6 +1,6 @@
 """Import a model of transformers: python launch/import_hf.py --hf DIR --out DIR
 
-`gsa_train/commands/import_hf.py` says what it does.
+`gsa_eval/commands/import_hf.py` says what it does.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.import_hf import main
+from gsa_eval.commands.import_hf import main
 
 if __name__ == "__main__":
     sys.exit(main())

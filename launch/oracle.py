@@ -1,6 +1,6 @@
 """What a selection of keys retrieves at best: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
 
-`gsa_train/commands/oracle.py` says what it does.
+`gsa_eval/commands/oracle.py` says what it does.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.oracle import main
+from gsa_eval.commands.oracle import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Draw the figures of finished, running or killed runs: python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
 
-`gsa_train/commands/plot.py` says what it draws.
+`gsa_eval/commands/plot.py` says what it draws.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.plot import main
+from gsa_eval.commands.plot import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Write the pages of results from the records of studies, and from their run folders here: python launch/results.py
 
-`gsa_train/commands/results.py` says of what.
+`gsa_study/commands/results.py` says of what.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.results import main
+from gsa_study.commands.results import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Run a study, and compare its arms: python launch/study.py --study FILE
 
-`gsa_train/commands/study.py` says what it does, and with which exit codes.
+`gsa_study/commands/study.py` says what it does, and with which exit codes.
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.study import main
+from gsa_study.commands.study import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """A W&B workspace with the panels of a run: python launch/wandb_workspace.py --entity NAME [--project P] [--print]
 
-Sections training, GSA attention, stability, system and data over tokens: those of gsa_train/report/panels.py, as in the
+Sections training, GSA attention, stability, system and data over tokens (gsa_train/metrics/panels.py), as in the
 HTML report and in TensorBoard. Creates a saved view of the project and prints its address; `--print` prints what it
 would create, and needs neither key nor network. Needs the extra `workspace`; creating needs a W&B API key.
 
@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.commands.as_command import as_command
 from gsa_train.config import LoggingConfig
+from gsa_train.metrics.panels import LAYERS, PANELS, SECTIONS, Panel, tag_of
 from gsa_train.metrics.wandb_sink import has_wandb_key
-from gsa_train.report.panels import LAYERS, PANELS, SECTIONS, Panel, tag_of
+from gsa_train.process.as_command import as_command
 
 try:
     import wandb_workspaces.reports.v2 as wr

@@ -39,11 +39,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gsa_train.commands.goodput import DEFAULTS
-from gsa_train.goodput.measure import again_in_fast_motion, measure_run
-from gsa_train.goodput.simulate import Parts
-from gsa_train.goodput.words import about_run
-from gsa_train.run.run_clock import process_began
-from gsa_train.run.starts import read_starts
+from gsa_train.metrics.goodput.run_clock import process_began
+from gsa_train.metrics.goodput.words import about_run
+from gsa_train.planning.goodput.measure import again_in_fast_motion, measure_run
+from gsa_train.planning.goodput.simulate import Parts
+from gsa_train.run_folder.starts import read_starts
 
 sys.path.insert(0, str(Path(__file__).parent))
 

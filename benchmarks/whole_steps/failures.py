@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gsa_train.parallel import Parallel
+from gsa_train.distributed.parallel import Parallel
 
 GRACE_SECONDS = 30.0
 """How long a failed rank waits for the others to fail, too: they may be a few steps of the host behind."""

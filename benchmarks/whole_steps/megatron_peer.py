@@ -29,10 +29,10 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from gsa_train.batches import MicroBatch
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.data.batches import MicroBatch
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.named_parts import NamedGPTModel, NamedTransformerLayer
-from gsa_train.parallel import Parallel
 from gsa_train.profiling.trace_spans import trace_span
 from whole_steps.variants import ATTENTIONS
 

@@ -15,16 +15,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gsa_train.batches import MicroBatch, TrainBatches, to_micro_batch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config, PhaseConfig, load_config
-from gsa_train.micro_batch_graph import WARM_UP_STEPS, new_graph
+from gsa_train.data.batches import MicroBatch, TrainBatches, to_micro_batch
+from gsa_train.data.tokenizer import load_tokenizer
+from gsa_train.distributed.parallel import Parallel, init_parallel
 from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, init_parallel
+from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, new_graph
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, train_step
-from gsa_train.tokenizer import load_tokenizer
 
 NO_TOKEN = -1
 """End-of-document id that no random token equals: one document per sequence."""

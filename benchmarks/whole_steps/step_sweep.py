@@ -14,10 +14,10 @@ from typing import Any
 import harness
 import torch
 
-from gsa_train.micro_batch_graph import leave_default_stream
+from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_parallel
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
-from gsa_train.parallel import Parallel, init_parallel, shutdown_parallel
+from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from whole_steps.planted_indexer import LIKENESS, Planted, alike, exported, plant
 from whole_steps.step_bench import OurTrainee, release_memory
 from whole_steps.step_cases import BY_DEFAULT, LENGTHS, MODELS, SHAPES, STANDARD, StepCase, plan

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gsa_train.batches import MicroBatch
+from gsa_train.data.batches import MicroBatch
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
 from whole_steps.step_bench import OurTrainee, random_batches
 

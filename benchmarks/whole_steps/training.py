@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from gsa_train.batches import MicroBatch
-from gsa_train.memory.estimate import estimate_memory
+from gsa_train.data.batches import MicroBatch
+from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout
 from gsa_train.model.flops import flops_per_token, mean_selected_keys, peak_flops_per_second
-from gsa_train.parallel import Parallel, init_parallel, leave_layout
+from gsa_train.planning.memory.estimate import estimate_memory
 from gsa_train.profiling.step_breakdown import Breakdown
 from whole_steps.failures import RankFailed, agree, give_up
 from whole_steps.megatron_peer import MegatronTrainee, unsupported_by_megatron

@@ -27,7 +27,7 @@ from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.parallel_read import TENSORS
 from gsa_train.checkpoint.write import TORCH_METADATA
 from gsa_train.config import saved_sections
-from gsa_train.parallel import Parallel
+from gsa_train.distributed.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 

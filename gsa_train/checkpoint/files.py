@@ -55,7 +55,7 @@ class Manifest:
     run: str = ""
     """`run.name` of the run that wrote it."""
     run_id: str = ""
-    """gsa_train.run.starts.new_run_id. Manifests of checkpoint formats 2 and 3 name no run and no step."""
+    """gsa_train.run_folder.starts.new_run_id. Manifests of checkpoint formats 2 and 3 name no run and no step."""
     step: int | None = None
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.load import sharded_state, sharding_metadata
 from gsa_train.checkpoint.optimizer_state import by_parameter
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
-from gsa_train.parallel import Parallel
 
 MOST_NAMED = 3
 """Tensors of a rank, and ranks."""

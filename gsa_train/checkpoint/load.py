@@ -37,9 +37,9 @@ from gsa_train.checkpoint.optimizer_state import (
 )
 from gsa_train.checkpoint.parallel_read import ReadLog, faults_of_read, noting
 from gsa_train.checkpoint.shared_read import shared_by_replicas
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
-from gsa_train.parallel import Parallel
 
 FORMAT_VERSION = 4
 """4: the manifest names run and step.
@@ -82,13 +82,13 @@ class RunState:
     tasks_due: bool = False
     """The same of the tasks at this step."""
     task_clock: dict[str, Any] = field(default_factory=dict)
-    """gsa_train.tasks.TaskClock"""
+    """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
-    """gsa_train.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
+    """gsa_train.reliability.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
     run: str = ""
     """`run.name`. Empty in formats up to 3, as the next."""
     run_id: str = ""
-    """gsa_train.run.starts.new_run_id"""
+    """gsa_train.run_folder.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
 
 

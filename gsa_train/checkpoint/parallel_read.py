@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from gsa_train.checkpoint.checksums import crc32_of_range, joined, threads_at_hand
 from gsa_train.checkpoint.files import FileRecord
-from gsa_train.parallel import Parallel
+from gsa_train.distributed.parallel import Parallel
 
 TENSORS = ".distcp"
 """Ending of the files that are checked while they are read."""

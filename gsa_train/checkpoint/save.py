@@ -40,9 +40,9 @@ from gsa_train.checkpoint.load import RunState, sharded_state, sharding_metadata
 from gsa_train.checkpoint.staging import Copies, Staging
 from gsa_train.checkpoint.write import BACKEND, Bucket, Written, write_metadata, write_share
 from gsa_train.config import CheckpointConfig
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
-from gsa_train.parallel import Parallel
 
 LONGEST_SAVE = timedelta(hours=2)
 """How long the ranks' threads wait for the slowest writer; a rank that dies ends the wait at once."""

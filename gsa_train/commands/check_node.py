@@ -14,8 +14,8 @@ import argparse
 import datetime
 import os
 
-from gsa_train.commands.as_command import as_command
-from gsa_train.run import exit_codes
+from gsa_train.process import exit_codes
+from gsa_train.process.as_command import as_command
 
 
 @as_command()
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 def _check_one_by_one(seconds: float) -> int:
     import torch
 
-    from gsa_train.run.health.check import check_device
-    from gsa_train.run.health.driver import MISSING
+    from gsa_train.reliability.health.check import check_device
+    from gsa_train.reliability.health.driver import MISSING
 
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
@@ -55,7 +55,7 @@ def _check_all_at_once(seconds: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from gsa_train.run.health.check import UnhealthyDevice, check_ranks
+    from gsa_train.reliability.health.check import UnhealthyDevice, check_ranks
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

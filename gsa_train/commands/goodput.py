@@ -18,12 +18,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gsa_train.commands.as_command import as_command
-from gsa_train.goodput.measure import MeasuredRun, NoAccount, again_in_fast_motion, measure_run
-from gsa_train.goodput.planned import Planned, about_plan
-from gsa_train.goodput.simulate import Parts, try_interval, try_intervals
-from gsa_train.goodput.words import about_run
-from gsa_train.run.exit_codes import REFUSED
+from gsa_train.metrics.goodput.words import about_run
+from gsa_train.planning.goodput.measure import MeasuredRun, NoAccount, again_in_fast_motion, measure_run
+from gsa_train.planning.goodput.planned import Planned, about_plan
+from gsa_train.planning.goodput.simulate import Parts, try_interval, try_intervals
+from gsa_train.process.as_command import as_command
+from gsa_train.process.exit_codes import REFUSED
 
 DEFAULTS = Parts(
     step_seconds=1.0,

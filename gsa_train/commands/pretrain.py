@@ -21,23 +21,23 @@ import logging
 import os
 
 from gsa_train.cli import parse_arguments, refuse
-from gsa_train.commands.as_command import as_command
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.file_checks import has_local_tokenizer
-from gsa_train.cuda_connections import compute_capability, prepare_connections
-from gsa_train.dry_run import describe
-from gsa_train.megatron_import import import_megatron, quiet_libraries
-from gsa_train.run import exit_codes
-from gsa_train.run.console import open_descriptors, take_console
-from gsa_train.run.kernel_cache import prepare_kernel_cache
-from gsa_train.run.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
-from gsa_train.run.start_header import first_line
-from gsa_train.run.stop_signals import (
+from gsa_train.distributed.cuda_connections import compute_capability, prepare_connections
+from gsa_train.distributed.megatron_import import import_megatron, quiet_libraries
+from gsa_train.planning.dry_run import describe
+from gsa_train.process import exit_codes
+from gsa_train.process.as_command import as_command
+from gsa_train.process.console import open_descriptors, take_console
+from gsa_train.reliability.last_words import end_launcher, forget_end, note_end, say_last, tell_torchrun
+from gsa_train.reliability.stop_signals import (
     Stopped,
     StopRequest,
     find_deadline,
     job_start_time,
 )
+from gsa_train.run.kernel_cache import prepare_kernel_cache
+from gsa_train.run.start_header import first_line
 
 SHARED_MEMORY_REMEDY = (
     "/dev/shm is too small or full for NCCL: make room there (df -h /dev/shm; a container's: --shm-size=8g, or "
@@ -87,7 +87,7 @@ def run_command() -> int:
         if has_local_tokenizer(config.data):
             # Here: neither is needed where there is no tokenizer yet, nor for --help.
             from gsa_data.tokenizer_json import TokenizerError
-            from gsa_train.tokenizer import load_tokenizer
+            from gsa_train.data.tokenizer import load_tokenizer
 
             try:
                 load_tokenizer(config)
@@ -120,18 +120,18 @@ def run_command() -> int:
     from gsa_data.validation import TooLittleText
     from gsa_train.checkpoint.load import StateError
     from gsa_train.checkpoint.save import CheckpointError
-    from gsa_train.evaluation.loop_tasks import TaskError
+    from gsa_train.distributed.parallel import DeviceError, RendezvousError
     from gsa_train.metrics.wandb_sink import WandbRefused
-    from gsa_train.monitor.corruption import CorruptionFound
-    from gsa_train.monitor.monitor import MonitorStop
-    from gsa_train.monitor.stop import SpikeAhead
-    from gsa_train.parallel import DeviceError, RendezvousError
     from gsa_train.profiling.profiler import ProfileError
-    from gsa_train.resume import ResumeError
-    from gsa_train.run.health.check import UnhealthyDevice
-    from gsa_train.run.lock import RunFolderError
-    from gsa_train.run.same_on_all import OtherConfig
+    from gsa_train.reliability.health.check import UnhealthyDevice
+    from gsa_train.reliability.monitor.corruption import CorruptionFound
+    from gsa_train.reliability.monitor.monitor import MonitorStop
+    from gsa_train.run_folder.lock import RunFolderError
+    from gsa_train.run_folder.resume import ResumeError
+    from gsa_train.run_folder.same_on_all import OtherConfig
+    from gsa_train.run_folder.spike_stop import SpikeAhead
     from gsa_train.train import train
+    from gsa_train.validation.loop_tasks import TaskError
 
     try:
         train(config, arguments, request)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from gsa_data.request_files import first_request, is_request_file
 from gsa_train.config.data import DataConfig
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
-from gsa_train.evaluation.request_files import first_request, is_request_file
 
 # As gsa_data has them, whose import would load torch.
 DATA_FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".json.gz")

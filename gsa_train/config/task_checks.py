@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gsa_data.request_files import is_request_file
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
-from gsa_train.evaluation.request_files import is_request_file
 
 
 def check_tasks(config: Config) -> list[str]:

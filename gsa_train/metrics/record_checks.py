@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from gsa_train.report.panels import PANELS, PICTURES
+from gsa_train.metrics.panels import PANELS, PICTURES
 
 Record = dict[str, Any]
 

@@ -5,8 +5,8 @@ number, a string, None (not applicable), a list with one number per layer (keys 
 group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`) or
 by expert (`expert_loads`).
 What happens beside the steps has records of its own with an `event`: spikes and what was done about them
-(gsa_train/monitor/); validation results (`validation`), where those of sets after the first have the set's name in
-their keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
+(gsa_train/reliability/monitor/); validation results (`validation`), where sets after the first have their name in their
+keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
 `eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
 failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
 they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
@@ -31,8 +31,8 @@ from typing import Any
 
 from gsa_data.faults import printable
 from gsa_train.files import write_atomically
+from gsa_train.metrics.panels import PICTURES, tag_of
 from gsa_train.metrics.record_checks import TEXTS, Record, is_step
-from gsa_train.report.panels import PICTURES, tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _LONGEST_INTEGER = 20
 
 
 def to_scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by their tags (gsa_train.report.panels); None and text have none."""
+    """The numbers of a record by their tags (gsa_train.metrics.panels); None and text have none."""
     scalars: dict[str, float | None] = {}
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}

@@ -14,6 +14,7 @@ from types import TracebackType
 from gsa_train.config import LoggingConfig
 from gsa_train.files import own_file, write_atomically
 from gsa_train.metrics.metrics_file import MetricsFile
+from gsa_train.metrics.panels import tag_of
 from gsa_train.metrics.record_format import (
     SAMPLES,
     Record,
@@ -24,7 +25,6 @@ from gsa_train.metrics.record_format import (
 )
 from gsa_train.metrics.tensorboard_sink import TensorBoardSink
 from gsa_train.metrics.wandb_sink import WandbSink
-from gsa_train.report.panels import tag_of
 
 logger = logging.getLogger(__name__)
 

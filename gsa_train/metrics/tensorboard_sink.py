@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gsa_train.metrics.lost_records import LostRecords
-from gsa_train.report.panels import tensorboard_layout
+from gsa_train.metrics.panels import tensorboard_layout
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

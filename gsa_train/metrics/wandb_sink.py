@@ -25,7 +25,7 @@ from gsa_train.checkpoint.files import step_folder
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.alerts import INTERVAL_SECONDS, Alerts
-from gsa_train.report.panels import BEST, tag_of
+from gsa_train.metrics.panels import BEST, tag_of
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gsa_train.context_sharding import ContextSharding, query_chunks
+from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 
 
 def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torch.Tensor:

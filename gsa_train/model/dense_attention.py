@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gsa_train.config import Config
-from gsa_train.parallel import DeviceError
+from gsa_train.distributed.parallel import DeviceError
 
 DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, L, n_h, d_k], k and v [B, L, n_kv, d_k] -> [B, L, n_h, d_k]; each sequence is one document."""

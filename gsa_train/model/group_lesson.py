@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gsa_train.context_sharding import QueryChunk
+from gsa_train.distributed.context_sharding import QueryChunk
 from gsa_train.model.indexer import Indexer, IndexerProjections
 
 

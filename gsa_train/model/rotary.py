@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from gsa_kernels.rotary import YarnScaling
-from gsa_train.context_sharding import ContextSharding
+from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.mcore.config import GSATransformerConfig
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gsa_train.distributed.to_host import ToHost, to_device
 from gsa_train.model.waiting import Waiting
-from gsa_train.to_host import ToHost, to_device
 
 MEANS = (
     "indexer_kl",

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.config import PhaseConfig
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
-from gsa_train.parallel import Parallel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_WEIGHT = "param"

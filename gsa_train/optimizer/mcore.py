@@ -28,14 +28,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.micro_batch_graph import leave_default_stream
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.adamw_state import create_state, inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.optimizer.micro_batch_graph import leave_default_stream
 from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
-from gsa_train.parallel import Parallel
 from gsa_train.phases import enter_phase
-from gsa_train.run.work_time import WorkTime
+from gsa_train.profiling.work_time import WorkTime
 from gsa_train.schedule import lr_multipliers
 
 Hook = Callable[..., None]

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from gsa_kernels.fused.adamw.reference import squared_update
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.optimizer.adamw_state import chained, inner_optimizers
-from gsa_train.parallel import Parallel
 
 
 @torch.no_grad()

@@ -26,11 +26,11 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
 from gsa_train.optimizer.norms import counts_for_norms, squared_change, sum_of_squares
 from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember
-from gsa_train.parallel import Parallel
 from gsa_train.schedule import lr_multipliers
 
 PERSISTENT_ELEMENTS = 100_000

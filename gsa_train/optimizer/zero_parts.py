@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 
-from gsa_train.parallel import Parallel
+from gsa_train.distributed.parallel import Parallel
 
 
 class Groups:

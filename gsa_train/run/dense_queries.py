@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gsa_train.batches import MicroBatch
 from gsa_train.config import Config
+from gsa_train.data.batches import MicroBatch
 
 LEAST_SHARE = 0.5
 """Of the queries; below it GSA is hardly what is trained."""

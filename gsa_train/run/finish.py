@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,25 +21,24 @@ from gsa_data.faults import printable
 from gsa_data.source_weights import tokens_by_source
 from gsa_data.stream import StateMismatch, whole_epochs
 from gsa_train.config import PhaseConfig
-from gsa_train.evaluate import ngram_perplexities, scores_of
+from gsa_train.distributed.parallel import shutdown_parallel
 from gsa_train.files import write_atomically
-from gsa_train.goodput.account import COMPLETE, INTERRUPTED
-from gsa_train.goodput.account import STOPPED as GOODPUT_STOPPED
-from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import MonitorStop, NotFinite
-from gsa_train.monitor.stop import note_stop
-from gsa_train.parallel import shutdown_parallel
-from gsa_train.report.page import write_report
-from gsa_train.resume import run_dir
-from gsa_train.run import exit_codes
+from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED
+from gsa_train.metrics.goodput.account import STOPPED as GOODPUT_STOPPED
+from gsa_train.process import exit_codes
+from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.monitor.corruption import CorruptionFound
+from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite
+from gsa_train.reliability.stop_signals import Stopped, reason_in_words
 from gsa_train.run.folder import STOPPED
-from gsa_train.run.hang_watchdog import HangWatchdog
-from gsa_train.run.lock import RunFolderError
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
-from gsa_train.run.stop_signals import Stopped, reason_in_words
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
-from gsa_train.trainer import validate
+from gsa_train.run.validate import validate
+from gsa_train.run_folder.lock import RunFolderError
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.run_folder.spike_stop import note_stop
+from gsa_train.validation.perplexity import ngram_perplexities, scores_of
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
@@ -98,45 +99,26 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         raise RunFolderError(fault[0])
 
 
-FAULTS_OF_DRAWING = (
-    OSError,
-    ImportError,  # of a checkout newer than the packages beside it
-    MemoryError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-)
-"""Whatever damaged records, other versions of the packages or a full disk may lead to: the run is complete."""
-
-
 def draw(run: Run) -> None:
-    """Plots and report, by the main rank, of a run that is over. Call it once the process group is left: they may take
-    minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
+    """Plots and report, by a process of the main rank, of a run that is over. Call it once the process group is left:
+    they may take minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
     if not run.parallel.is_main or not run.config.logging.plots:
         return
-    folder = run_dir(run.config)
-
-    def write_pictures() -> list[Path]:
-        # matplotlib: half a second, which no other rank and no start has to pay.
-        from gsa_train.report.plots import write_plots
-
-        return write_plots(folder)
-
-    for what, write in (
-        ("plots", write_pictures),
-        ("report", lambda: [write_report([folder], folder / "report.html")]),
-    ):
-        try:
-            for path in write():
-                run.services.log.message(f"wrote {path}")
-        except FAULTS_OF_DRAWING as error:
-            why = error if isinstance(error, OSError | ImportError) else repr(error)
-            run.services.log.message(
-                f"the run is complete, and its {what} cannot be drawn: {why}; gsa-plot {folder} tries again"
-            )
+    folder, message = run_dir(run.config), run.services.log.message
+    command = [sys.executable, "-m", "gsa_eval.report.at_end", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        drawn = subprocess.run(
+            command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
+    except OSError as error:  # of a process that may start no other
+        message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
+        return
+    for line in drawn.stdout.splitlines():
+        message(line)
+    if drawn.returncode != 0:
+        why = (drawn.stderr.splitlines() or [f"exit code {drawn.returncode}"])[-1]
+        message(f"the run is complete, and cannot be drawn: {why}; gsa-plot {folder} tries again")
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:

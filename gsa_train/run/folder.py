@@ -16,26 +16,27 @@ import torch.distributed as dist
 from gsa_data.whole_files import parse_json
 from gsa_train.checkpoint.files import go_back_to, newer_than, newest_name, recover_folder
 from gsa_train.config import Config, config_to_yaml, saved_sections
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.files import write_atomically
-from gsa_train.goodput.ledger import Line, lost_line, read_lines
-from gsa_train.goodput.words import lost_in_words
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.ledger import Line, lost_line, read_lines
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.metrics.goodput.words import lost_in_words
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.sinks import Sinks, check_links, open_sinks
 from gsa_train.metrics.wandb_sink import WandbRefused, WandbSink, open_wandb
-from gsa_train.monitor.stop import FILE as MONITOR_STOP
-from gsa_train.parallel import Parallel
-from gsa_train.resume import Start, run_dir, set_damaged_aside
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.hang_watchdog import newest_hang
-from gsa_train.run.job_start import note_job_start
+from gsa_train.reliability.hang_watchdog import newest_hang
+from gsa_train.reliability.last_words import ended_in_silence
+from gsa_train.reliability.stop_signals import children_keep_running
 from gsa_train.run.kernel_cache import VARIABLE, kernel_cache_in_words
-from gsa_train.run.last_words import ended_in_silence
-from gsa_train.run.lock import RunFolderError
-from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.start_header import start_header
-from gsa_train.run.starts import new_run_id, note_start, read_starts
-from gsa_train.run.stop_signals import children_keep_running
+from gsa_train.run_folder.job_start import note_job_start
+from gsa_train.run_folder.lock import RunFolderError
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.run_folder.resume import Start, set_damaged_aside
+from gsa_train.run_folder.spike_stop import FILE as MONITOR_STOP
+from gsa_train.run_folder.starts import new_run_id, note_start, read_starts
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RunFolder:
     checkpoints: Path
     log: RunLog
     hang: str | None
-    """On the main rank: which hang ended the start before this one (gsa_train.run.hang_watchdog)."""
+    """On the main rank: which hang ended the start before this one (gsa_train.reliability.hang_watchdog)."""
     run_id: str
     """Of the run, on every rank; its checkpoints and its starts name it."""
     goodput: GoodputLog

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from gsa_train.checkpoint.load import RunState, gather_rng
 from gsa_train.checkpoint.save import SaveResult
 from gsa_train.config import config_to_yaml
-from gsa_train.monitor.monitor import NotFinite
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.phases import PhaseRange
+from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run.state import Run
 
 LONGEST_WAIT_SHARE = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gsa_train.cli import Arguments
+from gsa_train.arguments import Arguments
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.flops import count_parameters
 

@@ -7,22 +7,22 @@ from typing import Any
 
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ValidationSet
-from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
-from gsa_train.evaluation.loop_tasks import PreparedTask
+from gsa_train.data.batches import TrainBatches
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.model.mcore.build import Model
-from gsa_train.monitor.monitor import MonitorState
 from gsa_train.optimizer.interface import PhaseOptimizer
-from gsa_train.parallel import Parallel
 from gsa_train.profiling.profiler import StepProfiler
-from gsa_train.resume import Start
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.hang_watchdog import HangWatchdog
+from gsa_train.profiling.work_time import StragglerWarning
+from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.monitor.monitor import MonitorState
+from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run.run_log import RunLog
-from gsa_train.run.stop_vote import StopVote
-from gsa_train.run.work_time import StragglerWarning
-from gsa_train.tasks import TaskClock
+from gsa_train.run_folder.resume import Start
+from gsa_train.validation.loop_tasks import PreparedTask
+from gsa_train.validation.tasks import TaskClock
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Run:
     """Of this process, or of the newest rewind."""
     state: TrainState
     run_id: str = ""
-    """gsa_train.run.starts.new_run_id"""
+    """gsa_train.run_folder.starts.new_run_id"""
     skipped_steps: frozenset[int] = frozenset()
     """Steps, counted from 1, whose batches are read and not trained on."""
     phase_optimizer: PhaseOptimizer | None = None

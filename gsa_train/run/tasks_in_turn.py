@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.resume import run_dir
 from gsa_train.run.state import Run
-from gsa_train.tasks import score_tasks
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.validation.tasks import score_tasks
 
 RECORDS = "metrics.jsonl"
 

@@ -94,7 +94,7 @@ say "srun ended with code $code; asked to stop: ${asked:-no}; latest checkpoint:
 if [ "$state" != RUNNING ]; then
     exit "$code"  # cancelled, or Slurm is requeueing it already
 fi
-# What the main rank ended with, where torchrun ends with 1: gsa_train/run/exit_codes.py.
+# What the main rank ended with, where torchrun ends with 1: gsa_train/process/exit_codes.py.
 end=$(cat "$folder/exit_code" 2>/dev/null)
 spike_after=$(spike)
 if [ "$end" = 13 ] || { [ -n "$spike_after" ] && [ "$spike_after" != "$spike_before" ]; }; then

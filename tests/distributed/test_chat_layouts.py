@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.evaluate import scores_of
+from gsa_train.validation.perplexity import scores_of
 from helpers.runs import TINY, Run, train
 
 pytest.importorskip("transformers")

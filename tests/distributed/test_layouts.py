@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from gsa_train.evaluate import scores_of
+from gsa_train.validation.perplexity import scores_of
 from helpers.runs import QUICK_STEPS, Run, whole_run
 
 pytestmark = pytest.mark.slow

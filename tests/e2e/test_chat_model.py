@@ -19,10 +19,10 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from gsa_train.commands import generate as command
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.convert.import_hf import import_hf
-from gsa_train.evaluation.harness import GSATrainLM
+from gsa_eval.commands import generate as command
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.convert.import_hf import import_hf
+from gsa_eval.harness import GSATrainLM
 from helpers.chats import PLAIN, make_tokenizer
 from helpers.runs import REPOSITORY, TINY_MODEL, start
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gsa_train.run.stop_signals import STOP_SIGNALS
+from gsa_train.reliability.stop_signals import STOP_SIGNALS
 from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, TINY, Run, inherited, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

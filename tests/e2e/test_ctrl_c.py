@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.goodput.ledger import read_account
+from gsa_train.metrics.goodput.ledger import read_account
 from helpers.forked import ForkedAgent
 from helpers.launchers import launch
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TINY, Run, left_of, train

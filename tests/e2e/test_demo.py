@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gsa_train.commands import analyze, evaluate
+from gsa_eval.commands import analyze, evaluate
 from gsa_train.config import load_config
 from helpers.runs import Run, start, whole_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.commands import evaluate, export_hf, generate
+from gsa_eval.commands import evaluate, export_hf, generate
 from helpers.runs import Run, start
 
 SHORT = (

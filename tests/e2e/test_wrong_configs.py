@@ -19,7 +19,7 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print("loaded:", [name for name in ("torch", "megatron", "gsa_train.parallel") if name in sys.modules])
+    print("loaded:", [name for name in ("torch", "megatron", "gsa_train.distributed.parallel") if name in sys.modules])
 """
 
 
@@ -216,8 +216,8 @@ def test_two_ranks_speak_with_one_voice(arguments, code, line, tmp_path):
 
 NODES = """
 import os, runpy, sys
-import gsa_train.run.same_on_all
-gsa_train.run.same_on_all.SEEN_AFTER_SECONDS = 1.0  # no file server is waited for
+import gsa_train.run_folder.same_on_all
+gsa_train.run_folder.same_on_all.SEEN_AFTER_SECONDS = 1.0  # no file server is waited for
 if os.environ["RANK"] == "1":
     {fault}
 sys.path.insert(0, {launch!r})

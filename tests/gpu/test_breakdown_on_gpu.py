@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gsa_train.config import ProfileConfig, load_config
-from gsa_train.cuda_connections import VARIABLE, compute_capability
+from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability
 from gsa_train.profiling.profiler import StepProfiler
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank

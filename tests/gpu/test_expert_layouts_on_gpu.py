@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.cuda_connections import VARIABLE
+from gsa_train.distributed.cuda_connections import VARIABLE
 from helpers.layouts_on_gpu import EXPERT_LAYOUTS, Subject, layouts_that_fit
 from helpers.runs import REPOSITORY
 

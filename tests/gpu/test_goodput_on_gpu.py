@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_train.goodput.ledger import read_account
-from gsa_train.run.hang_limit import watch_compilation
+from gsa_train.metrics.goodput.ledger import read_account
+from gsa_train.reliability.hang_limit import watch_compilation
 from helpers.runs import SMALL, train
 
 pytestmark = [

@@ -13,13 +13,13 @@ import pytest
 import test_step_on_gpu
 import torch
 
-from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
-from gsa_train.micro_batch_graph import WARM_UP_STEPS, leave_default_stream, new_graph
+from gsa_train.data.batches import MicroBatch, share_blocks, to_micro_batch
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel
+from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, leave_default_stream, new_graph
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
 from helpers.runs import REPOSITORY, SMALL, kill, start
 from helpers.single_rank import single_rank

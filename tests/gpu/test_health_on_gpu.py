@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.run.health import products
-from gsa_train.run.health.check import check_device, check_presence
+from gsa_train.reliability.health import products
+from gsa_train.reliability.health.check import check_device, check_presence
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,12 @@ import pytest
 import torch
 import triton
 
-from gsa_train.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.config import Config, load_config
+from gsa_train.data.batches import MicroBatch, share_blocks, to_micro_batch
 from gsa_train.metrics.record import Measured, send_step
 from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import StepResult, Training, train_step
 from helpers.runs import REPOSITORY
 from helpers.single_rank import single_rank

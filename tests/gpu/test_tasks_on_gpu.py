@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.commands import evaluate as command
+from gsa_eval.commands import evaluate as command
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.runs import OF_A_GPU, SMALL, numbers_of, start
 

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gsa_train.evaluation import subject as subjects
-from gsa_train.evaluation import trained_model
-from gsa_train.evaluation.perplexity import score_text
-from gsa_train.evaluation.subject import Execution, Source, load_subject
-from gsa_train.evaluation.text import TextOptions, read_text
+from gsa_eval import subject as subjects
+from gsa_eval import trained_model
+from gsa_eval.perplexity import score_text
+from gsa_eval.subject import Execution, Source, load_subject
+from gsa_eval.text import TextOptions, read_text
 from helpers.evaluated import LENGTH, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
 

@@ -60,10 +60,10 @@ def test_a_12_layer_model_of_width_768_trains_at_4096_tokens_in_bf16(tmp_path: P
 def test_a_gpu_run_never_loads_the_cpu_backend(tmp_path: Path) -> None:
     program = (
         "import sys; from gsa_train.cli import parse_arguments; from gsa_train.config import load_config\n"
-        "from gsa_train.run.stop_signals import StopRequest; from gsa_train.train import train\n"
+        "from gsa_train.reliability.stop_signals import StopRequest; from gsa_train.train import train\n"
         "arguments = parse_arguments(sys.argv[1:])\n"
         "train(load_config(arguments.config_path, arguments.overrides, 1), arguments, StopRequest())\n"
-        "assert 'gsa_train.cpu_backend' not in sys.modules\n"
+        "assert 'gsa_train.distributed.cpu_backend' not in sys.modules\n"
         "print('no CPU patch')"
     )
     done = subprocess.run(

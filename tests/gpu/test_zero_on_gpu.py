@@ -10,8 +10,8 @@ import torch
 
 from gsa_train.config import load_config
 from gsa_train.model.mcore.build import build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, train_step
 from helpers.runs import REPOSITORY, SMALL, start
 from helpers.single_rank import random_batches, single_rank

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gsa_train.goodput.words import table
+from gsa_train.metrics.goodput.words import table
 
 PARTS = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder", "first_step")
 """Of a restart, as goodput.jsonl has them; in this order."""

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import gsa_hf  # noqa: F401 - registers the architecture
 from gsa_data.tokenize import Tokenizer
-from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
+from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
 from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import DENSE, SPARSE, single_rank, tiny_config, tiny_model

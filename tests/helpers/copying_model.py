@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from gsa_eval.ruler_words import FIRST, NOISE, NOUNS
 from gsa_hf import GSAConfig, GSAForCausalLM
-from gsa_train.evaluation.ruler_words import FIRST, NOISE, NOUNS
 
 CODE, HEAD = 30, 64
 OWN, KEY_SEEN, ANSWER = (slice(slot * CODE, (slot + 1) * CODE) for slot in range(3))

@@ -12,10 +12,10 @@ import torch
 from gsa_data.tokenize import Tokenizer
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config
+from gsa_train.data.tokenizer import chat_template_of
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
-from gsa_train.tokenizer import chat_template_of
 from helpers.checkpoints import run_state
 from helpers.runs import REPOSITORY
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model

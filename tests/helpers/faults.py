@@ -51,8 +51,8 @@ from gsa_data.stream import BlockStream
 from gsa_train import trainer
 from gsa_train.checkpoint import save
 from gsa_train.profiling import table
-from gsa_train.run.health import products
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.reliability.health import products
+from gsa_train.reliability.stop_signals import StopRequest
 
 NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
 """A weight that every step reads; an embedding that none does; AdamW's state of the first; the variances' average."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import gsa_train.train  # noqa: F401 - all that the runs need, before they are forked
-from gsa_train.run.console import drain_console
+from gsa_train.process.console import drain_console
 from helpers.faults import Faults
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-from gsa_train.run.stop_signals import STOP_SIGNALS
-from gsa_train.study import processes
-from gsa_train.study.processes import end_with
+from gsa_study import processes
+from gsa_study.processes import end_with
+from gsa_train.reliability.stop_signals import STOP_SIGNALS
 from helpers.forked import Fork, become, kill_unless_over, run_file, start_process, usual_signals
 from helpers.runs import ENVIRONMENT, REPOSITORY, inherited
 

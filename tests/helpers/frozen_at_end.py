@@ -19,10 +19,10 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from gsa_train.run.console import drain_console
+from gsa_train.process.console import drain_console
+from gsa_train.reliability.hang_limit import StepLimit
+from gsa_train.reliability.hang_watchdog import HangWatchdog
 from gsa_train.run.finish import leave_world
-from gsa_train.run.hang_limit import StepLimit
-from gsa_train.run.hang_watchdog import HangWatchdog
 
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 250.0

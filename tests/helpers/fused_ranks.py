@@ -18,9 +18,9 @@ from gsa_kernels import sampling
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import Config
+from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
 from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.mcore.build import Model
-from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
 from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP

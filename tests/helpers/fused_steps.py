@@ -12,7 +12,7 @@ import torch
 from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import PhaseConfig
-from gsa_train.context_sharding import QueryChunk
+from gsa_train.distributed.context_sharding import QueryChunk
 from gsa_train.model.cores.triton import TritonCore
 from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
 

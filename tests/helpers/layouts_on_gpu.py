@@ -11,7 +11,7 @@ or in the first three steps of any phase: few runs of one step may agree by chan
 
 The one-rank runs are shared out over the ranks, each of which is alone in its world for them; then all join, and go
 from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo. `make` sets
-CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/cuda_connections.py).
+CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/distributed/cuda_connections.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
 from gsa_train.config.checks import check_config, check_packages
+from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.model.mcore.build import Model
-from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from helpers.layout_cases import INSTANCES, INTERLEAVED, OVERLAP, ZERO_1, ZERO_2, ZERO_3
 from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG

@@ -19,25 +19,25 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, Config, PhaseConfig
 from gsa_train.config.checks import check_config
-from gsa_train.evaluation.requests import Request
+from gsa_train.data.batches import MicroBatch, to_micro_batch
+from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.metrics.record import Measured, reduce_step
 from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.monitor.spikes import SpikeDetector
-from gsa_train.next_tokens import next_tokens
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
-from gsa_train.tasks import log_likelihoods
+from gsa_train.validation.next_tokens import next_tokens
+from gsa_train.validation.requests import Request
+from gsa_train.validation.tasks import log_likelihoods
 from helpers.checkpoints import run_state
 from helpers.layout_cases import (
     BASE,

@@ -42,8 +42,10 @@ from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
 from gsa_kernels.selection import block_op, groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
-from gsa_train import cpu_backend, step
+from gsa_train import step
 from gsa_train.config import Config, load_config
+from gsa_train.distributed import cpu_backend
+from gsa_train.distributed.parallel import init_parallel, leave_layout
 from gsa_train.model.mcore import build, moe_layer
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
@@ -51,10 +53,9 @@ from gsa_train.model.mcore.build import build_model
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.moe import token_exchange
 from gsa_train.model.moe.token_exchange import Exchange
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import init_parallel, leave_layout
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from whole_steps.step_bench import random_batches
 
 BLOCK_BYTES = 512

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gsa_study.study_file import load_study
 from gsa_train.config import config_to_yaml
-from gsa_train.study.study_file import load_study
 
 
 def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
 from gsa_train.config.checks import check_config
+from gsa_train.data.batches import MicroBatch, to_micro_batch
+from gsa_train.distributed.parallel import Parallel, init_parallel
 from gsa_train.model.mcore.build import Model, build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.parallel import Parallel, init_parallel
 from gsa_train.phases import enter_phase
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import StepResult, Training, train_step
 
 EOS = 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from gsa_study.study_file import Study, StudyRun, load_study
 from gsa_train.config import config_to_yaml
-from gsa_train.study.study_file import Study, StudyRun, load_study
 
 ROOT = Path(__file__).parents[2]
 BASE = {

@@ -17,10 +17,10 @@ from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.config.checks import check_config
+from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
 from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import build_model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import init_parallel, leave_layout, shutdown_parallel
 from helpers.checkpoints import run_state
 from helpers.layout_cases import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case
 from helpers.many_layouts import take_step, train_case

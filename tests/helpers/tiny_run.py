@@ -7,12 +7,12 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 from gsa_train.config import Config
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
-from gsa_train.resume import Start
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.run_clock import RunClock
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.state import Data, Run, Services, TrainState
+from gsa_train.run_folder.resume import Start
 from helpers.single_rank import single_rank
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.exit_codes import CORRUPTED
+from gsa_train.process.exit_codes import CORRUPTED
 from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, QUICK_STEPS, TINY, finished, kill, numbers_of, start
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
+from gsa_eval.convert.export_hf import export_hf, find_source
 from gsa_train.checkpoint.load import load_weights
 from gsa_train.config import ParallelConfig, load_config
-from gsa_train.convert.export_hf import export_hf, find_source
 from gsa_train.model.mcore.build import build_model
 from helpers.converted import hf_logits, training_logits
 from helpers.runs import whole_run

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from gsa_train.goodput.ledger import read_account
-from gsa_train.run.hang_limit import LEAST_SECONDS
+from gsa_train.metrics.goodput.ledger import read_account
+from gsa_train.reliability.hang_limit import LEAST_SECONDS
 from helpers.launchers import launch, ranks_of
 from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gsa_train.commands.goodput import choose_parts, parse
-from gsa_train.goodput.account import START_UP
-from gsa_train.goodput.ledger import read_account
-from gsa_train.goodput.measure import again_in_fast_motion, measure_run
-from gsa_train.run.run_clock import process_began
-from gsa_train.run.starts import read_starts
+from gsa_train.metrics.goodput.account import START_UP
+from gsa_train.metrics.goodput.ledger import read_account
+from gsa_train.metrics.goodput.run_clock import process_began
+from gsa_train.planning.goodput.measure import again_in_fast_motion, measure_run
+from gsa_train.run_folder.starts import read_starts
 from helpers.runs import STEPS, TINY, Run, kill, start
 
 SAVED, HELD = 5, 8

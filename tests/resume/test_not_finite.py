@@ -15,7 +15,7 @@ import pytest
 
 from gsa_train.checkpoint.files import faults_in, read_manifest
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.exit_codes import REFUSED, STOPPED_BY_MONITOR
+from gsa_train.process.exit_codes import REFUSED, STOPPED_BY_MONITOR
 from helpers.fault_plans import FaultPlan
 
 pytestmark = pytest.mark.slow

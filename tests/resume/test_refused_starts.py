@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gsa_train import train
-from gsa_train.run.exit_codes import REFUSED
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.process.exit_codes import REFUSED
+from gsa_train.reliability.stop_signals import StopRequest
 from helpers.run_contents import contents, cut
 from helpers.runs import CONFIG, REPOSITORY, TINY, Run
 from helpers.single_rank import single_rank

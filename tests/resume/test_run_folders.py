@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.run.starts import read_starts
+from gsa_train.run_folder.starts import read_starts
 from helpers.run_contents import contents, cut
 from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, STEPS, TINY, Run, finished, kill, start, train
 

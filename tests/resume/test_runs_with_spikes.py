@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.exit_codes import STOPPED_BY_MONITOR
+from gsa_train.process.exit_codes import STOPPED_BY_MONITOR
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of
 

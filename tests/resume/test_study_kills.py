@@ -16,7 +16,7 @@ import yaml
 
 from gsa_train.config import config_to_yaml, load_config
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.starts import read_starts
+from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY, TINY
 

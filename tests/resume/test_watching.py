@@ -13,11 +13,11 @@ import torch
 
 from gsa_data.best_fit import COUNTERS
 from gsa_train.config import DataConfig, ProfileConfig
+from gsa_train.metrics.panels import BEST, LAYERS, PANELS, tag_of
 from gsa_train.metrics.record import data_metrics, data_totals
 from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
-from gsa_train.report.panels import BEST, LAYERS, PANELS, tag_of
 from helpers.cpu_only import cpu_only  # noqa: F401
 from helpers.runs import TINY, finished, numbers_of, start, train
 

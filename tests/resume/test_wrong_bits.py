@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gsa_train.metrics.record_format import read_records
-from gsa_train.run.exit_codes import CORRUPTED, UNHEALTHY
+from gsa_train.process.exit_codes import CORRUPTED, UNHEALTHY
 from helpers.fault_plans import FaultPlan
 from helpers.launchers import launch
 from helpers.runs import LONGEST_WAIT_SECONDS, TINY, left_of, numbers_of

@@ -164,7 +164,7 @@ def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(
 ) -> None:
     cluster.command("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
     job = Job(cluster, tmp_path, "--nodes=1", "--chain=2", "--time=30", *SMALL)
-    with (job.logs[0].parent / "source/gsa_train/run/health/products.py").open("a") as file:
+    with (job.logs[0].parent / "source/gsa_train/reliability/health/products.py").open("a") as file:
         file.write(SICK)
     cluster.command("scontrol", "update", "NodeName=n1", "State=RESUME")
     job.wait_for(lambda: "starting on n1" in job.log)

@@ -14,8 +14,8 @@ import torch
 
 from gsa_train import commands
 from gsa_train.commands import goodput
-from gsa_train.commands.as_command import READER_LEFT, as_command
-from gsa_train.run.exit_codes import INTERRUPTED
+from gsa_train.process.as_command import READER_LEFT, as_command
+from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 NOT_MAINS = ("as_command", "pretrain")  # training goes on without a reader, and heeds signals itself

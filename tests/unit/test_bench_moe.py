@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.micro_batch_graph import CaptureError
 from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.micro_batch_graph import CaptureError
 from helpers.bench_without_cuda import stand_in_for_cuda
 from helpers.single_rank import (
     DENSE,

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gsa_train.batches import to_micro_batch
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig, ConfigError
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.flops import count_parameters, flops_per_token
 from gsa_train.profiling.step_breakdown import Breakdown
 from helpers.checkpoints import run_state

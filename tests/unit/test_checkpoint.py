@@ -28,7 +28,7 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
-from gsa_train.resume import Start
+from gsa_train.run_folder.resume import Start
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.saving import LR, adam_of, is_intact, names_in

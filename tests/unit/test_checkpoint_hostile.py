@@ -21,18 +21,18 @@ import yaml
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from gsa_data.tokenize import Tokenizer
+from gsa_train.arguments import Arguments
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.guarded import RefusedContent, read_metadata
-from gsa_train.checkpoint.initial_weights import find_initial_weights, load_initial_weights
 from gsa_train.checkpoint.load import load_checkpoint, load_weights, read_run_state
-from gsa_train.cli import Arguments
 from gsa_train.config import _SAVED_LOADER
 from gsa_train.config.text_yaml import TextLoader
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.phases import phase_ranges
-from gsa_train.resume import ResumeError, choose_start
+from gsa_train.run_folder.initial_weights import find_initial_weights, load_initial_weights
+from gsa_train.run_folder.resume import ResumeError, choose_start
 from helpers import saving
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config

@@ -14,6 +14,7 @@ import sys
 
 import pytest
 
+from gsa_study.study_file import load_study
 from gsa_train.config import (
     Config,
     ConfigError,
@@ -29,7 +30,6 @@ from gsa_train.config import (
 )
 from gsa_train.config.load import field_names
 from gsa_train.config.other_names import FIELD_OF, OTHER_NAMES
-from gsa_train.study.study_file import load_study
 
 PHASE = "phases:\n  - {name: sparse, steps: 5}\n"
 
@@ -438,7 +438,7 @@ def test_the_config_cannot_be_changed():
 
 def test_planning_needs_neither_torch_nor_megatron():
     code = (
-        "import sys, gsa_train.cli, gsa_train.config, gsa_train.dry_run, gsa_train.model.flops\n"
+        "import sys, gsa_train.cli, gsa_train.config, gsa_train.planning.dry_run, gsa_train.model.flops\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from gsa_train import cli
+from gsa_train.arguments import DEVICE
 from gsa_train.cli import parse_arguments, refuse
-from gsa_train.dry_run import DEVICE
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.reliability.stop_signals import StopRequest
 
 
 @pytest.fixture(autouse=True)

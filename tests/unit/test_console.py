@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gsa_train.run import console
-from gsa_train.run.console import MOST_WAITING_BYTES, ConsoleWriter
+from gsa_train.process import console
+from gsa_train.process.console import MOST_WAITING_BYTES, ConsoleWriter
 
 SPEAKS = """
 import logging, os, sys

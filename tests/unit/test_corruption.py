@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.monitor import corruption
-from gsa_train.monitor.corruption import odd_ones_out
+from gsa_train.reliability.monitor import corruption
+from gsa_train.reliability.monitor.corruption import odd_ones_out
 
 
 def bits_of(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.config import ParallelConfig
-from gsa_train.parallel import collective_timeout
+from gsa_train.distributed.parallel import collective_timeout
 from helpers.runs import run_script
 from helpers.single_rank import single_rank
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import ParallelConfig
-from gsa_train.cuda_connections import VARIABLE, compute_capability, prepare_connections
+from gsa_train.distributed.cuda_connections import VARIABLE, compute_capability, prepare_connections
 from helpers.runs import CONFIG, REPOSITORY
 
 HOPPER, BLACKWELL = 9, 10

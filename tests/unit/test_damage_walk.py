@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
+from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import MANIFEST, step_of
-from gsa_train.cli import Arguments
 from gsa_train.config import Config
 from gsa_train.files import write_checked
-from gsa_train.monitor.monitor import MonitorState, MonitorStop
-from gsa_train.monitor.rewind import Rewind, known_rewinds
-from gsa_train.monitor.stop import SpikeAhead, note_stop
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_ranges
-from gsa_train.resume import ResumeError, Start, choose_start
-from gsa_train.run import starts
+from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.lock import RunFolderError, RunLock
-from gsa_train.run.run_clock import RunClock
+from gsa_train.run_folder import starts
+from gsa_train.run_folder.lock import RunFolderError, RunLock
+from gsa_train.run_folder.resume import ResumeError, Start, choose_start
+from gsa_train.run_folder.rewind import Rewind, known_rewinds
+from gsa_train.run_folder.spike_stop import SpikeAhead, note_stop
 from helpers.checkpoints import write_checkpoint
 from helpers.damage import Table, damages_of, files_below
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from gsa_train.report.page import write_report
-from gsa_train.report.plots import write_plots
+from gsa_eval.report.page import write_report
+from gsa_eval.report.plots import write_plots
 from helpers.report_runs import SPIKE, START, write_run
 
 ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"a": [1]}, {"a": {"b": 1}}]

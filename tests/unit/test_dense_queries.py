@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gsa_data.pack import FILLER
-from gsa_train.batches import to_micro_batch
 from gsa_train.config import load_config
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.run.dense_queries import dense_queries_warning
 from helpers.single_rank import DENSE, EOS, SPARSE, WARM_UP, tiny_config
 

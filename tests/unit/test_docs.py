@@ -12,10 +12,11 @@ from typing import get_type_hints
 
 import pytest
 
-from gsa_train.config import Config, reference
+from gsa_study.commands import config_reference as reference
+from gsa_train.config import Config
+from gsa_train.metrics.panels import PANELS
 from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
-from gsa_train.report.panels import PANELS
-from gsa_train.run import exit_codes
+from gsa_train.process import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,7 +85,7 @@ def test_the_config_reference_is_that_of_the_dataclasses() -> None:
 
 
 def test_the_config_reference_is_made_without_torch() -> None:
-    script = "import sys, gsa_train.config.reference; sys.exit('torch' in sys.modules)"
+    script = "import sys, gsa_study.commands.config_reference; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

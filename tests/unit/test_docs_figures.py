@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gsa_train.config import load_config
-from gsa_train.memory.estimate import estimate_memory, fields_of
+from gsa_train.planning.memory.estimate import estimate_memory, fields_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

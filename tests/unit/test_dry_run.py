@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gsa_train.arguments import DEVICE
 from gsa_train.checkpoint.files import MEGATRON_METADATA
 from gsa_train.config import Config, ParallelConfig, PhaseConfig, load_config
 from gsa_train.config.load import ConfigError
-from gsa_train.dry_run import DEVICE, describe, rank_of
 from gsa_train.model.flops import flops_per_token
+from gsa_train.planning.dry_run import describe, rank_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSA = CONFIGS / "gsa_1.7b.yaml"

@@ -18,15 +18,15 @@ from gsa_data.faults import Reading
 from gsa_data.prepare_tokens import prepare_tokens
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import ScoredText, ValidationSet, is_scored
-from gsa_train.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.config import Config, ParallelConfig, PhaseConfig
-from gsa_train.evaluate import _deal, describe, evaluate, perplexity, scores_of
+from gsa_train.data.batches import MicroBatch, TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
-from gsa_train.samples import encode_prompts
 from gsa_train.step import evaluation_step
 from gsa_train.trainer import run_phase
+from gsa_train.validation.perplexity import _deal, describe, evaluate, perplexity, scores_of
+from gsa_train.validation.samples import encode_prompts
 from helpers.single_rank import (
     EOS,
     SPARSE,
@@ -135,7 +135,7 @@ def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytes
         parts.append(len(part))
         return torch.zeros(()), torch.zeros(())
 
-    monkeypatch.setattr("gsa_train.evaluate.evaluation_step", count)
+    monkeypatch.setattr("gsa_train.validation.perplexity.evaluation_step", count)
     config = dataclasses.replace(
         CONFIG,
         parallel=ParallelConfig(pipeline=3, virtual_pipeline=2),

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, load_config
-from gsa_train.dry_run import describe
-from gsa_train.memory.estimate import estimate_memory, worst_expert_load
-from gsa_train.memory.experts import most_rows, routed_rows
-from gsa_train.memory.sizes import sizes_of
 from gsa_train.model.flops import count_parameters
+from gsa_train.planning.dry_run import describe
+from gsa_train.planning.memory.estimate import estimate_memory, worst_expert_load
+from gsa_train.planning.memory.experts import most_rows, routed_rows
+from gsa_train.planning.memory.sizes import sizes_of
 from helpers.single_rank import tiny_config, tiny_model
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"

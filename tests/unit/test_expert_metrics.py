@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_eval.report.charts import _y_axes
+from gsa_eval.report.page import write_report
+from gsa_train.metrics.panels import PANELS
 from gsa_train.metrics.record import (
     Interval,
     LoggedStep,
@@ -26,9 +29,6 @@ from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.report.charts import _y_axes
-from gsa_train.report.page import write_report
-from gsa_train.report.panels import PANELS
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     DENSE,

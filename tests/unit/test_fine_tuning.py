@@ -21,22 +21,22 @@ from gsa_data.marks import INSIDE, UNSCORED
 from gsa_data.pack import FILLER
 from gsa_data.stream import StateMismatch
 from gsa_data.tokenize import Tokenizer, TokenizerError
-from gsa_train.batches import (
+from gsa_eval.commands.evaluate import parse
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.convert.import_hf import import_hf
+from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
+from gsa_eval.evaluate import run_evaluation
+from gsa_train.config import ConfigError, load_config
+from gsa_train.data.batches import (
     TrainBatches,
     open_training_corpus,
     read_validation_sets,
     to_micro_batch,
 )
-from gsa_train.commands.evaluate import parse
-from gsa_train.config import ConfigError, load_config
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.convert.import_hf import import_hf
-from gsa_train.convert.in_memory import load_checkpoint_model, load_hf_model
-from gsa_train.evaluate import evaluate, ngram_perplexities
-from gsa_train.evaluation.evaluate import run_evaluation
+from gsa_train.data.tokenizer import load_tokenizer
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
-from gsa_train.tokenizer import load_tokenizer
+from gsa_train.validation.perplexity import evaluate, ngram_perplexities
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (

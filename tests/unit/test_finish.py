@@ -11,13 +11,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from gsa_eval.report import page, plots
+from gsa_eval.report.at_end import draw_at_end
 from gsa_train.metrics.sinks import Sinks
-from gsa_train.monitor.monitor import NotFinite
-from gsa_train.report import plots
+from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
-from gsa_train.run.lock import RunFolderError
 from gsa_train.run.state import Run
+from gsa_train.run_folder.lock import RunFolderError
 from helpers.single_rank import SPARSE, tiny_config
 from helpers.tiny_run import tiny_run
 
@@ -37,7 +38,7 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
-def test_plots_that_fail_are_told_and_fail_neither_the_run_nor_the_report(
+def test_plots_that_fail_are_told_and_do_not_fail_the_report(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A complete run, in whose records a bit was flipped, ended in KeyError at each start."""
@@ -46,40 +47,44 @@ def test_plots_that_fail_are_told_and_fail_neither_the_run_nor_the_report(
         raise error
 
     monkeypatch.setattr(plots, "write_plots", fail)
-    monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
-    console, model = Mock(), cast(Any, None)
-    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
-    finish.draw(run)
-    failed, wrote = (call.args[0] for call in console.message.call_args_list)
+    monkeypatch.setattr(page, "write_report", lambda folders, path: path)
     why = repr(error) if isinstance(error, KeyError) else error
-    assert (
-        failed
-        == f"the run is complete, and its plots cannot be drawn: {why}; gsa-plot {tmp_path}/a tries again"
-    )
-    assert wrote == f"wrote {tmp_path}/a/report.html"
+    assert draw_at_end(tmp_path) == [
+        f"the run is complete, and its plots cannot be drawn: {why}; gsa-plot {tmp_path} tries again",
+        f"wrote {tmp_path}/report.html",
+    ]
 
 
 def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a watch, for which more than `parallel.timeout_minutes` at the end is a hang."""
-    drawn: list[Path] = []
-
-    def write(folder: Path) -> list[Path]:
-        drawn.append(folder)
-        return [folder / "plots" / "loss.png"]
-
-    monkeypatch.setattr(plots, "write_plots", write)
-    monkeypatch.setattr(finish, "write_report", lambda folders, path: path)
+    """Nor does a watch, for which more than `parallel.timeout_minutes` at the end is a hang. A process of its own draws
+    them, which tells of a run without records that there are none."""
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
-    config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"})
-    model: Any = None
-    run = tiny_run(config, model)
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
     finish.finish(run, SPARSE)
-    assert drawn == []
-    finish.draw(run)
-    assert drawn == [tmp_path / "a"]
+    console.message.reset_mock()
     finish.draw(replace(run, parallel=replace(run.parallel, rank=1)))
-    assert drawn == [tmp_path / "a"]
+    assert not console.message.called
+    finish.draw(run)
+    told = [call.args[0] for call in console.message.call_args_list]
+    assert len(told) == 2
+    assert told[0].startswith("the run is complete, and its plots cannot be drawn: ")
+    assert told[1].startswith("the run is complete, and its report cannot be drawn: ")
+
+
+def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    console, model = Mock(), cast(Any, None)
+    run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
+    finish.draw(run)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
+    finish.draw(run)
+    failed, not_started = (call.args[0] for call in console.message.call_args_list)
+    assert failed.startswith("the run is complete, and cannot be drawn: exit code 1; gsa-plot ")
+    assert "No such file or directory" in not_started
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

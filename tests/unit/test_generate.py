@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("transformers")
 
 from gsa_data.tokenize import Tokenizer, text_after
+from gsa_eval.commands.generate import main
+from gsa_eval.convert.import_hf import import_hf
+from gsa_eval.convert.in_memory import load_hf_model
+from gsa_eval.convert.tokenizer import write_tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
-from gsa_train.commands.generate import main
-from gsa_train.convert.import_hf import import_hf
-from gsa_train.convert.in_memory import load_hf_model
-from gsa_train.convert.tokenizer import write_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
 RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ tokens/s"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.goodput.account import COMPLETE, INTERRUPTED, LOSSES, STOPPED, Account, Accounting
+from gsa_train.metrics.goodput.account import COMPLETE, INTERRUPTED, LOSSES, STOPPED, Account, Accounting
 
 Line = dict[str, Any]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from gsa_eval.report.page import write_report
 from gsa_train.commands import goodput
 from gsa_train.config import config_to_yaml
-from gsa_train.goodput import measure
-from gsa_train.goodput.measure import NoAccount, again_in_fast_motion, measure_run
-from gsa_train.goodput.simulate import Parts
-from gsa_train.report.page import write_report
-from gsa_train.run.exit_codes import REFUSED
+from gsa_train.planning.goodput import measure
+from gsa_train.planning.goodput.measure import NoAccount, again_in_fast_motion, measure_run
+from gsa_train.planning.goodput.simulate import Parts
+from gsa_train.process.exit_codes import REFUSED
 from helpers.single_rank import SPARSE, tiny_config
 
 EVERY = 50

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from gsa_train.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
-from gsa_train.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
-from gsa_train.goodput.words import (
+from gsa_train.metrics.goodput import run_clock
+from gsa_train.metrics.goodput.account import ACTIVITIES, COMPLETE, LOSSES, Account
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.ledger import ALIVE, ALIVE_BYTES, FILE, lost_line, read_account, read_lines
+from gsa_train.metrics.goodput.run_clock import RunClock, process_began
+from gsa_train.metrics.goodput.words import (
     NAMES,
     in_one_line,
     rows_of_losses,
@@ -23,11 +26,8 @@ from gsa_train.goodput.words import (
     start_up_in_words,
     table,
 )
-from gsa_train.resume import Start
-from gsa_train.run import run_clock
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.run_clock import RunClock, process_began
+from gsa_train.run_folder.resume import Start
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from gsa_train.goodput.simulate import (
+from gsa_train.planning.goodput.simulate import (
     Life,
     Outcome,
     Parts,

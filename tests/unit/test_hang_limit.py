@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from gsa_train.config import ParallelConfig
-from gsa_train.goodput.ledger import read_account
-from gsa_train.run.console import ConsoleWriter, console_stream
-from gsa_train.run.goodput_log import GoodputLog
-from gsa_train.run.hang_limit import (
+from gsa_train.metrics.goodput.goodput_log import GoodputLog
+from gsa_train.metrics.goodput.ledger import read_account
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.process.console import ConsoleWriter, console_stream
+from gsa_train.reliability.hang_limit import (
     ACTIVITIES,
     FEWEST_STEPS,
     LEAST_SECONDS,
@@ -26,8 +27,7 @@ from gsa_train.run.hang_limit import (
     step_limit,
     watch_compilation,
 )
-from gsa_train.run.hang_watchdog import REPORT, Age, Beat, HangWatchdog, find_fault, limit_for_all
-from gsa_train.run.run_clock import RunClock
+from gsa_train.reliability.hang_watchdog import REPORT, Age, Beat, HangWatchdog, find_fault, limit_for_all
 
 LONGEST = 600.0
 STEP_SECONDS = 40.0
@@ -282,7 +282,7 @@ def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
         comes_back.wait(60)
         came_back.append(True)
 
-    monkeypatch.setattr("gsa_train.run.hang_watchdog.ALERT_SECONDS", 0.05)
+    monkeypatch.setattr("gsa_train.reliability.hang_watchdog.ALERT_SECONDS", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", stands_still)
         watched.watch._write_report("a fault")
@@ -308,7 +308,7 @@ def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
         raise psutil.NoSuchProcess(1)
 
     children = [SimpleNamespace(kill=ended), SimpleNamespace(kill=lambda: killed.append(2))]
-    monkeypatch.setattr("gsa_train.run.hang_watchdog.ALERT_SECONDS", 0.05)
+    monkeypatch.setattr("gsa_train.reliability.hang_watchdog.ALERT_SECONDS", 0.05)
     with monkeypatch.context() as patched:
         hang = lambda _, text: comes_back.wait(60) * len(text)  # noqa: E731
         writer = ConsoleWriter(2, break_pipe if stderr == "of a pipe that is gone" else hang)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from gsa_train.commands import check_node
-from gsa_train.parallel import DeviceError
-from gsa_train.run.exit_codes import UNHEALTHY
-from gsa_train.run.health import check, device_checks, driver, links, products
-from gsa_train.run.health.check import UnhealthyDevice, check_health, check_presence, note_bad_nodes
-from gsa_train.run.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
-from gsa_train.run.health.products import CHECKED_ROWS, LARGEST, make_problem
+from gsa_train.distributed.parallel import DeviceError
+from gsa_train.process.exit_codes import UNHEALTHY
+from gsa_train.reliability.health import check, device_checks, driver, links, products
+from gsa_train.reliability.health.check import UnhealthyDevice, check_health, check_presence, note_bad_nodes
+from gsa_train.reliability.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
+from gsa_train.reliability.health.products import CHECKED_ROWS, LARGEST, make_problem
 from helpers.single_rank import single_rank
 
 CPU = torch.device("cpu")
@@ -391,7 +391,7 @@ class Ranks:
     """Some ranks of a job, each in a thread, that tell each other what they found."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gsa_train.run.health.findings.ANSWER_SECONDS", 2.0)
+        monkeypatch.setattr("gsa_train.reliability.health.findings.ANSWER_SECONDS", 2.0)
         self._store, self._count = torch.distributed.HashStore(), count
         self.first: list[int] = []
         """Which ranks had the findings before all others."""

@@ -10,8 +10,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gsa_data.faults import DataFault
 from gsa_train.commands import pretrain
-from gsa_train.run.console import ConsoleWriter, console_stream
-from gsa_train.run.last_words import (
+from gsa_train.process.console import ConsoleWriter, console_stream
+from gsa_train.reliability.last_words import (
     SUBMISSION,
     end_launcher,
     ended_in_silence,
@@ -83,7 +83,7 @@ def test_what_was_said_is_written_before_torchrun_is_asked_to_end(
         assert b"".join(written).startswith(b"1 of 2 devices is bad\n"), "killed before it was written"
 
     writer = ConsoleWriter(2, write)
-    monkeypatch.setattr("gsa_train.run.console._writers", [writer])
+    monkeypatch.setattr("gsa_train.process.console._writers", [writer])
     monkeypatch.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
     monkeypatch.setattr("os.kill", ends)
     say_last("1 of 2 devices is bad")

@@ -15,19 +15,19 @@ import torch
 
 import gsa_train.train
 from gsa_data.tokenize import Tokenizer
-from gsa_train.batches import TrainBatches
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.data.batches import TrainBatches
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.model.mcore.build import Model
-from gsa_train.monitor.monitor import SpikeFound
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
-from gsa_train.resume import Start
-from gsa_train.run.run_clock import RunClock
+from gsa_train.reliability.monitor.monitor import SpikeFound
 from gsa_train.run.state import Run
+from gsa_train.run_folder.resume import Start
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import numbers_of

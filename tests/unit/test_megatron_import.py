@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gsa_train.megatron_import import at_first_call
+from gsa_train.distributed.megatron_import import at_first_call
 
 COMMAND = Path(__file__).parents[2] / "gsa_train" / "commands" / "pretrain.py"
 UNUSED = [
@@ -40,7 +40,7 @@ def imports_of_the_command() -> str:
 
 def test_a_start_imports_none_of_what_its_config_may_leave_out() -> None:
     code = (
-        "from gsa_train.megatron_import import import_megatron\nimport_megatron()\n"
+        "from gsa_train.distributed.megatron_import import import_megatron\nimport_megatron()\n"
         + imports_of_the_command()
     )
     code += f"\nimport sys, torch\nprint([name for name in {UNUSED} if name in sys.modules], torch.compile.__module__)"

@@ -9,11 +9,11 @@ import torch
 
 from gsa_kernels import limits
 from gsa_train.config import load_config
-from gsa_train.memory import selection as memory_selection
-from gsa_train.memory.estimate import estimate_memory
-from gsa_train.memory.selection import gathered_heads
-from gsa_train.memory.sizes import sizes_of
 from gsa_train.model.flops import count_parameters
+from gsa_train.planning.memory import selection as memory_selection
+from gsa_train.planning.memory.estimate import estimate_memory
+from gsa_train.planning.memory.selection import gathered_heads
+from gsa_train.planning.memory.sizes import sizes_of
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
 HIDDEN = 2 * 4 * 4096 * 2048

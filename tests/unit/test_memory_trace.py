@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gsa_train.config import load_config
-from gsa_train.context_sharding import QueryChunk
-from gsa_train.memory.estimate import WORKSPACE_BYTES, estimate_memory
-from gsa_train.memory.selection import listing_bytes, selecting_bytes
-from gsa_train.memory.sizes import sizes_of
+from gsa_train.distributed.context_sharding import QueryChunk
+from gsa_train.planning.memory.estimate import WORKSPACE_BYTES, estimate_memory
+from gsa_train.planning.memory.selection import listing_bytes, selecting_bytes
+from gsa_train.planning.memory.sizes import sizes_of
 from helpers.runs import REPOSITORY, run_script
 from helpers.tiers import chosen, with_nightly
 

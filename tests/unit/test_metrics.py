@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.batches import MicroBatch, mean_visible_keys, to_micro_batch
 from gsa_train.config import PhaseConfig
+from gsa_train.data.batches import MicroBatch, mean_visible_keys, to_micro_batch
 from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.batches import MicroBatch
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
+from gsa_train.data.batches import MicroBatch
+from gsa_train.distributed.parallel import DeviceError
 from gsa_train.model.mcore.build import build_model
-from gsa_train.monitor.spikes import SpikeDetector
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.parallel import DeviceError
+from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
+from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, evaluation_step, train_step
 from helpers.single_rank import (
     DENSE,

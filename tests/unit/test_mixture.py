@@ -15,8 +15,8 @@ import torch
 from gsa_data.best_fit import COUNTERS
 from gsa_data.pack import FILLER, document_ids, loss_mask
 from gsa_data.tokenize import Tokenizer
-from gsa_train.batches import TrainBatches, to_micro_batch
 from gsa_train.config import Config
+from gsa_train.data.batches import TrainBatches, to_micro_batch
 from gsa_train.metrics.record import data_metrics, data_totals
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gsa_eval.convert.hf_config import to_hf_config
 from gsa_train.config import (
     Config,
     ConfigError,
@@ -17,7 +18,6 @@ from gsa_train.config import (
 )
 from gsa_train.config.checks import check_config
 from gsa_train.config.moe_checks import expert_layers
-from gsa_train.convert.hf_config import to_hf_config
 
 BASE = """
 model: {num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}

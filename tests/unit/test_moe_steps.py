@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gsa_data.pack import FILLER
-from gsa_train.batches import to_micro_batch
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
-from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import enter_phase
+from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (
     EOS,

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from gsa_train.config import Config, MonitorConfig, PhaseConfig
-from gsa_train.monitor.layer_watch import LayerWatch
-from gsa_train.monitor.monitor import (
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.optimizer.mcore import build_optimizer
+from gsa_train.phases import PhaseRange
+from gsa_train.reliability.monitor.layer_watch import LayerWatch
+from gsa_train.reliability.monitor.monitor import (
     READ_DELAY_STEPS,
     SPIKE_GAP_STEPS,
     Monitor,
@@ -21,11 +24,8 @@ from gsa_train.monitor.monitor import (
     SpikeFound,
     state_of,
 )
-from gsa_train.monitor.rewind import rewind, skipped_steps, with_rewinds
-from gsa_train.monitor.spikes import Verdict
-from gsa_train.optimizer.mcore import build_optimizer
-from gsa_train.parallel import Parallel
-from gsa_train.phases import PhaseRange
+from gsa_train.reliability.monitor.spikes import Verdict
+from gsa_train.run_folder.rewind import rewind, skipped_steps, with_rewinds
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import single_rank, tiny_config, tiny_model
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from gsa_train.cli import Arguments
+from gsa_train.arguments import Arguments
 from gsa_train.config import Config
-from gsa_train.monitor.monitor import MonitorStop, NotFinite
-from gsa_train.monitor.stop import FILE, SpikeAhead, note_stop
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.phases import phase_ranges
-from gsa_train.resume import choose_start
+from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.job_start import note_job_start
-from gsa_train.run.run_clock import RunClock
+from gsa_train.run_folder.job_start import note_job_start
+from gsa_train.run_folder.resume import choose_start
+from gsa_train.run_folder.spike_stop import FILE, SpikeAhead, note_stop
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 NEW = Arguments("", (), None, False, False, False, False, 1)

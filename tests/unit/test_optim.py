@@ -13,7 +13,6 @@ import torch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import PhaseConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import (
     PhaseOptimizer,
@@ -23,6 +22,7 @@ from gsa_train.optimizer.mcore import (
     set_learning_rate,
 )
 from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
+from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
     DENSE,

@@ -12,11 +12,11 @@ import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
 
-from gsa_train.commands.plot import main
-from gsa_train.report import plots
-from gsa_train.report.panels import PANELS
-from gsa_train.report.plots import write_comparison, write_plots
-from gsa_train.report.run_series import flat, known_of, phase_starts, series, with_all_lines
+from gsa_eval.commands.plot import main
+from gsa_eval.report import plots
+from gsa_eval.report.plots import write_comparison, write_plots
+from gsa_eval.report.run_series import flat, known_of, phase_starts, series, with_all_lines
+from gsa_train.metrics.panels import PANELS
 
 PLOT = Path(__file__).parents[2] / "launch" / "plot.py"
 ALWAYS = ["checkpoints", "data", "gates", "loss", "optimizer", "sink", "stability", "step_time", "throughput"]
@@ -281,7 +281,7 @@ def test_the_command_says_which_file_of_a_run_is_closed_to_it(tmp_path, monkeypa
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     write_run(tmp_path / "run")
-    monkeypatch.setattr("gsa_train.report.run_series.read_records", closed)
+    monkeypatch.setattr("gsa_eval.report.run_series.read_records", closed)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="2"):
         main()

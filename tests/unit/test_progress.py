@@ -14,8 +14,8 @@ import pytest
 
 from gsa_data.faults import DataFault, warn_once
 from gsa_data.source_weights import check_known
-from gsa_train.evaluate import describe
 from gsa_train.metrics.progress import Progress, compact
+from gsa_train.validation.perplexity import describe
 
 RECORD = {
     "step": 120,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gsa_train.parallel import RendezvousError, _join_world
+from gsa_train.distributed.parallel import RendezvousError, _join_world
 
 
 def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

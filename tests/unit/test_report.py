@@ -12,17 +12,17 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import gsa_train
+from gsa_eval.report import charts
+from gsa_eval.report.charts import thin
+from gsa_eval.report.events import KINDS
+from gsa_eval.report.page import MOST_EVENTS, write_report
+from gsa_eval.report.run_files import RunFiles
+from gsa_eval.report.run_series import shown_range, token_knots, tokens_at
 from gsa_train.config import load_config
 from gsa_train.metrics.alerts import TITLES as TITLES_OF_ALERTS
+from gsa_train.metrics.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
 from gsa_train.model.flops import count_parameters
-from gsa_train.report import charts
-from gsa_train.report.charts import thin
-from gsa_train.report.events import KINDS
-from gsa_train.report.page import MOST_EVENTS, write_report
-from gsa_train.report.panels import BEST, LAYERS, PANELS, SECTIONS, TITLES, tag_of
-from gsa_train.report.run_files import RunFiles
-from gsa_train.report.run_series import shown_range, token_knots, tokens_at
-from gsa_train.run.starts import command_line, read_starts, source_commit
+from gsa_train.run_folder.starts import command_line, read_starts, source_commit
 from helpers.report_runs import SPIKE, write_run
 
 CONFIG = load_config("configs/demo.yaml")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from gsa_train.run import job_start
-from gsa_train.run.job_start import JOB_START, SUBMISSION, is_restart, job_id, note_job_start
+from gsa_train.run_folder import job_start
+from gsa_train.run_folder.job_start import JOB_START, SUBMISSION, is_restart, job_id, note_job_start
 from helpers.single_rank import single_rank
 
 SECOND_BY_SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}

@@ -13,16 +13,16 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from gsa_train.commands.results import main
+from gsa_eval.report.plots import Curves, write_curves
+from gsa_study.commands.results import main
+from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
+from gsa_study.figure import arm_dots, write_study_figure
+from gsa_study.record import RUNS_HEAD
+from gsa_study.seeds import write_seeds
+from gsa_study.spread import median_and_deviation
+from gsa_study.study_file import load_study
+from gsa_study.tables import read_results
 from gsa_train.config import Config, GSAConfig, ModelConfig
-from gsa_train.report.plots import Curves, write_curves
-from gsa_train.study.efficiency_cases import forward_ratio, prefill_ratio
-from gsa_train.study.figure import arm_dots, write_study_figure
-from gsa_train.study.record import RUNS_HEAD
-from gsa_train.study.seeds import write_seeds
-from gsa_train.study.spread import median_and_deviation
-from gsa_train.study.study_file import load_study
-from gsa_train.study.tables import read_results
 from helpers.result_pages import finish, lines_of, study_files
 
 BENCH = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "0123456"}}
@@ -236,7 +236,7 @@ def test_the_headline_figure_has_the_first_seed_that_all_arms_have(
         drawn.extend(panels if path.name == "main.png" else [])
         return write_curves(panels, title, path)
 
-    monkeypatch.setattr("gsa_train.report.plots.write_curves", write_and_note)
+    monkeypatch.setattr("gsa_eval.report.plots.write_curves", write_and_note)
     assert main() == 0
     by_tokens, by_time = drawn
     losses = {"model two": [25, 21, 20], "model one": [15, 11, 10]}

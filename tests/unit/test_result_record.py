@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gsa_train.commands.results import main
-from gsa_train.study.notes import notes
-from gsa_train.study.record import MOST_POINTS, read_record, recorded_results
-from gsa_train.study.study_file import Study, load_study
-from gsa_train.study.tables import read_results
+from gsa_study.commands.results import main
+from gsa_study.notes import notes
+from gsa_study.record import MOST_POINTS, read_record, recorded_results
+from gsa_study.study_file import Study, load_study
+from gsa_study.tables import read_results
 from helpers.result_pages import finish, lines_of, study_files
 
 ROOT = Path(__file__).resolve().parents[2]

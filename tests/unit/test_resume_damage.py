@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.files import find_checkpoint
-from gsa_train.cli import Arguments
 from gsa_train.config import Config
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import phase_ranges
-from gsa_train.resume import ResumeError, Start, choose_start
 from gsa_train.run.folder import open_run_folder
-from gsa_train.run.job_start import SUBMISSION, note_job_start
-from gsa_train.run.run_clock import RunClock
+from gsa_train.run_folder.job_start import SUBMISSION, note_job_start
+from gsa_train.run_folder.resume import ResumeError, Start, choose_start
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 

@@ -16,18 +16,18 @@ from gsa_data.faults import DataFault, Reading
 from gsa_data.stream import whole_epochs
 from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.validation import ValidationSet
-from gsa_train import batches
-from gsa_train.batches import (
+from gsa_train.config import Config, DataConfig
+from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
+from gsa_train.config.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
+from gsa_train.data import batches
+from gsa_train.data.batches import (
     TrainBatches,
     fingerprints,
     read_validation_sets,
     shared_validation_sets,
 )
-from gsa_train.config import Config, DataConfig
-from gsa_train.config.checks import LARGEST_SOURCE_WEIGHT
-from gsa_train.config.file_checks import DATA_FORMATS, PREPARED_TOKENS, longest_read_seconds
-from gsa_train.resume import ResumeError, Start, open_batches
-from gsa_train.tokenizer import load_tokenizer
+from gsa_train.data.tokenizer import load_tokenizer
+from gsa_train.run_folder.resume import ResumeError, Start, open_batches
 from helpers.single_rank import CONFIG, single_rank
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"

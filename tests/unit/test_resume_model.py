@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gsa_train.config import Config, MoEConfig, RopeScalingConfig, config_to_yaml
-from gsa_train.resume import ResumeError, _check_same_model
+from gsa_train.run_folder.resume import ResumeError, _check_same_model
 from helpers.single_rank import CONFIG
 
 CHECKPOINT = Path("runs/x/checkpoints/step_00000003")

@@ -18,16 +18,16 @@ import pytest
 from gsa_train import train
 from gsa_train.cli import parse_arguments
 from gsa_train.config import Config, ProfileConfig, config_to_yaml
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
 from gsa_train.metrics.wandb_sink import WandbRefused
-from gsa_train.resume import ResumeError, Start
 from gsa_train.run import folder as run_folder
-from gsa_train.run import lock as run_lock
 from gsa_train.run.folder import config_changes, open_run_folder
-from gsa_train.run.lock import FILE, RunFolderError, RunLock
-from gsa_train.run.run_clock import RunClock
-from gsa_train.run.starts import read_starts
+from gsa_train.run_folder import lock as run_lock
+from gsa_train.run_folder.lock import FILE, RunFolderError, RunLock
+from gsa_train.run_folder.resume import ResumeError, Start
+from gsa_train.run_folder.starts import read_starts
 from helpers.checkpoints import run_state
 from helpers.single_rank import SPARSE, WARM_UP, single_rank, tiny_config
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from gsa_data.tokenize import TokenizerError
-from gsa_train.batches import to_micro_batch
+from gsa_eval.report.page import write_report
 from gsa_train.config import LoggingConfig
 from gsa_train.config.checks import check_config
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.metrics.record_format import read_records, sample_texts
 from gsa_train.metrics.sinks import open_sinks
 from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
-from gsa_train.report.page import write_report
-from gsa_train.samples import encode_prompts, generate_samples
-from gsa_train.trainer import validate
+from gsa_train.run.validate import validate
+from gsa_train.validation.samples import encode_prompts, generate_samples
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 

@@ -10,8 +10,8 @@ import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gsa_train.config import LoggingConfig
+from gsa_train.metrics.panels import SECTIONS
 from gsa_train.metrics.record_format import go_back, read_records, to_scalars, validation_prefixes
-from gsa_train.report.panels import SECTIONS
 from helpers.run_logs import (
     numbers_of_event_files,  # noqa: F401 - pytest finds it here
     open_run,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gsa_train.config import MonitorConfig
-from gsa_train.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
+from gsa_train.reliability.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, replay
 from spike_trials import FAULTS, OLMO, Fault, table, try_rule
 
 ROBUST = MonitorConfig()

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import PhaseConfig
+from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import enter_phase

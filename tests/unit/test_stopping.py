@@ -22,18 +22,18 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train import trainer
-from gsa_train.batches import TrainBatches, read_validation_sets
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
+from gsa_train.data.batches import TrainBatches, read_validation_sets
 from gsa_train.metrics import record
-from gsa_train.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
-from gsa_train.monitor.spikes import Verdict
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange
 from gsa_train.plan import StepPlan
-from gsa_train.run import stop_signals
-from gsa_train.run.stop_signals import (
+from gsa_train.reliability import stop_signals
+from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
+from gsa_train.reliability.monitor.spikes import Verdict
+from gsa_train.reliability.stop_signals import (
     FOLDER_GONE,
     ONE_PRESS_SECONDS,
     STOP_SIGNALS,
@@ -44,7 +44,7 @@ from gsa_train.run.stop_signals import (
     find_deadline,
     reason_in_words,
 )
-from gsa_train.run.stop_vote import StopVote
+from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.step import StepResult
 from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of
@@ -91,7 +91,7 @@ def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Call
 
 LISTENS = """
 import signal
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.reliability.stop_signals import StopRequest
 request = StopRequest()
 request.watch()
 request.listen()
@@ -155,7 +155,7 @@ def test_other_ranks_say_nothing(
 
 BUSY = """
 import hashlib, os, signal, time
-from gsa_train.run.stop_signals import StopRequest
+from gsa_train.reliability.stop_signals import StopRequest
 request = StopRequest()
 request.watch()
 request.listen()
@@ -270,7 +270,7 @@ def test_after_a_slow_step_it_is_seen_at_once(
     vote: tuple[StopRequest, StopVote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100, 10))
-    monkeypatch.setattr("gsa_train.run.stop_vote.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("gsa_train.reliability.stop_vote.time.monotonic", lambda: float(next(clock)))
     assert [vote[1].ask(), vote[1].ask()] == [0, 0]
     signal.raise_signal(signal.SIGUSR1)
     assert vote[1].ask() == signal.SIGUSR1

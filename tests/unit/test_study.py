@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gsa_train.commands.study import main
-from gsa_train.config import ConfigError, config_to_yaml
-from gsa_train.model.flops import count_parameters
-from gsa_train.run import exit_codes
-from gsa_train.study.headline import load_headline
-from gsa_train.study.jobs import Job, jobs_of
-from gsa_train.study.plan import Ended, StudyError, check_unchanged, judge, next_job, plan_study
-from gsa_train.study.states import (
+from gsa_study.commands.study import main
+from gsa_study.headline import load_headline
+from gsa_study.jobs import Job, jobs_of
+from gsa_study.plan import Ended, StudyError, check_unchanged, judge, next_job, plan_study
+from gsa_study.states import (
     FAILURES,
     JobState,
     changed_fields,
@@ -28,7 +25,10 @@ from gsa_train.study.states import (
     read_failures,
     read_state,
 )
-from gsa_train.study.study_file import StudyRun, load_study
+from gsa_study.study_file import StudyRun, load_study
+from gsa_train.config import ConfigError, config_to_yaml
+from gsa_train.model.flops import count_parameters
+from gsa_train.process import exit_codes
 from helpers.studies import ROOT, TOKENS_A_STEP, load, log_run, record, write
 
 # ---- the file

@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from gsa_train.commands import study as command
-from gsa_train.config import config_to_yaml
-from gsa_train.run import exit_codes
-from gsa_train.study import jobs as study_jobs
-from gsa_train.study import processes
-from gsa_train.study import runner as study_runner
-from gsa_train.study.jobs import jobs_of
-from gsa_train.study.plan import StudyError, chosen
-from gsa_train.study.states import note_failure, read_state
-from gsa_train.study.study_file import Study, StudyRun, load_study
-from gsa_train.study.times import (
+from gsa_study import jobs as study_jobs
+from gsa_study import processes
+from gsa_study import runner as study_runner
+from gsa_study.commands import study as command
+from gsa_study.jobs import jobs_of
+from gsa_study.plan import StudyError, chosen
+from gsa_study.states import note_failure, read_state
+from gsa_study.study_file import Study, StudyRun, load_study
+from gsa_study.times import (
     BESIDE_MANY,
     CUT,
     OTHER_ARM,
@@ -33,6 +31,8 @@ from gsa_train.study.times import (
     note_time,
     read_times,
 )
+from gsa_train.config import config_to_yaml
+from gsa_train.process import exit_codes
 from helpers.studies import load, unpack
 
 LIMIT = 1000

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gsa_train.commands.study import main
-from gsa_train.study.cost import arm_costs
-from gsa_train.study.notes import close_lines, notes
-from gsa_train.study.page import markdown, write_study_report
-from gsa_train.study.spread import Spread, close_pairs, difference, spread_of, written
-from gsa_train.study.study_file import Study
-from gsa_train.study.tables import (
+from gsa_study.commands.study import main
+from gsa_study.cost import arm_costs
+from gsa_study.notes import close_lines, notes
+from gsa_study.page import markdown, write_study_report
+from gsa_study.spread import Spread, close_pairs, difference, spread_of, written
+from gsa_study.study_file import Study
+from gsa_study.tables import (
     FORMULA,
     arms_csv,
     csv_text,
@@ -29,7 +29,7 @@ from gsa_train.study.tables import (
     values_csv,
     word_of,
 )
-from gsa_train.study.values import interpolate, time_knots
+from gsa_study.values import interpolate, time_knots
 from helpers.studies import TOKENS_A_STEP, load, log_run, record
 
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from gsa_train.commands import study as command
-from gsa_train.run import exit_codes
-from gsa_train.study import jobs as study_jobs
-from gsa_train.study import processes
-from gsa_train.study import runner as study_runner
-from gsa_train.study.jobs import Job
-from gsa_train.study.plan import StudyError
-from gsa_train.study.processes import check_devices, child_environment, find_gpus
-from gsa_train.study.reasons import reason_in
-from gsa_train.study.runner import StudyRunner, lock_study
-from gsa_train.study.states import read_failures
-from gsa_train.study.study_file import Study, StudyRun, load_study
+from gsa_study import jobs as study_jobs
+from gsa_study import processes
+from gsa_study import runner as study_runner
+from gsa_study.commands import study as command
+from gsa_study.jobs import Job
+from gsa_study.plan import StudyError
+from gsa_study.processes import check_devices, child_environment, find_gpus
+from gsa_study.reasons import reason_in
+from gsa_study.runner import StudyRunner, lock_study
+from gsa_study.states import read_failures
+from gsa_study.study_file import Study, StudyRun, load_study
+from gsa_train.process import exit_codes
 
 FINISH = 'mkdir -p "{folder}" && echo \'{{"steps": 10}}\' > "{folder}/summary.json"'
 EVALUATE = 'mkdir -p "{folder}/evaluations/end" && echo "{{}}" > "{folder}/evaluations/end/results.json"'
@@ -224,7 +224,7 @@ def test_a_job_is_told_to_stop_when_the_study_is_killed(tmp_path: Path) -> None:
     ready, told = tmp_path / "ready", tmp_path / "told"
     script = f'trap "touch {told}; exit 75" TERM; touch {ready}; while :; do sleep 0.05; done'
     code = (
-        "import os, sys, time; from pathlib import Path; from gsa_train.study.processes import start_process\n"
+        "import os, sys, time; from pathlib import Path; from gsa_study.processes import start_process\n"
         "start_process(['/bin/sh', '-c', sys.argv[1]], os.environ, Path(sys.argv[2])); time.sleep(3600)"
     )
     words = [sys.executable, "-c", code, script, str(tmp_path / "log")]
@@ -249,7 +249,9 @@ def test_the_main_ranks_exit_code_is_told_where_torchrun_hides_it(study: Study) 
 
 
 def test_a_study_is_run_by_one_process_at_a_time(study: Study) -> None:
-    lock = "import sys; from gsa_train.study.runner import *; from pathlib import Path; lock_study(Path(sys.argv[1]))"
+    lock = (
+        "import sys; from gsa_study.runner import *; from pathlib import Path; lock_study(Path(sys.argv[1]))"
+    )
     with lock_study(study.folder):
         words = [sys.executable, "-c", lock, str(study.folder)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from gsa_study.jobs import jobs_of
+from gsa_study.notes import weights_in_words
+from gsa_study.pack import pack_study, pack_weights
+from gsa_study.plan import chosen, next_job, plan_study
+from gsa_study.states import changed_fields, read_state
+from gsa_study.study_file import Study, StudyRun
+from gsa_study.tables import read_results, run_rows
 from gsa_train.config import ConfigError, config_to_yaml
 from gsa_train.config.checks import check_config
-from gsa_train.study.jobs import jobs_of
-from gsa_train.study.notes import weights_in_words
-from gsa_train.study.pack import pack_study, pack_weights
-from gsa_train.study.plan import chosen, next_job, plan_study
-from gsa_train.study.states import changed_fields, read_state
-from gsa_train.study.study_file import Study, StudyRun
-from gsa_train.study.tables import read_results, run_rows
 from helpers.studies import TOKENS_A_STEP, load, log_run, record, unpack
 
 DENSE, SPARSE = {"name": "dense", "steps": 6, "attention": "dense"}, {"name": "sparse", "steps": 4}

@@ -18,29 +18,30 @@ import torch
 
 from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
+from gsa_eval.report.page import write_report
+from gsa_eval.report.plots import write_plots
 from gsa_train import trainer
-from gsa_train.batches import TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import Config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.file_checks import check_tasks
-from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
-from gsa_train.evaluation.requests import Request
+from gsa_train.data.batches import TrainBatches, read_validation_sets, to_micro_batch
 from gsa_train.metrics.progress import Progress
 from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
-from gsa_train.report.page import write_report
-from gsa_train.report.plots import write_plots
-from gsa_train.resume import Start, start_from
-from gsa_train.run.hang_watchdog import ACTIVITIES
-from gsa_train.run.stop_signals import Stopped
+from gsa_train.reliability.hang_watchdog import ACTIVITIES
+from gsa_train.reliability.stop_signals import Stopped
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
+from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
-from gsa_train.tasks import (
+from gsa_train.trainer import run_phase
+from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
+from gsa_train.validation.requests import Request
+from gsa_train.validation.tasks import (
     COMPILATION_SECONDS,
     NOBODY,
     TaskClock,
@@ -49,7 +50,6 @@ from gsa_train.tasks import (
     pack_requests,
     shared_tasks,
 )
-from gsa_train.trainer import run_phase
 from helpers.request_files import choice_requests, gold_requests, write_requests
 from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model, token_losses
 from helpers.tiny_run import tiny_run
@@ -293,9 +293,9 @@ def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(
     ranges = [PhaseRange(0, phases[0], 0, 4), PhaseRange(1, phases[1], 4, 8)]
     for due, index in ((True, 0), (False, 1)):
         state = Mock(step=4, phase_index=0, validation_due=False, tasks_due=due)
-        monkeypatch.setattr("gsa_train.resume.read_run_state", lambda _, state=state: state)
-        monkeypatch.setattr("gsa_train.resume._check_same_model", Mock())
-        monkeypatch.setattr("gsa_train.resume._check_same_phases", Mock())
+        monkeypatch.setattr("gsa_train.run_folder.resume.read_run_state", lambda _, state=state: state)
+        monkeypatch.setattr("gsa_train.run_folder.resume._check_same_model", Mock())
+        monkeypatch.setattr("gsa_train.run_folder.resume._check_same_phases", Mock())
         assert start_from(tmp_path / "x", CONFIG, ranges, ()).phase_index == index
 
 
@@ -406,7 +406,7 @@ def test_ranks_with_other_requests_are_refused(places: list[str], monkeypatch: p
     def of_two_ranks(mine: dict[str, str], _: Any) -> dict[int, dict[str, str]]:
         return {0: mine, 1: {**mine, "requests of gold_bpb": "other"}}
 
-    monkeypatch.setattr("gsa_train.tasks.gather_outcomes", of_two_ranks)
+    monkeypatch.setattr("gsa_train.validation.tasks.gather_outcomes", of_two_ranks)
     with pytest.raises(DataFault, match=r"rank 1 has requests of gold_bpb other.*evaluate.tasks"):
         shared_tasks(config, tokenizer, single_rank())
 

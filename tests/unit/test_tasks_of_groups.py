@@ -7,12 +7,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gsa_train import tasks
-from gsa_train.evaluation.requests import Request
 from gsa_train.model.cores.triton import TritonCore
 from gsa_train.phases import enter_phase
 from gsa_train.step import owners_losses
-from gsa_train.tasks import NOBODY, _deal, log_likelihoods, pack_requests, place_requests, row_tokens
+from gsa_train.validation import tasks
+from gsa_train.validation.requests import Request
+from gsa_train.validation.tasks import (
+    NOBODY,
+    _deal,
+    log_likelihoods,
+    pack_requests,
+    place_requests,
+    row_tokens,
+)
 from helpers.single_rank import EOS, SPARSE, single_rank, tiny_config, tiny_model
 
 GROUPS = tiny_config(

@@ -19,19 +19,20 @@ from gsa_train import train, trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
+from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks
-from gsa_train.monitor.corruption import CorruptionFound
-from gsa_train.monitor.monitor import MonitorStop, SpikeFound
-from gsa_train.monitor.rewind import Rewind
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
-from gsa_train.resume import Start
-from gsa_train.run import finish, saves, work_time
-from gsa_train.run.run_clock import RunClock
+from gsa_train.profiling import work_time
+from gsa_train.reliability.monitor.corruption import CorruptionFound
+from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
+from gsa_train.reliability.stop_signals import Stopped, StopRequest
+from gsa_train.run import finish, saves
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.stop_signals import Stopped, StopRequest
+from gsa_train.run_folder.resume import Start
+from gsa_train.run_folder.rewind import Rewind
 from gsa_train.step import StepResult, train_step
 from gsa_train.train import open_run, train_phases
 from gsa_train.trainer import run_phase

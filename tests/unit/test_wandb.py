@@ -15,6 +15,7 @@ import wandb
 from gsa_train.config import LoggingConfig
 from gsa_train.metrics import wandb_outage
 from gsa_train.metrics.alerts import IN_A_ROW, INTERVAL_SECONDS, SLOW_HISTORY, Alerts
+from gsa_train.metrics.panels import BEST, PANELS, SECTIONS
 from gsa_train.metrics.record_format import read_records
 from gsa_train.metrics.sinks import Sinks, open_sinks
 from gsa_train.metrics.wandb_sink import (
@@ -25,7 +26,6 @@ from gsa_train.metrics.wandb_sink import (
     wandb_mode,
     without_credentials,
 )
-from gsa_train.report.panels import BEST, PANELS, SECTIONS
 
 WORKSPACE = Path(__file__).parents[2] / "launch" / "wandb_workspace.py"
 API_KEY = "0123456789abcdef" * 2 + "fedcba98"

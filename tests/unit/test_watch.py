@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.run.hang_watchdog import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
-from gsa_train.run.work_time import StragglerWarning, WorkTime, slowest
+from gsa_train.profiling.work_time import StragglerWarning, WorkTime, slowest
+from gsa_train.reliability.hang_watchdog import ACTIVITIES, REPORT, Age, Beat, find_fault, newest_hang
 
 TIMEOUT = 60.0
 
@@ -122,7 +122,7 @@ def test_a_slow_rank_is_named_once_when_it_stays_slow(caplog: pytest.LogCaptureF
 
 def test_only_the_time_between_begin_and_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 15.0])
-    monkeypatch.setattr("gsa_train.run.work_time.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gsa_train.profiling.work_time.time.perf_counter", lambda: next(clock))
     work = WorkTime(torch.device("cpu"))
     work.end()  # without a begin
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_only_the_time_between_begin_and_end_counts(monkeypatch: pytest.MonkeyPa
 
 def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 2.0, 5.0, 11.0, 20.0, 24.0])
-    monkeypatch.setattr("gsa_train.run.work_time.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gsa_train.profiling.work_time.time.perf_counter", lambda: next(clock))
     work = WorkTime(torch.device("cpu"))
     with work.part("forward_backward"), work.part("gradient_reduction"):
         pass  # from 1 to 11, of which 2 to 5 are the inner one

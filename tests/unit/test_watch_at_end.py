@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gsa_train.run.hang_watchdog import ALL_SAFE, REPORT, newest_hang
+from gsa_train.reliability.hang_watchdog import ALL_SAFE, REPORT, newest_hang
 from helpers.runs import run_script
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"

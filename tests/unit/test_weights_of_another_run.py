@@ -16,24 +16,24 @@ import torch
 
 from gsa_data.tokenize import Tokenizer
 from gsa_train import train
-from gsa_train.checkpoint.initial_weights import (
+from gsa_train.arguments import Arguments
+from gsa_train.checkpoint.load import StateError
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import CheckpointConfig, Config, GSAConfig
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.interface import MAIN_WEIGHT
+from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.phases import phase_ranges
+from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
     find_initial_weights,
     load_initial_main_weights,
     load_initial_weights,
 )
-from gsa_train.checkpoint.load import StateError
-from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.cli import Arguments
-from gsa_train.config import CheckpointConfig, Config, GSAConfig
-from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.interface import MAIN_WEIGHT
-from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
-from gsa_train.phases import phase_ranges
-from gsa_train.resume import ResumeError, Start
-from gsa_train.run.lock import RunFolderError
-from gsa_train.run.run_clock import RunClock
+from gsa_train.run_folder.lock import RunFolderError
+from gsa_train.run_folder.resume import ResumeError, Start
 from gsa_train.train import open_phase, train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.runs import REPOSITORY

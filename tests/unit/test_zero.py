@@ -15,16 +15,16 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from gsa_train.batches import to_micro_batch
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.evaluation.requests import Request
+from gsa_train.data.batches import to_micro_batch
 from gsa_train.model.mcore.build import Model
-from gsa_train.monitor.spikes import SpikeDetector, Verdict
-from gsa_train.next_tokens import next_tokens
 from gsa_train.optimizer import zero
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 from gsa_train.step import evaluation_step
-from gsa_train.tasks import log_likelihoods
+from gsa_train.validation.next_tokens import next_tokens
+from gsa_train.validation.requests import Request
+from gsa_train.validation.tasks import log_likelihoods
 from helpers.single_rank import (
     EOS,
     SPARSE,

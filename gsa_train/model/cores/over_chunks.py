@@ -13,8 +13,8 @@ from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.types import Geometry
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
-from gsa_train.context_sharding import ContextSharding, QueryChunk, query_chunks
-from gsa_train.loss_injection import differentiate_indexer_loss
+from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
+from gsa_train.distributed.loss_injection import differentiate_indexer_loss
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens

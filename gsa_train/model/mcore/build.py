@@ -14,6 +14,7 @@ from gsa_train.config import Config
 from gsa_train.config.gate_shapes import fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.moe_checks import expert_layers
+from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
@@ -27,8 +28,7 @@ from gsa_train.model.moe.router import Router
 from gsa_train.model.rotary import indexer_rotary, rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.model.stats import LayerStats
-from gsa_train.parallel import DeviceError, Parallel
-from gsa_train.run.work_time import WorkTime
+from gsa_train.profiling.work_time import WorkTime
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.config import Config
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.expert_mark import is_of_expert, mark_as_expert
-from gsa_train.parallel import Parallel
 
 
 def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -15,7 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from gsa_train.config import Config
-from gsa_train.context_sharding import ContextSharding
+from gsa_train.distributed.context_sharding import ContextSharding
+from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.context_parallel import gather_tokens, local_part
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.expert_mark import mark_as_expert
@@ -23,7 +24,6 @@ from gsa_train.model.mcore.grouped_experts import GroupedExperts
 from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.parallel import Parallel
 from gsa_train.profiling.trace_spans import trace_span
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.config import MoEConfig
-from gsa_train.loss_injection import inject_loss
+from gsa_train.distributed.loss_injection import inject_loss
 from gsa_train.model.moe.routing import (
     balance_loss,
     choose_experts,

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.convert.tokenizer import PROBES, check_same_ids, write_tokenizer
+from gsa_eval.convert.tokenizer import PROBES, check_same_ids, write_tokenizer
 from helpers.chats import make_tokenizer
 from helpers.runs import REPOSITORY
 

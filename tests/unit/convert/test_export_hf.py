@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import gsa_hf
 from gsa_data.tokenize import Tokenizer
-from gsa_train.commands import export_hf as command
+from gsa_eval.commands import export_hf as command
+from gsa_eval.convert.export_hf import export_hf, find_source
+from gsa_eval.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
+from gsa_eval.convert.import_hf import import_hf
 from gsa_train.config import GSAConfig, ModelConfig
-from gsa_train.convert.export_hf import export_hf, find_source
-from gsa_train.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, NOT_IN_HF, to_hf_config
-from gsa_train.convert.import_hf import import_hf
 from helpers.converted import (
     MODELS,
     TOKENIZER,
@@ -118,7 +118,7 @@ def test_a_folder_in_use_is_refused_and_a_kill_leaves_none(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gsa_train.convert.export_hf.write_shards", killed)
+    monkeypatch.setattr("gsa_eval.convert.export_hf.write_shards", killed)
     with pytest.raises(KeyboardInterrupt):
         export_hf(checkpoint, tmp_path / "new")
     assert [*tmp_path.iterdir()] == []
@@ -200,14 +200,14 @@ def test_the_command(
         def full(*_: object) -> None:
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-        patch.setattr("gsa_train.convert.safetensors_folder.save_file", full)
+        patch.setattr("gsa_eval.convert.safetensors_folder.save_file", full)
         assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "full")) == 2
         assert re.search(
             r"model.safetensors cannot be written: .*No space left.*; make room", capsys.readouterr().err
         )
     assert not (tmp_path / "full").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("gsa_train.convert.PACKAGES", ("no_such_package",))
+        patch.setattr("gsa_eval.convert.PACKAGES", ("no_such_package",))
         assert run("--checkpoint", str(checkpoint), "--out", str(tmp_path / "other")) == 2
     assert (
         "no_such_package is not installed; run in the checkout: pip install '.[hf]'"

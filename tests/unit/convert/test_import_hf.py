@@ -24,12 +24,12 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
+from gsa_eval.commands import import_hf as command
+from gsa_eval.convert.dense_models import OPEN_BIAS
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
 from gsa_train.checkpoint.files import find_checkpoint
-from gsa_train.commands import import_hf as command
 from gsa_train.config import Config, load_config
-from gsa_train.convert.dense_models import OPEN_BIAS
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.convert.import_hf import TokenizerChoice, import_hf
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.converted import (
     TOKENIZER,

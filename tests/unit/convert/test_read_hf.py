@@ -18,10 +18,10 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from gsa_data.tokenize import Tokenizer
+from gsa_eval.commands import analyze, evaluate, generate, import_hf
+from gsa_eval.convert.read_hf import named_eos, read_gsa_model, read_hf_config
+from gsa_eval.convert.tokenizer import write_tokenizer
 from gsa_hf import GSAConfig, GSAForCausalLM
-from gsa_train.commands import analyze, evaluate, generate, import_hf
-from gsa_train.convert.read_hf import named_eos, read_gsa_model, read_hf_config
-from gsa_train.convert.tokenizer import write_tokenizer
 from helpers.converted import TOKENIZER
 from helpers.hf import SIZES, tiny_model
 

@@ -103,7 +103,7 @@ def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(
 
 def test_sentencepiece_encodes_conversations_as_transformers_does(tmp_path: Path) -> None:
     """From the first to the last turn, with an end of a turn that ends no document, and bytes of a character."""
-    from gsa_train.convert.tokenizer import write_tokenizer  # which needs transformers
+    from gsa_eval.convert.tokenizer import write_tokenizer  # which needs transformers
 
     tokenizer = Tokenizer(str(SAMPLE / "sample" / "tokenizer.model"))
     found = find_chat_template(tokenizer.path, str(SAMPLE / "sample_chat" / "chat_template.jinja"), READING)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from gsa_eval.analyze import _write_numbers, given_text
+from gsa_eval.attention_pictures import draw_keys, draw_maps, pooled
+from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
+from gsa_eval.commands import analyze as command
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.report.page import write_report
+from gsa_eval.subject import Execution, Source, load_subject
 from gsa_hf.gates_gsa import gate_heads
-from gsa_train.batches import MicroBatch
-from gsa_train.commands import analyze as command
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.evaluation.analyze import _write_numbers, given_text
-from gsa_train.evaluation.attention_pictures import draw_keys, draw_maps, pooled
-from gsa_train.evaluation.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
-from gsa_train.evaluation.subject import Execution, Source, load_subject
+from gsa_train.data.batches import MicroBatch
 from gsa_train.model import query_sample
-from gsa_train.report.page import write_report
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 from helpers.run_logs import refuse_constant

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
+from gsa_eval import subject
+from gsa_eval.commands import evaluate as command
+from gsa_eval.convert import read_source
+from gsa_eval.subject import Source, Subject, load_subject
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import tensors
 from gsa_train.checkpoint.files import complete_checkpoints, find_checkpoint, recover_folder
 from gsa_train.checkpoint.save import CheckpointSaver
-from gsa_train.commands import evaluate as command
 from gsa_train.config import CheckpointConfig
-from gsa_train.convert import read_source
-from gsa_train.evaluation import subject
-from gsa_train.evaluation.subject import Source, Subject, load_subject
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import run_state

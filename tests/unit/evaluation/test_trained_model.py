@@ -14,16 +14,16 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
-from gsa_train.commands import evaluate as command
-from gsa_train.convert.in_memory import chosen_attention
-from gsa_train.evaluate import evaluate
-from gsa_train.evaluation import subject as subjects
-from gsa_train.evaluation import trained_model
-from gsa_train.evaluation.generation import continue_prompts
-from gsa_train.evaluation.perplexity import score_text, token_losses
-from gsa_train.evaluation.settings import with_settings
-from gsa_train.evaluation.subject import Execution, Source, Subject, load_subject
-from gsa_train.evaluation.text import Piece, TextOptions, read_text
+from gsa_eval import subject as subjects
+from gsa_eval import trained_model
+from gsa_eval.commands import evaluate as command
+from gsa_eval.convert.in_memory import chosen_attention
+from gsa_eval.generation import continue_prompts
+from gsa_eval.perplexity import score_text, token_losses
+from gsa_eval.settings import with_settings
+from gsa_eval.subject import Execution, Source, Subject, load_subject
+from gsa_eval.text import Piece, TextOptions, read_text
+from gsa_train.validation.perplexity import evaluate
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
 

@@ -11,11 +11,11 @@ pytest.importorskip("transformers")
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
+from gsa_eval.convert.hf_config import from_hf_config
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_hf.decoding import FusedDecoder
 from gsa_hf.experts_gsa import GSASparseMLP
 from gsa_train.config import ModelConfig
-from gsa_train.convert.hf_config import from_hf_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

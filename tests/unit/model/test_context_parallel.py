@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
-from gsa_train.context_sharding import ContextSharding, query_chunks
+from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.rotary import LocalRotaryEmbedding
 from helpers.single_rank import single_rank

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from gsa_eval.convert.hf_config import to_hf_config
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.checks import check_config
-from gsa_train.convert.hf_config import to_hf_config
 from gsa_train.model.flops import count_parameters, flops_per_token
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gsa_train.config import PhaseConfig
-from gsa_train.context_sharding import ContextSharding, query_chunks
+from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 from gsa_train.model import query_sample
 from gsa_train.model.query_sample import sample_queries, sampled_stretches
 from gsa_train.phases import enter_phase

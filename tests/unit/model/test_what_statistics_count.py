@@ -12,8 +12,8 @@ import torch
 from gsa_data.pack import FILLER, document_starts
 from gsa_kernels import causal_mask
 from gsa_kernels.packed_mask import pack_mask
-from gsa_train.batches import MicroBatch, to_micro_batch
 from gsa_train.config import Config, PhaseConfig
+from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.metrics.record import attention_metrics
 from gsa_train.model import measured_queries, query_sample
 from gsa_train.model.attention_statistics import log_sums, sink_statistics

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.loss_injection import indexer_kl_grad_scale, inject_loss
+from gsa_train.distributed.loss_injection import indexer_kl_grad_scale, inject_loss
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,

@@ -16,14 +16,14 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.convert.hf_config import from_hf_config, to_hf_config
+from gsa_eval.settings import apply_settings
 from gsa_hf import GSAConfig
 from gsa_hf.modeling_gsa import rotary_config_of_indexer
 from gsa_kernels.rotary import YarnScaling
 from gsa_train.config import RopeScalingConfig
-from gsa_train.context_sharding import ContextSharding
-from gsa_train.convert.export_hf import export_hf
-from gsa_train.convert.hf_config import from_hf_config, to_hf_config
-from gsa_train.evaluation.settings import apply_settings
+from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.model.context_parallel import local_part
 from gsa_train.model.rotary import LocalRotaryEmbedding
 from helpers.converted import (

@@ -1,0 +1,154 @@
+"""An analysis of a model's attention on one text, from top to bottom."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gsa_data.corpus import open_corpus
+from gsa_data.tokenize import check_text
+from gsa_data.validation import validation_documents
+from gsa_eval.attention_pictures import write_pictures
+from gsa_eval.attention_record import HeadMaps, check_place, record_attention
+from gsa_eval.convert.export_hf import new_folder
+from gsa_eval.convert.hf_config import not_in_hf
+from gsa_eval.results import circumstances, result_folder
+from gsa_eval.subject import Execution, Source, Subject, load_subject
+from gsa_eval.trained_model import TrainedModel
+from gsa_train.data.tokenizer import reading_of
+from gsa_train.files import read_named
+from gsa_train.metrics.record_format import to_strict
+
+LEAST_TOKENS, MOST_TOKENS = 2, 4096
+"""Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""
+MOST_DOCUMENTS = 100
+"""Of validation text, from the first one on: the longest of them is taken."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    tokens: list[int]
+    all_tokens: int
+    """Before it was cut."""
+    origin: str
+
+
+def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
+    """The folder: pictures, `results.json` (all numbers but those of the maps) and `maps.npz`.
+
+    Args:
+        arguments: of gsa_eval.commands.analyze.
+        words: the command line, for the record.
+
+    Raises:
+        ValueError, DataFault, OSError: something cannot be read, there is no such layer or head, or the name is in use.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+    if source.run is not None or arguments.out is not None:  # before anything is loaded
+        result_folder(arguments.name, source.run, arguments.out, "analysis")
+    given = given_text(arguments)
+    subject = load_subject(source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype))
+    folder = result_folder(arguments.name, subject.run_dir, arguments.out, "analysis")
+    layer, head = arguments.layer, arguments.head
+    model = subject.model
+    if isinstance(model, TrainedModel):
+        assert subject.config is not None
+        raise ValueError(f"pictures are of the model of transformers: {'; '.join(not_in_hf(subject.config))}")
+    check_place(model, layer, head)
+    text = read_one_text(subject, given, arguments.max_tokens)
+    logger.info("%s: %d tokens", text.origin, len(text.tokens))
+    record = record_attention(model, text.tokens, layer, head)
+    assert record.maps is not None
+    results = {
+        "name": arguments.name,
+        "model": subject.about,
+        "text": {"origin": text.origin, "tokens": len(text.tokens), "all_tokens": text.all_tokens},
+        "layer": layer,
+        "head": head,
+        "recall": record.maps.recall,
+        **{
+            each.name: getattr(record, each.name)
+            for each in dataclasses.fields(record)
+            if each.name != "maps"
+        },
+        **circumstances(words, "gsa-analyze"),
+    }
+    spelled = [subject.tokenizer.decode([token]) for token in text.tokens]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder) as unfinished:
+        place = f"layer {layer}, head {head}"
+        write_pictures(record, place, spelled, title_of(subject, text), unfinished)
+        _write_numbers(unfinished, results, record.maps)
+    return folder
+
+
+def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
+    """The text of --text or --file and what to call it, before anything is loaded; None without either.
+
+    Raises:
+        ValueError: it cannot be read, or --max-tokens is out of bounds.
+    """
+    if not LEAST_TOKENS <= arguments.max_tokens <= MOST_TOKENS:
+        raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")
+    file: Path | None = arguments.file
+    if file is None:
+        return None if arguments.text is None else (check_text(arguments.text, "--text"), "the text given")
+    return read_named("--file", file), file.name
+
+
+def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) -> Text:
+    """The text given, or else a document of the run's validation text; its first `most` tokens.
+
+    Raises:
+        ValueError, DataFault: there is none, or it is too short.
+    """
+    if given is not None:
+        tokens, origin = subject.tokenizer.encode(given[0]).tolist(), given[1]
+    else:
+        if subject.config is None:
+            raise ValueError("the model is of no run, which has validation text: give --text or --file")
+        if subject.config.data.format == "chat":
+            raise ValueError("the run's validation text is conversations: give --text or --file")
+        place = next(iter(subject.config.data.validation_folders.values()))
+        reading = reading_of(subject.config)
+        corpus = open_corpus(place, subject.config.data.text_field, reading)
+        documents = islice(validation_documents(corpus, subject.tokenizer, reading), MOST_DOCUMENTS)
+        tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
+        origin = "a validation document"
+    if len(tokens) < LEAST_TOKENS:
+        raise ValueError(f"{origin}: {len(tokens)} tokens; give a text of at least {LEAST_TOKENS}")
+    return Text(tokens[:most], len(tokens), origin)
+
+
+def title_of(subject: Subject, text: Text) -> str:
+    """The model and the text, for titles."""
+    about = subject.about
+    of_run = subject.run_dir.absolute().name if subject.run_dir is not None else None
+    name = of_run or Path(about.get("hf") or about["checkpoint"]).name
+    step = f", step {about['step']:,}" if "step" in about else ""
+    settings = "".join(f", {each}" for each in about["settings"])
+    cut = "" if len(text.tokens) == text.all_tokens else f"the first {len(text.tokens):,} of "
+    return f"{name}{step}{settings} · {cut}{text.all_tokens:,} tokens of {text.origin}"
+
+
+def _write_numbers(folder: Path, results: dict[str, Any], maps: HeadMaps) -> None:
+    def of_dataclass(each: Any) -> Any:
+        return to_strict(dataclasses.asdict(each))
+
+    strict = to_strict(results)
+    content = json.dumps(strict, indent=1, ensure_ascii=False, allow_nan=False, default=of_dataclass)
+    (folder / "results.json").write_text(content + "\n", encoding="utf-8")
+    arrays = {"weights": maps.weights, "full": maps.full, "scores": maps.scores, "selected": maps.selected}
+    present: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
+    np.savez_compressed(folder / "maps.npz", **present)

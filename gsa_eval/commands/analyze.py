@@ -1,0 +1,72 @@
+"""Draw what a model's attention does on a text: launch/analyze.py of a checkout, `gsa-analyze` of an installation.
+
+    python launch/analyze.py --run RUN_DIR [--step N] --name NAME [--layer N] [--head N] [--text TEXT | --file FILE]
+    python launch/analyze.py --checkpoint DIR | --hf DIR --name NAME --out DIR --text TEXT [key=value ...]
+
+Pictures and numbers go to RUN_DIR/analysis/NAME, or to DIR/NAME with --out; the run's report shows them. Nothing else
+of a run is touched. key=value as in evaluate.py. Exit code 2: wrong use, or a model or text that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_eval.convert import missing_package
+from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.process.as_command import as_command
+
+
+@as_command()
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
+    quiet_libraries()
+    # Here, so that wrong use is reported before torch is loaded.
+    from gsa_data.faults import DataFault
+    from gsa_eval.analyze import run_analysis
+
+    try:
+        folder = run_analysis(arguments, sys.argv[1:])
+    except (ValueError, OSError, DataFault) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(f"wrote {path}" for path in sorted(folder.iterdir())))
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Draw what a model's attention does on a text.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
+    )
+    source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    parser.add_argument("--name", required=True, help="of the analysis: a new one")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of analyses (default: in the run's)")
+    parser.add_argument("--layer", type=int, default=0, metavar="N", help="of the maps, from 0 (default: 0)")
+    parser.add_argument("--head", type=int, default=0, metavar="N", help="of the maps, from 0 (default: 0)")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="TEXT", help="(default: a document of the run's validation text)")
+    text.add_argument("--file", type=Path, metavar="FILE", help="a text file")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="the text's first so many, at most 4096 (default: 512)",
+    )
+    parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
+    parser.add_argument(
+        "--dtype", default="", choices=("", "bf16", "fp32"), help="(default: as the weights are)"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.step is not None and arguments.run is None:
+        parser.error("--step is of a run; give --run RUN_DIR")
+    return arguments

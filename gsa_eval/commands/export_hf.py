@@ -1,0 +1,72 @@
+"""Export a checkpoint to Hugging Face's transformers: launch/export_hf.py of a checkout, `gsa-export-hf` of an
+installation.
+
+    python launch/export_hf.py --run RUN_DIR [--step N] --out DIR [--dtype bf16|fp32]
+    python launch/export_hf.py --checkpoint DIR --out DIR
+
+DIR gets weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card. The
+checkpoint may be of any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be converted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from gsa_eval.convert import missing_package
+from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.process.as_command import as_command
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@as_command()
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Export a checkpoint to Hugging Face's transformers.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="of the weights (default: as they were trained)"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=size_in_bytes, default=5 * 10**9, metavar="SIZE", help="(default: 5GB)"
+    )
+    arguments = parser.parse_args()
+    if arguments.step is not None and arguments.run is None:
+        parser.error("--step is of a run; give --run RUN_DIR")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
+    quiet_libraries()
+    # Here, so that wrong use is reported before torch is loaded.
+    from gsa_eval.convert.export_hf import Exported, export_hf
+    from gsa_eval.convert.read_source import read_source
+
+    def export(checkpoint: Path, run_dir: Path | None) -> tuple[Path, Exported]:
+        settings = (arguments.dtype, arguments.max_shard_size)
+        return checkpoint, export_hf(checkpoint, arguments.out, run_dir, *settings)
+
+    try:
+        checkpoint, done = read_source(arguments.run, arguments.step, arguments.checkpoint, export)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for warning in done.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"wrote {done.folder}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, of {checkpoint}")
+    return 0
+
+
+def size_in_bytes(text: str) -> int:
+    """5000000000 of `5GB`, as transformers writes sizes."""
+    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB|)", text)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 5GB or 500MB")
+    return int(match[1]) * UNITS[match[2]]

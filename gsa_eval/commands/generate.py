@@ -1,0 +1,181 @@
+"""Generate text from a checkpoint: launch/generate.py of a checkout, `gsa-generate` of an installation.
+
+    python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
+    python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
+
+Greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may be of any layout; nothing is
+written. On a CUDA device the kernels run, on others plain torch, which is slow for long texts; --attention names
+another one. Texts go to the standard output, rates and choices to the standard error. Exit code 2: wrong use, no such
+checkpoint, an empty prompt, or one longer than the model's context. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gsa_data.tokenize import check_text
+from gsa_eval.convert import missing_package
+from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.files import read_named
+from gsa_train.process.as_command import as_command
+
+if TYPE_CHECKING:
+    from gsa_eval.convert.in_memory import TextModel
+    from gsa_hf.generation import Generator, Sampling
+
+
+@as_command()
+def main() -> int:
+    parser = make_parser()
+    arguments = parser.parse_args()
+    if arguments.step is not None and arguments.run is None:
+        parser.error("--step is of a run; give --run RUN_DIR")
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {arguments.max_new_tokens}: below 1; give 1 or more")
+    samples = [arguments.temperature, arguments.top_k, arguments.top_p]
+    if arguments.seed is not None and all(each is None for each in samples):
+        parser.error("--seed is of sampling; give --temperature, --top-k or --top-p, too")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    quiet_libraries()
+    # Here, so that wrong use is reported before torch is loaded.
+    from gsa_hf.generation import Generator
+
+    try:
+        prompts = read_prompts(arguments)
+        sampling = sampling_of(arguments)
+        text_model = load(arguments)
+        generator = Generator(text_model.model, arguments.compile, text_model.vocab_size)
+        if arguments.interactive:
+            return interact(generator, text_model, arguments.max_new_tokens, sampling)
+        write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
+    except BrokenPipeError:  # the reader of the texts has left
+        raise
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Generate text from a checkpoint.", allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder of a run: its newest checkpoint")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a step_* folder, or what import_hf.py wrote"
+    )
+    source.add_argument("--hf", type=Path, metavar="DIR", help="a folder that export_hf.py wrote")
+    parser.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", action="append", metavar="TEXT", help="repeat it for a batch")
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line")
+    text.add_argument(
+        "--interactive", action="store_true", help="each line of the standard input is a prompt by itself"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample; 1: as the model says")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from this share of the probability")
+    parser.add_argument("--seed", type=int, metavar="S", help="of sampling (default: 0)")
+    parser.add_argument(
+        "--attention",
+        choices=("gsa", "sdpa"),
+        help="the kernels, or plain torch (default: gsa on a CUDA device, else sdpa; sdpa for groups of keys)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="on a CUDA device, also fuse what is between matrix products, which takes a minute at first",
+    )
+    return parser
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """
+    Raises:
+        ValueError: a prompt is empty or no UTF-8, there is none, or no such file.
+    """
+    if arguments.interactive:
+        return []
+    named = [("--prompt", prompt) for prompt in arguments.prompt or ()]
+    if arguments.prompts is not None:
+        text = read_named("--prompts", arguments.prompts)
+        lines = text.removesuffix("\n").split("\n") if text else []  # a prompt may hold other breaks
+        named = [(f"{arguments.prompts}, line {number}", line) for number, line in enumerate(lines, start=1)]
+        if not lines:
+            raise ValueError(f"--prompts {arguments.prompts}: empty; write a prompt in each line")
+    for place, prompt in named:
+        if not prompt.strip():
+            raise ValueError(f"{place}: an empty prompt; give a text")
+    return [check_text(prompt, place) for place, prompt in named]
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling | None:
+    from gsa_hf.generation import Sampling
+
+    given = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return Sampling(**given, seed=arguments.seed or 0) if given else None
+
+
+def load(arguments: argparse.Namespace) -> TextModel:
+    import torch
+
+    from gsa_eval.convert.in_memory import load_checkpoint_model, load_hf_model
+    from gsa_eval.convert.read_source import read_source
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attention = arguments.attention or ""
+    if arguments.hf is not None:
+        return load_hf_model(arguments.hf, device, attention)
+
+    def read(checkpoint: Path, _: Path | None) -> TextModel:
+        logging.info("weights of %s", checkpoint)
+        return load_checkpoint_model(checkpoint, device, attention)
+
+    return read_source(arguments.run, arguments.step, arguments.checkpoint, read)
+
+
+def write(
+    generator: Generator,
+    text_model: TextModel,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+) -> None:
+    """Print the texts with their prompts, and the rates."""
+    encoded = [text_model.encode(prompt) for prompt in prompts]
+    made = generator.generate(encoded, max_new_tokens, sampling)
+    for number, (prompt, tokens, new) in enumerate(zip(prompts, encoded, made.tokens, strict=True), start=1):
+        if len(prompts) > 1:
+            print(f"--- {number}")
+        ended = new[-1] in generator.eos_ids
+        print(f"{prompt}{text_model.text_after(tokens, new[:-1] if ended else new)}", flush=True)
+    prepared = f"; CUDA graphs in {made.prepare_seconds:.1f} s" if made.prepare_seconds > 0.05 else ""
+    print(
+        f"prefill {made.prompt_tokens} tokens, {made.prefill_rate:.0f} tokens/s{prepared}; decode "
+        f"{made.decode_steps} steps of {len(prompts)}, {made.decode_rate:.0f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+def interact(
+    generator: Generator, text_model: TextModel, max_new_tokens: int, sampling: Sampling | None
+) -> int:
+    """Until the end of the standard input. A line that cannot be gone on with is refused, and the next one read."""
+    for line in sys.stdin:
+        prompt = line.rstrip("\n")
+        if not prompt.strip():
+            continue
+        try:
+            write(generator, text_model, [check_text(prompt, "the line")], max_new_tokens, sampling)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+    return 0

@@ -1,0 +1,54 @@
+"""Import a model of Hugging Face's transformers: launch/import_hf.py of a checkout, `gsa-import-hf` of an installation.
+
+    python launch/import_hf.py --hf DIR --out DIR [--gates none|open] [--seq-len-tokens L]
+
+--hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2, Qwen3, or layers of Qwen3-Next and
+Qwen3.5 with full attention. --out gets the weights for `checkpoint.initial_weights`, the tokenizer, and a config.yaml
+to start from. Exit code 2: wrong use, or a model that cannot be represented.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gsa_eval.convert import missing_package
+from gsa_train.distributed.megatron_import import quiet_libraries
+from gsa_train.process.as_command import as_command
+
+
+@as_command()
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Import a model of Hugging Face's transformers.")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder of the model")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--gates",
+        choices=("none", "open"),
+        default="none",
+        help="of a dense model: none, or gates that are open and learn nothing at first (default: %(default)s)",
+    )
+    parser.add_argument("--seq-len-tokens", type=int, metavar="L", help="of the training to follow")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="(default: the folder's)")
+    parser.add_argument(
+        "--eos-token", metavar="TOKEN", help="that ends a document (default: the tokenizer's)"
+    )
+    arguments = parser.parse_args()
+    if arguments.seq_len_tokens is not None and arguments.seq_len_tokens < 1:
+        parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
+    if (missing := missing_package()) is not None:
+        print(missing, file=sys.stderr)
+        return 2
+    quiet_libraries()
+    # Here, so that wrong use is reported before torch is loaded.
+    from gsa_eval.convert.import_hf import TokenizerChoice, import_hf
+
+    choice = TokenizerChoice(arguments.tokenizer, arguments.eos_token)
+    try:
+        import_hf(arguments.hf, arguments.out, arguments.gates, arguments.seq_len_tokens, choice)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"wrote {arguments.out}; start from {arguments.out / 'config.yaml'}")
+    return 0

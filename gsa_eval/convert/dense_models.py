@@ -1,0 +1,170 @@
+"""Dense models of other architectures as GSA models: which there are, their sizes, and where their weights come from.
+
+Whatever a GSA model cannot represent is refused: the model would not be the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gsa_eval.convert.hf_config import other_rope, rope_scaling
+from gsa_train.config import Config, ModelConfig, TrainConfig
+from gsa_train.config import GSAConfig as GSASection
+
+Gates = Literal["none", "open"]
+
+OUTPUT_GATED = ("qwen3_next", "qwen3_5_text")
+"""With an output gate in q_proj, norms of weight 1 + w, and a rotary embedding of part of the channels."""
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *OUTPUT_GATED)
+
+OPEN_BIAS = 20.0
+"""sigmoid(20) = 1 - 2e-9 is 1 in fp32, in which gates are calculated, and bf16 holds 20."""
+
+HAS_NOT = {
+    "attention_bias": "biases on all projections of attention; a GSA model has them on Q, K and V alone (qwen2)",
+    "mlp_bias": "biases in the feed-forward layer",
+    "attn_logit_softcapping": "a softcap on attention's logits",
+    "final_logit_softcapping": "a softcap on the output's logits",
+    "quantization_config": "quantised weights",
+}
+"""Fields that must be off -> what they stand for."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor of a GSA model is made of one of the dense model's, or of none."""
+
+    source: str | None
+    make: Callable[[torch.Tensor], torch.Tensor]
+    """Of the source; of an empty tensor where there is none."""
+
+
+def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
+    """`model`, `gsa` and `train.seq_len_tokens` of a dense model's configuration (transformers').
+
+    Raises:
+        ValueError: field, value and reason of everything that a GSA model cannot represent.
+    """
+    problems = _problems(found, seq_len_tokens or found.max_position_embeddings)
+    if problems:
+        raise ValueError("; ".join(problems))
+    kind, rope = found.model_type, found.rope_parameters
+    gated = kind in OUTPUT_GATED
+    return Config(
+        model=ModelConfig(
+            num_layers=found.num_hidden_layers,
+            hidden_size=found.hidden_size,
+            num_heads=found.num_attention_heads,
+            num_kv_heads=found.num_key_value_heads,
+            head_dim=_head_dim(found),
+            ffn_hidden_size=found.intermediate_size,
+            vocab_size=found.vocab_size,
+            rope_base=float(rope["rope_theta"]),
+            rope_scaling=rope_scaling(rope),
+            rotary_percent=float(rope.get("partial_rotary_factor") or 1.0),
+            qkv_bias=kind == "qwen2",
+            qk_norm=gated or kind == "qwen3",
+            norm_epsilon=found.rms_norm_eps,
+            init_std=found.initializer_range,
+            tie_embeddings=found.tie_word_embeddings,
+        ),
+        gsa=GSASection(
+            attention="dense",
+            value_gate=gates == "open",
+            output_gate=gated or gates == "open",
+            gate_bias_init=OPEN_BIAS if gates == "open" else 0.0,
+        ),
+        train=dataclasses.replace(
+            TrainConfig(), seq_len_tokens=seq_len_tokens or found.max_position_embeddings
+        ),
+    )
+
+
+def _problems(found: Any, length: int) -> list[str]:
+    kind = found.model_type
+    if kind not in ARCHITECTURES:
+        return [f"model_type = {kind}: unknown; give a model of {', '.join(ARCHITECTURES)}, or gsa"]
+    lines = [
+        f"{field} = {_short(value)}: {what}, which a GSA model has not"
+        for field, what in HAS_NOT.items()
+        if (value := getattr(found, field, None))
+    ]
+    if found.hidden_act != "silu":
+        lines.append(f"hidden_act = {found.hidden_act}: a GSA model has silu")
+    if problem := other_rope(found.rope_parameters or {}):
+        lines.append(problem)
+    part = (found.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    if part != 1 and kind not in OUTPUT_GATED:
+        lines.append(
+            f"rope_parameters.partial_rotary_factor = {part}: {kind} of transformers turns all channels all the same; "
+            "give a model without"
+        )
+    kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
+    window = getattr(found, "sliding_window", None)
+    windowed = "sliding_attention" in kinds or kind == "mistral"
+    if windowed and window is not None and window < length:
+        lines.append(
+            f"sliding_window = {window}: shorter than the {length} tokens of a sequence, and a dense GSA layer sees "
+            f"all keys; pass --seq-len-tokens {window} or less for shorter sequences"
+        )
+    for other in sorted(kinds - {"full_attention", "sliding_attention"}):
+        lines.append(f"layer_types has {other}: a GSA model has full attention in each layer")
+    if getattr(found, "num_experts", 0) and _has_experts(found):
+        lines.append(f"num_experts = {found.num_experts}: only a GSA model may come with experts")
+    return lines
+
+
+def _has_experts(found: Any) -> bool:
+    """Some layer has them."""
+    layers = set(range(found.num_hidden_layers)) - set(getattr(found, "mlp_only_layers", None) or ())
+    every = getattr(found, "decoder_sparse_step", 1)
+    return any((layer + 1) % every == 0 for layer in layers)
+
+
+def _head_dim(found: Any) -> int:
+    return int(getattr(found, "head_dim", None) or found.hidden_size // found.num_attention_heads)
+
+
+def _short(value: Any) -> str:
+    return str(value)[:60]
+
+
+def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
+    """Of the tensor that the GSA model calls `name` and that has `shape`."""
+    if model_type not in ARCHITECTURES:  # a GSA model itself
+        return Recipe(name, lambda weight: weight)
+    if model_type in OUTPUT_GATED:
+        if name.endswith("norm.weight"):
+            return Recipe(name, lambda weight: 1 + weight.float())
+        head = config.model.head_dim
+        if name.endswith("self_attn.q_proj.weight"):
+            return Recipe(name, lambda weight: _half_of_heads(weight, head, 0))
+        if name.endswith("self_attn.output_gate_proj.weight"):
+            source = name.replace("output_gate_proj", "q_proj")
+            return Recipe(source, lambda weight: _half_of_heads(weight, head, 1))
+        if name.endswith("self_attn.output_gate_proj.bias"):
+            return Recipe(None, lambda empty: empty.new_zeros(shape))
+    if name.endswith("_gate_proj.weight") and "self_attn" in name:
+        return Recipe(None, lambda empty: empty.new_zeros(shape))
+    if name.endswith("_gate_proj.bias") and "self_attn" in name:
+        return Recipe(None, lambda empty: empty.new_full(shape, OPEN_BIAS))
+    return Recipe(name, lambda weight: weight)
+
+
+def _half_of_heads(weight: torch.Tensor, head_dim: int, half: int) -> torch.Tensor:
+    """Of q_proj, whose rows are for each head its query's and then its gate's: [2 n_h d_k, d] -> [n_h d_k, d]."""
+    return weight.unflatten(0, (-1, 2, head_dim))[:, half].flatten(0, 1)
+
+
+def unused(names: set[str], config: Config) -> set[str]:
+    """Of tensors that no recipe takes, those that carry nothing: tied output layers, tables of the rotary embedding."""
+    return {
+        name
+        for name in names
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.model.tie_embeddings)
+    }

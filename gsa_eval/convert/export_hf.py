@@ -1,0 +1,269 @@
+"""A checkpoint of any layout as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+import gsa_hf
+from gsa_data.chat_template import TEMPLATE_FILE, find_chat_template
+from gsa_data.companions import GENERATION_FILE, Companions, read_companions, set_up_tokenizer
+from gsa_data.faults import Reading
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
+from gsa_eval.convert.hf_config import dtype_name, to_hf_config
+from gsa_eval.convert.model_card import model_card
+from gsa_eval.convert.names import Pair, pairs
+from gsa_eval.convert.safetensors_folder import PlannedTensor, last_read, write_shards
+from gsa_eval.convert.tokenizer import write_tokenizer
+from gsa_train.checkpoint.files import (
+    complete_checkpoints,
+    find_checkpoint,
+    is_complete,
+    step_folder,
+    step_of,
+)
+from gsa_train.checkpoint.load import RunState, read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
+from gsa_train.config import Config, config_from_yaml
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+AUTO_MAP = {
+    "AutoConfig": "configuration_gsa.GSAConfig",
+    "AutoModel": "modeling_gsa.GSAModel",
+    "AutoModelForCausalLM": "modeling_gsa.GSAForCausalLM",
+}
+"""What AutoModel takes from the folder with trust_remote_code."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    tensors: int
+    bytes: int
+    warnings: Sequence[str]
+
+
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    run_dir: Path | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Exported:
+    """Write the weights that training calculates with (not the optimizer's fp32 copies), and all that belongs to them.
+
+    Args:
+        checkpoint: a step_* folder, or one that `import_hf` wrote.
+        out: is made, whole or not at all.
+        run_dir: of the run, for the model card.
+        dtype: of the weights; None: as they are.
+
+    Raises:
+        ValueError: `out` is in use, the checkpoint is damaged or of another model than its config says, that model has
+            what `gsa_hf` has not, or the tokenizer is missing, another one, or has no counterpart.
+    """
+    state = read_run_state(checkpoint)
+    config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+    tokenizer = tokenizer_of(checkpoint, config, state)
+    hf_config = to_hf_config(config)
+    source = CheckpointTensors(checkpoint)
+    found = pairs(config)
+    check_tensors(checkpoint, source, found)
+    planned = _plan(source, found, dtype)
+    companions = companions_of(checkpoint, config, state)
+    warnings = _warnings(config, state, companions)
+    with new_folder(out) as folder:
+        kind = source.kinds["embedding.word_embeddings.weight"].dtype if dtype is None else DTYPES[dtype]
+        hf_config.dtype = dtype_name(kind)
+        hf_config.architectures = ["GSAForCausalLM"]
+        hf_config.auto_map = AUTO_MAP
+        stops = list(tokenizer.stop_ids)
+        hf_config.eos_token_id = stops if stops[1:] else tokenizer.eos_id
+        hf_config.save_pretrained(folder)
+        write_tokenizer(
+            tokenizer, folder, config.train.seq_len_tokens, companions, was_trained=state.tokens > 0
+        )
+        _write_generation_config(folder, hf_config.eos_token_id, companions)
+        _copy_code(folder)
+        card = model_card(out.name, config, state, run_dir, dtype_name(kind), warnings)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_shards(folder, planned, max_shard_bytes)
+    return Exported(out, len(planned), sum(each.bytes for each in planned), warnings)
+
+
+def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None) -> tuple[Path, Path | None]:
+    """The checkpoint that a user means, and the folder of its run where it lies in one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    option, folder = ("--checkpoint", checkpoint) if run_dir is None else ("--run", run_dir)
+    assert folder is not None
+    if not folder.is_dir():
+        what = "a step_* folder" if run_dir is None else "that of a run, <run.dir>/<run.name>"
+        raise ValueError(f"{option} {folder}: no such folder; give {what}")
+    if run_dir is None:
+        assert checkpoint is not None
+        found = find_checkpoint(checkpoint)
+        if found is None:
+            raise ValueError(f"--checkpoint {checkpoint}: no complete checkpoint there; give a step_* folder")
+        above = found.absolute().parent.parent
+        return found, above if (above / "metrics.jsonl").is_file() else None
+    if step is None:
+        found = find_checkpoint(run_dir)
+    else:
+        found = step_folder(run_dir / "checkpoints", step)
+        found = found if is_complete(found) else None
+    if found is None:
+        have = ", ".join(str(step_of(path.name)) for path in complete_checkpoints(run_dir / "checkpoints"))
+        of_step = "" if step is None else f" --step {step}"
+        raise ValueError(
+            f"--run {run_dir}{of_step}: no complete checkpoint there; steps that have one: {have or 'none'}"
+        )
+    return found, run_dir
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` when it is complete; a kill leaves none of that name.
+
+    Raises:
+        ValueError: there is one, with something in it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: exists and is not empty; give another folder, or remove it")
+    unfinished = out.absolute().with_name(f".tmp_{out.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a full disk
+            raise OSError(error.errno, error.strerror, str(out)) from error
+        raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
+    """
+    Raises:
+        ValueError: the checkpoint has not exactly the tensors of this model.
+    """
+    expected = {pair.ours: pair.shape for pair in found}
+    stored = {name: kind.shape for name, kind in source.kinds.items()}
+    if wrong := sorted(expected.items() ^ stored.items()):
+        name = wrong[0][0]
+        raise ValueError(
+            f"{checkpoint}: {name} has the shape {stored.get(name, 'of nothing')}, its config says "
+            f"{expected.get(name, 'nothing')}; the checkpoint is of another version of gsa_train"
+        )
+
+
+def _plan(
+    source: CheckpointTensors, found: Sequence[Pair], dtype: Literal["bf16", "fp32"] | None
+) -> list[PlannedTensor]:
+    read = last_read(source.read)
+    planned = []
+    for pair in found:
+        kind = source.kinds[pair.ours].dtype if dtype is None or pair.always_fp32 else DTYPES[dtype]
+        for number, (name, shape) in enumerate(zip(pair.theirs, pair.shapes(), strict=True)):
+
+            def tensor(pair: Pair = pair, number: int = number, kind: torch.dtype = kind) -> torch.Tensor:
+                # A copy, or the shard would keep what it is a part of.
+                return pair.split(read(pair.ours))[number].to(kind, copy=True)
+
+            planned.append(PlannedTensor(name, math.prod(shape) * kind.itemsize, tensor))
+    return planned
+
+
+def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
+    """As it came in, but for the tokens at which a text ends. Not by transformers' own class, which refuses sampling
+    settings that its older versions wrote."""
+    content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
+    pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
+    if pad is not None:
+        content["pad_token_id"] = pad
+    content["transformers_version"] = transformers.__version__
+    (folder / GENERATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
+    """The checkpoint's own copy; of an older checkpoint the file that the config names. It knows at which tokens the
+    model stops.
+
+    Raises:
+        ValueError: it is missing, or not the one that the run was trained with.
+    """
+    tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
+    if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
+        raise ValueError(
+            f"tokenizer {tokenizer.path}: not the file that {checkpoint} was trained with "
+            f"({tokenizer.differs_from(state.data['tokenizer_fingerprint'])}); put that run's file there, or into the "
+            "checkpoint's folder"
+        )
+    set_up_tokenizer(tokenizer, companions_of(checkpoint, config, state))
+    return tokenizer
+
+
+def companions_of(checkpoint: Path, config: Config, state: RunState) -> Companions:
+    """The checkpoint's own copies; of an older checkpoint of conversations the template that wrote them, where its file
+    is still there.
+
+    Raises:
+        ValueError: a copy is damaged.
+    """
+    copies = read_companions(str(checkpoint / TOKENIZER_JSON))
+    if copies.template is not None or config.data.format != "chat":
+        return copies
+    try:
+        template = find_chat_template(config.data.tokenizer, config.data.chat_template, Reading())
+    except TokenizerError:
+        return copies
+    if template.fingerprint != state.data.get("chat_template_fingerprint"):
+        return copies
+    return read_companions(config.data.tokenizer, template)
+
+
+def _tokenizer_path(checkpoint: Path, config: Config) -> str:
+    copies = [checkpoint / name for name in (SENTENCEPIECE_MODEL, TOKENIZER_JSON)]
+    return next((str(copy) for copy in copies if copy.is_file()), config.data.tokenizer)
+
+
+def _copy_code(folder: Path) -> None:
+    """gsa_hf's modules, which import each other relatively."""
+    package = Path(inspect.getfile(gsa_hf)).parent
+    for path in sorted(package.glob("*_gsa.py")):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
+    """What a user of the model should know of the moment at which it was saved."""
+    said = []
+    phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
+    if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":
+        said.append(
+            f"Saved in phase {phase.name}, which attends to all keys: its indexer has not selected in training yet, "
+            "and attention here is sparse."
+        )
+    if config.data.format == "chat" and companions.template is None:
+        said.append(
+            "Trained on conversations, but the chat template that wrote them is not where the run's config has it "
+            "(data.chat_template, or beside data.tokenizer), or is another one: the folder has none. Put it there as "
+            f"{TEMPLATE_FILE}."
+        )
+    return said

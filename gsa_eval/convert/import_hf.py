@@ -1,0 +1,168 @@
+"""A Hugging Face folder as a checkpoint of weights: for `checkpoint.initial_weights`, and for `export_hf` back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import yaml
+
+from gsa_data.companions import read_companions
+from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
+from gsa_eval.convert.dense_models import ARCHITECTURES, Gates, Recipe, config_of, recipe, unused
+from gsa_eval.convert.export_hf import new_folder
+from gsa_eval.convert.hf_config import from_hf_config
+from gsa_eval.convert.names import pairs
+from gsa_eval.convert.read_hf import check_tied, read_hf_config
+from gsa_eval.convert.safetensors_folder import SafetensorsFolder, last_read
+from gsa_eval.convert.tokenizer import TokenizerChoice, folder_tokenizer
+from gsa_hf import GSAConfig
+from gsa_train.checkpoint.load import RunState
+from gsa_train.checkpoint.tensors import write_weights
+from gsa_train.config import Config, RunConfig, config_to_yaml
+
+
+def import_hf(
+    folder: Path,
+    out: Path,
+    gates: Gates = "none",
+    seq_len_tokens: int | None = None,
+    tokenizer: TokenizerChoice | None = None,
+) -> Config:
+    """Write `out`: a checkpoint with weights only, the tokenizer and its companions, and a config.yaml for a run.
+
+    Args:
+        folder: of a GSA model (`gsa_hf`) or of a dense one (`dense_models.ARCHITECTURES`).
+        out: is made, whole or not at all.
+        gates: of a dense model: `none`, or `open`, which let everything through.
+        seq_len_tokens: of the training that is to follow; None: the most that the model was made for.
+
+    Raises:
+        ValueError: field, value and reason of what a GSA model cannot represent; a shard that is missing, damaged or
+            not what the index says; a tokenizer that is missing or larger than the embedding.
+    """
+    found = read_hf_config(folder, (*ARCHITECTURES, GSAConfig.model_type))
+    if found.model_type == GSAConfig.model_type:
+        if gates != "none":
+            raise ValueError(
+                f"--gates {gates}: {folder} is a GSA model, which has its own gates; leave the option out"
+            )
+        config = from_hf_config(found)
+        if seq_len_tokens is not None:
+            config = dataclasses.replace(
+                config, train=dataclasses.replace(config.train, seq_len_tokens=seq_len_tokens)
+            )
+    else:
+        config = config_of(found, gates, seq_len_tokens)
+    config = dataclasses.replace(config, run=RunConfig(name=out.name))
+    text = folder_tokenizer(folder, found, tokenizer)
+    companions = read_companions(str(folder / TOKENIZER_JSON))
+    if text.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"vocab_size = {config.model.vocab_size}: {text.path} has {text.vocab_size} tokens, more than the "
+            "embedding has rows; give the model's own tokenizer by --tokenizer"
+        )
+    copy = out / text.file_name
+    data = dataclasses.replace(config.data, tokenizer=str(copy), eos_token=text.eos_token or "")
+    config = dataclasses.replace(config, data=data)
+    source = SafetensorsFolder(folder)
+    if config.model.tie_embeddings:
+        check_tied(folder, source)
+    tensors = _tensors(folder, source, config, found.model_type)
+    with new_folder(out) as unfinished:
+        files = {text.file_name: text.file, **companions.files()}
+        write_weights(unfinished, tensors, _state(config, text), files)
+        # Not in the manifest: it is to be changed.
+        (unfinished / "config.yaml").write_text(_start_from(config, out), encoding="utf-8")
+    return config
+
+
+def _tensors(
+    folder: Path, source: SafetensorsFolder, config: Config, model_type: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Ours, one by one, once all of theirs are known to be there in their shapes."""
+    found = pairs(config)
+    recipes: dict[str, Recipe] = {}
+    for pair in found:
+        for name, shape in zip(pair.theirs, pair.shapes(), strict=True):
+            made = recipe(name, shape, config, model_type)
+            recipes[name] = made
+            _check_shape(folder, source, name, shape, made)
+    taken = {made.source for made in recipes.values()}
+    left = source.shapes.keys() - taken
+    if extra := sorted(left - unused(left, config)):
+        more = f" and {len(extra) - 1} more" if extra[1:] else ""
+        raise ValueError(
+            f"{folder}: {extra[0]}{more}: in the weights, but a GSA model of its config.json has no such tensor"
+        )
+    read = last_read(source.read)
+
+    def made_of(name: str) -> torch.Tensor:
+        each = recipes[name]
+        return each.make(torch.empty(0, dtype=_dtype(source)) if each.source is None else read(each.source))
+
+    return ((pair.ours, pair.join([made_of(name) for name in pair.theirs])) for pair in found)
+
+
+def _check_shape(
+    folder: Path, source: SafetensorsFolder, name: str, shape: tuple[int, ...], made: Recipe
+) -> None:
+    if made.source is None:
+        return
+    if made.source not in source.shapes:
+        raise ValueError(
+            f"{folder}: {made.source}: missing in the weights; copy the folder from its source again"
+        )
+    stored = source.shapes[made.source]
+    makes = _shape_of(made.make, stored)
+    if makes != shape:
+        raise ValueError(
+            f"{folder}: {made.source} has the shape {list(stored)}, which does not make {name} of {list(shape)} as "
+            "config.json says"
+        )
+
+
+def _shape_of(make: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return tuple(make(torch.empty(shape, device="meta")).shape)
+    except RuntimeError:  # torch's, of a size that does not divide
+        return None
+
+
+def _dtype(source: SafetensorsFolder) -> torch.dtype:
+    return source.read("model.norm.weight").dtype
+
+
+def _state(config: Config, tokenizer: Tokenizer) -> RunState:
+    """Of a run that has not begun."""
+    return RunState(
+        step=0,
+        tokens=0,
+        phase_index=0,
+        phase_name="imported weights",
+        phase_start=0,
+        data={"tokenizer_fingerprint": tokenizer.fingerprint},
+        wandb_run_id=None,
+        config_yaml=config_to_yaml(config),
+        layout=(1, 1, 1, 1),
+        rng=[],
+    )
+
+
+def _start_from(config: Config, out: Path) -> str:
+    tree = dataclasses.asdict(config)
+    own = {
+        "model": tree["model"],
+        **({"moe": tree["moe"]} if config.moe.experts else {}),
+        "gsa": tree["gsa"],
+        "train": {"seq_len_tokens": config.train.seq_len_tokens},
+        "data": {"tokenizer": config.data.tokenizer, "eos_token": config.data.eos_token},
+        "checkpoint": {"initial_weights": str(out)},
+    }
+    head = (
+        "# To start a run from these weights: add run, data.train_dir, phases and what is to differ.\n"
+        "# model must stay; gsa may get gates and an indexer that the model has not.\n"
+    )
+    return head + yaml.safe_dump(own, sort_keys=False, allow_unicode=True)

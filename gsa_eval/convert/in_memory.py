@@ -1,0 +1,182 @@
+"""A checkpoint of any layout, or an exported folder, as a model of transformers in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, text_after
+from gsa_eval.convert.export_hf import check_tensors, tokenizer_of
+from gsa_eval.convert.hf_config import to_hf_config
+from gsa_eval.convert.names import pairs
+from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
+from gsa_eval.convert.tokenizer import folder_tokenizer
+from gsa_hf import DENSE_LAYER, GSAConfig, GSAForCausalLM
+from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
+from gsa_train.config import Config, config_from_yaml
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer."""
+
+    model: GSAForCausalLM
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    """Tokens of the tokenizer; the model may have more, which stand for nothing."""
+
+    def text_after(self, prompt: list[int], new: list[int]) -> str:
+        return text_after(self.decode, prompt, new)
+
+
+def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str:
+    """`attn_implementation`: what is asked for. Empty: the kernels on CUDA devices, where they have the model's
+    selection; else plain torch, and a warning.
+
+    Raises:
+        ValueError: the kernels are asked for, and do not have it.
+    """
+    if asked == "gsa" and indexer_pool > 1:
+        raise ValueError(
+            f"--attention gsa: here the kernels do not have gsa.indexer_pool = {indexer_pool}, which they have for the "
+            "sequences of training alone; give sdpa, or leave it out"
+        )
+    if asked or device.type != "cuda":
+        return asked or "sdpa"
+    if indexer_pool > 1:
+        logger.warning(
+            "attention runs in plain torch, which is slow: here the kernels do not have gsa.indexer_pool = %d",
+            indexer_pool,
+        )
+        return "sdpa"
+    return "gsa"
+
+
+def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
+    """
+    Args:
+        checkpoint: a step_* folder, or one that `import_hf` wrote
+        attention: of `chosen_attention`
+
+    Raises:
+        ValueError: it cannot run so, the checkpoint is damaged or of another model than its config says, or its
+            tokenizer is missing.
+    """
+    state = read_run_state(checkpoint)
+    config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+    tokenizer = tokenizer_of(checkpoint, config, state)
+    attention = chosen_attention(attention, device, config.gsa.indexer_pool)
+    hf_config = to_hf_config(config)
+    hf_config.eos_token_id = tokenizer.eos_id
+    model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
+    model.generation_config.eos_token_id = list(tokenizer.stop_ids)
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, without_special=True)
+
+    return TextModel(model, lambda text: tokenizer.encode_prompt(text).tolist(), decode, tokenizer.vocab_size)
+
+
+def model_in_memory(
+    checkpoint: Path,
+    config: Config,
+    hf_config: GSAConfig,
+    attention: str,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> GSAForCausalLM:
+    """The weights that training calculates with, in evaluation mode.
+
+    Args:
+        config: the checkpoint's.
+        hf_config: what `to_hf_config` makes of it, or that with other budgets, a dense one, ...: sizes are the same.
+        attention: `attn_implementation`
+        dtype: of the weights; None: as they are.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model than its config says.
+    """
+    source = CheckpointTensors(checkpoint)
+    found = pairs(config)
+    check_tensors(checkpoint, source, found)
+    has_indexer = set(hf_config.layer_types or ()) != {DENSE_LAYER}
+    state: dict[str, Any] = {}
+    for pair in found:
+        parts = pair.split(source.read(pair.ours))
+        for name, part in zip(pair.theirs, parts, strict=True):
+            if has_indexer or ".indexer." not in name:
+                state[name] = part
+    loaded: Any = GSAForCausalLM.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=state,
+        dtype=dtype or source.kinds[EMBEDDING].dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    model: GSAForCausalLM = loaded[0]
+    if wrong := sorted({*loaded[1]["missing_keys"], *loaded[1]["unexpected_keys"]}):
+        raise ValueError(f"{checkpoint}: {wrong[0]} is in the checkpoint or in the model alone")
+    return to_device(model, device)
+
+
+def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausalLM:
+    """For evaluation."""
+    module: torch.nn.Module = model  # transformers' own `to` has another signature
+    module.to(device).eval().requires_grad_(False)
+    return model
+
+
+def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
+    """
+    Args:
+        attention: of `chosen_attention`
+
+    Raises:
+        ValueError: it cannot run so; there is no GSA model in the folder, or its files do not fit together.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
+    found: GSAConfig = read_hf_config(folder, [GSAConfig.model_type])
+    if not any((folder / name).is_file() for name in (TOKENIZER_JSON, SENTENCEPIECE_MODEL)):
+        raise ValueError(
+            f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
+        )
+    attention = chosen_attention(attention, device, found.index_pool)
+    model = read_gsa_model(folder, found, found, attention)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of damaged files, and tokenizers raises this very class
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:  # transformers would have it set
+            raise ValueError(
+                f"--hf {folder}: its tokenizer is code of the folder, which is never run here; give a folder with a "
+                f"tokenizer of transformers' own, as {TOKENIZER_JSON}"
+            ) from error
+        raise ValueError(
+            f"--hf {folder}: its tokenizer's files cannot be read ({reason}); copy the folder from its source again"
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    # Its ids may have gaps, so that their number says nothing of the largest.
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    named: Any = model
+    named.generation_config.eos_token_id = list(folder_tokenizer(folder, found).stop_ids)
+    return TextModel(to_device(model, device), encode, decode, vocab_size)

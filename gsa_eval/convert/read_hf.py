@@ -1,0 +1,215 @@
+"""A Hugging Face folder read as a model of transformers: whole, or refused; no code of the folder runs.
+
+transformers itself starts a model whose weights and config.json do not fit together, with random weights in the
+places of the missing ones. So its weights are read here, and are what was checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig
+
+from gsa_data.whole_files import check_kind, parse_json, read_whole
+from gsa_eval.convert.safetensors_folder import SINGLE, SafetensorsFolder
+from gsa_hf import GSAConfig, GSAForCausalLM
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OTHER_WEIGHTS = {
+    "transformers_weights": f"other files of weights are not read; call the file {SINGLE}, and remove the field",
+    "quantization_config": "quantised weights are not read; give the folder that they were made of",
+}
+"""Fields with which transformers would read other weights than those that are checked."""
+MOST = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 10_000)
+"""Of what transformers' configurations make lists."""
+
+
+def read_hf_config(folder: Path, known: Collection[str]) -> Any:
+    """
+    Args:
+        known: architectures, as `model_type` names them.
+
+    Raises:
+        ValueError: there is none, it is damaged, of an architecture that is not known, or names weights that are not
+            read here; a file of the folder is none that may be read.
+    """
+    check_files(folder)
+    path = folder / "config.json"
+    content = _read_json(path)
+    kind = content.get("model_type")
+    if kind not in known:
+        raise ValueError(
+            f"{path}: model_type = {kind}: unknown architecture; give a model of {', '.join(known)}"
+        )
+    for field, remedy in OTHER_WEIGHTS.items():
+        if field in content and (kind == GSAConfig.model_type or field != "quantization_config"):
+            raise ValueError(f"{path}: {field} = {str(content[field])[:60]}: {remedy}")
+    for field, most in MOST.items():
+        value = content.get(field)
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"{path}: {field} = {value}: more than {most}; give the number of the model")
+    if sizes := [name for name, value in _numbers(content) if isinstance(value, int) and abs(value) >> 62]:
+        raise ValueError(f"{path}: {sizes[0]} has more than 62 bits; give the number of the model")
+    if numbers := [name for name, value in _numbers(content) if not math.isfinite(value)]:
+        raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
+    try:
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Of a StrictDataclassError's lines the cause names field and value. KeyError: a field of YaRN is missing.
+    # TypeError: a value of another type, where the class has no check of its own.
+    except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error.__cause__ or error}") from error
+    # Ours to choose: transformers would fetch a kernel of such a name.
+    found._attn_implementation = None
+    found._experts_implementation = None
+    return found
+
+
+def check_files(folder: Path) -> None:
+    """Before transformers opens them: it waits for a pipe, and takes JSON of any depth.
+
+    Raises:
+        ValueError: there is none that may be read of one of the folder's names.
+    """
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        check_kind(path, "copy the folder from its source again")
+        if path.suffix == ".json" and path.is_file():
+            try:
+                parse_json(read_whole(path))
+            except ValueError as error:
+                if not isinstance(
+                    error, json.JSONDecodeError | UnicodeDecodeError
+                ):  # left to its reader, who says more
+                    raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
+
+
+def _numbers(content: Any, where: str = "") -> Iterator[tuple[str, int | float]]:
+    if isinstance(content, dict):
+        for name, value in content.items():
+            # transformers writes infinity as {"__float__": "Infinity"}
+            yield from _numbers(value, where if name == "__float__" else f"{where}.{name}" if where else name)
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            yield from _numbers(value, f"{where}.{number}")
+    elif isinstance(content, int | float):
+        yield where, content
+    elif content in ("Infinity", "-Infinity", "NaN"):
+        yield where, math.nan
+
+
+def read_gsa_model(
+    folder: Path, found: GSAConfig, config: GSAConfig, attention: str, dtype: torch.dtype | str = "auto"
+) -> GSAForCausalLM:
+    """
+    Args:
+        found: the folder's configuration, which its weights must fit.
+        config: that, or the same with other budgets, a dense one, ...: sizes are the same.
+        attention: `attn_implementation`
+
+    Raises:
+        ValueError: the weights are missing or damaged, or not those of a model of this configuration.
+    """
+    source = SafetensorsFolder(folder)
+    stored = source.shapes
+    try:
+        with torch.device("meta"):
+            empty: Any = GSAForCausalLM(found)
+    except (
+        RuntimeError,
+        TypeError,
+        ZeroDivisionError,
+        AssertionError,
+    ) as error:  # torch's, of a size that is none
+        raise ValueError(f"{folder / 'config.json'}: no model can be built of it: {error}") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    if found.tie_word_embeddings:  # it may be there, or not
+        expected.pop("lm_head.weight")
+        check_tied(folder, source)
+        stored = {name: shape for name, shape in stored.items() if name != "lm_head.weight"}
+    if wrong := sorted({name for name, _ in expected.items() ^ stored.items()}):
+        name = wrong[0]
+        more = f" (and {len(wrong) - 1} more)" if wrong[1:] else ""
+        raise ValueError(
+            f"{folder}: {name}{more} has the shape {_shape(stored.get(name))} in the weights, and "
+            f"{_shape(expected.get(name))} by config.json; copy the folder from its source again"
+        )
+    state = {name: source.read(name) for name in stored}
+    loaded: Any = GSAForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=found.dtype or state[EMBEDDING].dtype if dtype == "auto" else dtype,
+        attn_implementation=attention,
+        generation_config=_generation_config(folder),
+        output_loading_info=True,
+    )
+    model: GSAForCausalLM = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ValueError(
+            f"{folder}: {missing[0]} is missing in the weights; copy the folder from its source again"
+        )
+    return model
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
+
+
+def check_tied(folder: Path, source: SafetensorsFolder) -> None:
+    """
+    Raises:
+        ValueError: config.json ties the output layer to the embedding, and the weights have another one.
+    """
+    if HEAD not in source.shapes or EMBEDDING not in source.shapes:
+        return
+    head, embedding = source.read(HEAD).float(), source.read(EMBEDDING).float()
+    if not torch.equal(head, embedding):
+        raise ValueError(
+            f"{folder}: tie_word_embeddings = true, but {HEAD} differs from {EMBEDDING} in the weights; set "
+            "tie_word_embeddings to false in config.json, with which both count"
+        )
+
+
+def named_eos(folder: Path) -> str | None:
+    """The token that ends a document, by the folder's tokenizer_config.json.
+
+    Raises:
+        ValueError: that is damaged.
+    """
+    path = folder / "tokenizer_config.json"
+    token = _read_json(path).get("eos_token") if path.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(
+            f"{path}: eos_token = {str(token)[:60]}: is no text; give the token as it is written"
+        )
+    return token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(read_whole(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; give the folder of a model") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no fields; copy it from its source again")
+    return content
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))

@@ -1,0 +1,76 @@
+"""Reading a checkpoint of a run that goes on, which may delete it meanwhile (checkpoint.keep_last), or set it aside."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from gsa_eval.convert.export_hf import find_source
+
+TRIES = 5
+PAUSE_SECONDS = 1.0
+"""Before the next try: a file system of several nodes may show for so long what was there before."""
+
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+
+def read_source(
+    run_dir: Path | None,
+    step: int | None,
+    checkpoint: Path | None,
+    read: Callable[[Path, Path | None], Result],
+) -> Result:
+    """What `read` makes of the checkpoint that a user means; where it is deleted meanwhile, of the newest one then.
+
+    There is no lock and no mark: a run neither waits for its readers nor keeps a checkpoint for them.
+
+    Args:
+        run_dir, step, checkpoint: of `find_source`.
+        read: of the checkpoint and its run's folder. It may be called several times, and raises OSError or ValueError
+            where something is missing or damaged.
+
+    Raises:
+        ValueError: there is no such checkpoint, the one named by its step or path is gone, or the newest one was gone
+            `TRIES` times.
+        ValueError, OSError: of `read`, where the checkpoint is still there.
+    """
+    for _ in range(TRIES):
+        found, run = find_source(run_dir, step, checkpoint)
+        inode = _inode(found)
+        try:
+            return read(found, run)
+        except (OSError, ValueError) as error:
+            now = None if isinstance(error, OSError) and error.errno == errno.ESTALE else _inode(found)
+            if now == inode:
+                if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == found:
+                    raise ValueError(
+                        f"{found} is damaged: {Path(error.filename).name} is missing. Give another checkpoint."
+                    ) from error
+                raise
+        if now is None and (step is not None or found == checkpoint):
+            raise ValueError(
+                f"{found}: the run deleted this checkpoint while it was read; give a newer one, or keep more of them "
+                "by checkpoint.keep_last or checkpoint.keep_every_steps"
+            )
+        change = "deleted" if now is None else "written again"
+        logger.warning(
+            "%s was %s by its run while it was read: the newest one is read instead", found, change
+        )
+        time.sleep(PAUSE_SECONDS)
+    raise ValueError(
+        f"{found.parent}: the run deleted {TRIES} checkpoints while they were read; keep more of them by "
+        "checkpoint.keep_last, or read one that it keeps (checkpoint.keep_every_steps) by its step"
+    )
+
+
+def _inode(folder: Path) -> int | None:
+    """Another one where another folder has got the name; None where nothing has it."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None

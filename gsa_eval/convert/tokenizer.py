@@ -1,0 +1,253 @@
+"""A run's tokenizer as transformers' AutoTokenizer loads it, with the same ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, normalizers
+from transformers import AutoTokenizer
+
+from gsa_data.chat_template import CONFIG_FILE, TEMPLATE_FILE, TRIAL, ChatEncoder, TemplateRefused
+from gsa_data.companions import Companions, read_companions, set_up_tokenizer
+from gsa_data.tokenize import SENTENCEPIECE_MODEL, TOKENIZER_JSON, Tokenizer, TokenizerError
+from gsa_eval.convert.read_hf import named_eos
+from gsa_hf import GSAConfig
+
+PROBES = (
+    "",
+    "The quick brown fox.",
+    " one space in front, two  and   three between, two behind  ",
+    "\n",
+    "a\nb\n\n\nc\r\nd\te",
+    "def f(x):\n\n\tif x:  # comment\n        return 1234567890\n",
+    "naïve café, Ünïcödé, 日本語テキスト, русский, العربية, हिन्दी",
+    "😀 👩‍👩‍👧‍👦 \U0001f1e9\U0001f1ea \u200b\u00a0\u3000\ufeff",
+    "½ ﬁ Å ① ％ e\u0301",
+    "\x00\x01\x7f\u0080",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa      \n      bbbb",
+    'https://example.org/?q=1&r=%20#x {"key": [1, 2.5e-3, null]}',
+)
+"""Text on which two tokenizers with different rules differ: white space, newlines, characters that only bytes spell,
+compatibility characters, long repetitions."""
+
+# Kinds of sentencepiece's pieces.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+UNIGRAM, BPE = 1, 2
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Where a model's tokenizer is, if not where its folder has it."""
+
+    file: Path | None = None
+    eos_token: str | None = None
+    """Token that ends a document; None: the folder's."""
+
+
+def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
+    """The tokenizer of a folder of transformers, with the end of a document and all tokens at which the model stops.
+
+    Args:
+        found: the folder's configuration.
+
+    Raises:
+        ValueError: there is none, none of training's, or what stands beside it is damaged.
+    """
+    choice = choice or TokenizerChoice()
+    is_ours = found.model_type == GSAConfig.model_type
+    path = choice.file
+    if path is None:
+        # A run's own file; elsewhere tokenizer.json, which has tokens that were added later.
+        names = (SENTENCEPIECE_MODEL, TOKENIZER_JSON)
+        order = names if is_ours else names[::-1]
+        path = next((folder / name for name in order if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(
+            f"{folder} has no {TOKENIZER_JSON} and no {SENTENCEPIECE_MODEL}; "
+            "give it to an import by --tokenizer FILE, or "
+            "copy the model's own there"
+        )
+    tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
+    if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
+        # Of the exported list the first ends a document; what tokenizer_config.json names may end turns.
+        tokenizer = _with_eos(path, tokenizer.name_of(found.eos_token_id[0]))
+    set_up_tokenizer(tokenizer, read_companions(str(folder / TOKENIZER_JSON)))
+    return tokenizer
+
+
+def _with_eos(path: Path, named: str | None) -> Tokenizer:
+    """Without the name where that is the file's own choice, which then has the file's own fingerprint."""
+    try:
+        tokenizer = Tokenizer(str(path))
+    except TokenizerError:
+        if named is None:
+            raise
+        return Tokenizer(str(path), named)
+    if named is None:
+        return tokenizer
+    other = Tokenizer(str(path), named)
+    return tokenizer if other.eos_id == tokenizer.eos_id else other
+
+
+def write_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    max_length: int,
+    companions: Companions | None = None,
+    was_trained: bool = True,
+) -> None:
+    """Write the run's file, a tokenizer.json, tokenizer_config.json and the chat template.
+
+    Args:
+        max_length: tokens of a sequence that the model was trained on.
+        companions: the template of the conversations that it was trained on, and the special tokens.
+        was_trained: here, where no text begins with a token of its own; False for a model that only came in, whose
+            tokenizer goes out with what it puts around a text.
+
+    Raises:
+        ValueError: what AutoTokenizer makes of it gives other ids for some text.
+    """
+    companions = companions or Companions()
+    template = companions.template
+    (folder / tokenizer.file_name).write_bytes(tokenizer.file)
+    if tokenizer.file_name != TOKENIZER_JSON:
+        (folder / TOKENIZER_JSON).write_text(convert_sentencepiece(tokenizer.file, tokenizer.path))
+    loaded = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    named = _special_tokens(tokenizer, companions)
+    settings: dict[str, Any] = {
+        **{name: value for name, value in named.items() if loaded.token_to_id(value) is not None},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if was_trained and loaded.num_special_tokens_to_add(is_pair=False):
+        # The file puts tokens around each text, as Llama's a <|begin_of_text|> in front. Training did not.
+        content = json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
+        plain = json.dumps({**content, "post_processor": None}, ensure_ascii=False)
+        (folder / TOKENIZER_JSON).write_text(plain, encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    if template is not None:
+        (folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    check_same_ids(tokenizer, folder, companions, was_trained)
+
+
+def check_same_ids(
+    tokenizer: Tokenizer, folder: Path, companions: Companions | None = None, was_trained: bool = True
+) -> None:
+    """By the default call of AutoTokenizer, too, and of a conversation of two turns.
+
+    Raises:
+        ValueError: AutoTokenizer gives other ids than training, with the text.
+    """
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    calls: list[dict[str, Any]] = [{"add_special_tokens": False}, *([{}] if was_trained else [])]
+    for text in PROBES:
+        expected = tokenizer.encode(text).tolist()
+        for call in calls:
+            _compare(tokenizer, text, theirs(text, verbose=False, **call)["input_ids"], expected)
+    companions = companions or Companions()
+    if theirs.eos_token != (name := _special_tokens(tokenizer, companions)["eos_token"]):
+        raise ValueError(
+            f"tokenizer {tokenizer.path}: transformers has eos_token {theirs.eos_token}, training {name}"
+        )
+    if companions.template is None:
+        return
+    try:
+        text = ChatEncoder(companions.template, tokenizer, trains=False).render_text(TRIAL)
+    except TemplateRefused:  # so does transformers
+        return
+    found: Any = theirs.apply_chat_template(TRIAL, return_dict=False)
+    _compare(tokenizer, text, found, tokenizer.encode_chat(text, [])[0].tolist())
+
+
+def _special_tokens(tokenizer: Tokenizer, companions: Companions) -> dict[str, str]:
+    """For tokenizer_config.json. `eos_token` ends a document, or is what the template writes by this name."""
+    named = {**companions.special_tokens, "eos_token": tokenizer.name_of(tokenizer.eos_id)}
+    if (template := companions.template) is not None:
+        variables = ChatEncoder(template, tokenizer, trains=False).variables
+        named |= {name: value for name, value in variables.items() if template.mentions(name)}
+    return named
+
+
+def _compare(tokenizer: Tokenizer, text: str, found: list[int], expected: list[int]) -> None:
+    if found != expected:
+        raise ValueError(
+            f"tokenizer {tokenizer.path}: transformers gives {text!r} the ids {found[:12]}, training "
+            f"{expected[:12]}. The model would read other text than it was trained on; train with a tokenizer.json "
+            "instead"
+        )
+
+
+def convert_sentencepiece(file: bytes, path: str) -> str:
+    """A sentencepiece model as the content of a tokenizer.json.
+
+    Raises:
+        ValueError: its kind of model has no counterpart.
+    """
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    proto = messages.ModelProto()
+    proto.ParseFromString(file)
+    trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    pieces = [piece.piece for piece in proto.pieces]
+    if trainer.model_type == BPE:
+        model: Any = models.BPE(
+            vocab={piece: token for token, piece in enumerate(pieces)},
+            merges=_merges(proto),
+            unk_token=pieces[trainer.unk_id],
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    elif trainer.model_type == UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in proto.pieces]
+        model = models.Unigram(scores, trainer.unk_id, trainer.byte_fallback)
+    else:
+        raise ValueError(
+            f"tokenizer {path}: a sentencepiece model of words or characters has no counterpart in tokenizer.json; "
+            "train with one of BPE or unigram"
+        )
+    if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
+        raise ValueError(
+            f"tokenizer {path}: its white space (treat_whitespace_as_suffix, escape_whitespaces) has no counterpart in "
+            "tokenizer.json; train with sentencepiece's default for both"
+        )
+    converted = tokenizers.Tokenizer(model)
+    converted.normalizer = normalizers.Sequence(_normalizers(rules))
+    back: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    converted.decoder = decoders.Sequence(back + [decoders.Strip(" ", 1, 0)] * rules.add_dummy_prefix)
+    for piece in proto.pieces:
+        if piece.type in (UNKNOWN, CONTROL):
+            converted.add_special_tokens([tokenizers.AddedToken(piece.piece, special=True, normalized=False)])
+        elif piece.type == USER_DEFINED:
+            converted.add_tokens([tokenizers.AddedToken(piece.piece, special=False, normalized=False)])
+    content: str = converted.to_str(pretty=False)
+    return content
+
+
+def _normalizers(rules: Any) -> list[Any]:
+    """In sentencepiece's order."""
+    found: list[Any] = []
+    if rules.precompiled_charsmap:
+        found.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:  # of spaces alone
+        found.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""))
+        found.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
+    if rules.add_dummy_prefix:
+        found.append(normalizers.Prepend("\u2581"))
+    return [*found, normalizers.Replace(" ", "\u2581")]
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, in the order in which sentencepiece joins them: best score first."""
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
+    found = [
+        (-score, number, piece[:cut], piece[cut:])
+        for number, (piece, score) in enumerate(scores.items())
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(left, right) for _, _, left, right in sorted(found)]

@@ -1,0 +1,268 @@
+"""An evaluation from top to bottom."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gsa_data.faults import Reading
+from gsa_data.request_files import is_request_file, score
+from gsa_eval.answers import answer_prompts
+from gsa_eval.generation import continue_prompts
+from gsa_eval.perplexity import score_text, token_losses
+from gsa_eval.results import circumstances, result_folder, table, write_results
+from gsa_eval.ruler import TASKS, Material, Sample, read_questions
+from gsa_eval.ruler_score import (
+    RulerOptions,
+    gold_table,
+    ruler_table,
+    score_gold,
+    score_ruler,
+)
+from gsa_eval.subject import Execution, Source, Subject, load_subject
+from gsa_eval.text import READING, WIKITEXT, TextOptions, as_piece, read_text, words_of
+from gsa_eval.wandb_run import log_to_wandb
+from gsa_hf import GSAForCausalLM
+from gsa_hf.generation import Generator
+from gsa_train.config import Config
+from gsa_train.data.tokenizer import reading_of
+from gsa_train.metrics.wandb_sink import wandb_mode
+from gsa_train.validation.requests import encode_requests, read_tasks, requests_table
+
+logger = logging.getLogger(__name__)
+
+
+def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Path, str]:
+    """The folder of results and their table.
+
+    Args:
+        arguments: of gsa_eval.commands.evaluate.
+        words: the command line, for the record.
+
+    Raises:
+        ValueError, DataFault, OSError: something cannot be read, or the name is in use.
+        WandbRefused: WANDB_MODE has no mode of W&B.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
+    if source.run is not None or arguments.out is not None:  # before anything is loaded
+        result_folder(arguments.name, source.run, arguments.out)
+    execution = Execution(arguments.device, arguments.attention, arguments.dtype)
+    subject = load_subject(source, arguments.settings, execution)
+    folder = result_folder(arguments.name, subject.run_dir, arguments.out)
+    if subject.config is not None:
+        _check(subject.config, arguments)
+    _warn_of_length(subject, arguments)
+    results: dict[str, Any] = {
+        "name": arguments.name,
+        "model": subject.about,
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if value not in (None, "", [], ())
+        },
+        **circumstances(words),
+        "tables": [],
+    }
+    try:
+        _score(subject, arguments, results)
+        text = write_results(folder, results)
+    except BaseException:
+        if results["tables"] or results.get("data"):  # of hours, perhaps
+            print(f"{table(results)}\n{folder} was not written; this is what was finished")
+        raise
+    del results["tables"]
+    if subject.config is not None:
+        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
+    return folder, text
+
+
+def _check(config: Config, arguments: argparse.Namespace) -> None:
+    """Refuse now what would be refused behind hours of scoring.
+
+    Raises:
+        ValueError, WandbRefused: as of `run_evaluation`.
+    """
+    wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
+    asks_for_other = arguments.data or arguments.tasks or arguments.ruler
+    if config.data.format == "chat" and (arguments.validation or not asks_for_other):
+        raise ValueError(
+            "the run's validation sets are conversations, which its own validations score (validation_loss in "
+            "metrics.jsonl); give --data PLACE, a text"
+        )
+
+
+def _warn_of_length(subject: Subject, arguments: argparse.Namespace) -> None:
+    """Where the model has seen no such positions in training, and nothing is asked of its rotary embedding."""
+    length = max([arguments.context_length or 0, *arguments.ruler])
+    rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
+    if length > subject.trained_length and not rotary:
+        logger.warning(
+            "%d tokens: more than the %d of a sequence in training, whose positions the model knows; for longer ones "
+            "see model.rope_scaling",
+            length,
+            subject.trained_length,
+        )
+
+
+def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Put what was asked for into `results`, part by part, so that a failure leaves those before it."""
+    tables = results["tables"]
+    files = [task for task in arguments.tasks if is_request_file(task)]
+    tasks = [task for task in arguments.tasks if task not in files]
+    if files:
+        results["requests"] = _requests(subject, arguments, files)
+        tables.append(requests_table(results["requests"]))
+    if tasks:
+        try:
+            from gsa_eval.harness import run_tasks, task_table
+        except ModuleNotFoundError as missing:
+            raise ValueError(
+                f"--tasks needs the package {missing.name}; run in the checkout: pip install '.[hf,eval]'"
+            ) from missing
+        options = (
+            arguments.batch_size or 1,
+            arguments.context_length,
+            arguments.limit,
+            arguments.num_fewshot,
+        )
+        results["tasks"] = run_tasks(subject, tasks, *options)
+        tables.append(task_table(results["tasks"]))
+    if arguments.ruler and arguments.ruler_gold:
+        results["ruler_gold"] = _ruler(subject, arguments)
+        tables.append(gold_table(results["ruler_gold"]))
+    elif arguments.ruler:
+        results["ruler"] = _ruler(subject, arguments)
+        tables.append(ruler_table(results["ruler"]))
+    if arguments.data or arguments.validation or not tables:
+        results["data"] = {}
+        for name, scores in _texts(subject, arguments):
+            results["data"][name] = scores
+
+
+def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
+    """Task -> its scores, and of how much."""
+    found = {}
+    for task in read_tasks(files, arguments.limit):
+        length = arguments.context_length or subject.trained_length
+        nats = _nats(subject, arguments, task.requests, length, task.name)
+        counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
+        found[task.name] = {**score(task, [-each for each in nats]), **counts}
+        logger.info("%s: %d questions", task.name, len(task.questions))
+    return found
+
+
+def _nats(
+    subject: Subject, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], length: int, where: str
+) -> list[float]:
+    """Of each continuation behind its context, both together at most `length` tokens."""
+    requests = encode_requests(texts, subject.tokenizer, length, where)
+    sums = np.zeros(len(requests))
+    for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size or 1):
+        sums[each.number] = each.nats.sum(dtype=np.float64)
+    found: list[float] = sums.tolist()
+    return found
+
+
+def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of a text, and its scores."""
+    places = named_places(arguments.data)
+    max_tokens: int | None = arguments.max_tokens
+    context_length: int = arguments.context_length or subject.trained_length
+    if (arguments.stride or 0) > context_length:
+        raise ValueError(
+            f"--stride {arguments.stride}: above the context length {context_length}; give at most that"
+        )
+    how = _reading(arguments, None)
+    if not places:
+        if subject.config is None:
+            raise ValueError("nothing to do: give --data PLACE")
+        places = subject.config.data.validation_folders
+        max_tokens = max_tokens or subject.config.evaluate.max_blocks * context_length
+        how = _reading(arguments, subject.config)
+    options = TextOptions(context_length, arguments.stride, max_tokens, subject.attend_across_documents, *how)
+    for name, place in places.items():
+        text = read_text(place, subject.tokenizer, options)
+        logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
+        scores = score_text(subject.model, text, arguments.batch_size or 1, name)
+        yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}
+
+
+def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str, Reading]:
+    """Field of the text, and limits of reading it: both decide which text a folder holds.
+
+    Args:
+        config: of the run whose own text it is; None: it is of no run.
+    """
+    if config is None:
+        return arguments.text_field or "text", READING
+    return arguments.text_field or config.data.text_field, reading_of(config)
+
+
+def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All tasks for which there is text, or those that were asked for."""
+    model, tokenizer = subject.model, subject.tokenizer
+    haystack: str | None = arguments.haystack
+    how = _reading(arguments, None)
+    if haystack is None and subject.config is not None and subject.config.data.format != "chat":
+        haystack = next(iter(subject.config.data.validation_folders.values()))
+        how = _reading(arguments, subject.config)
+    essay = words_of(haystack, tokenizer, max(arguments.ruler), *how) if haystack else []
+    questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
+    without = {"essay"} if not essay else set()
+    without |= {"qa_1", "qa_2"} - questions.keys()
+    tasks = arguments.ruler_tasks.split(",") if arguments.ruler_tasks else []
+    tasks = tasks or [name for name, task in TASKS.items() if task.needs not in without]
+
+    def generate(asked: Sequence[Sample], new_tokens: int) -> list[str]:
+        tokens = [sample.tokens for sample in asked]
+        if generator is None:
+            return continue_prompts(model, tokenizer, tokens, new_tokens)
+        return answer_prompts(generator, tokenizer, tokens, new_tokens, arguments.batch_size)
+
+    options = RulerOptions(
+        arguments.ruler, tasks, arguments.ruler_samples, arguments.seed, Material(essay, questions)
+    )
+    generator: Generator | None = None
+    begin = time.perf_counter()
+    if arguments.ruler_gold:
+        found = score_gold(partial(_nats, subject, arguments, where="RULER"), tokenizer, options)
+    else:
+        if isinstance(model, GSAForCausalLM):
+            generation_config: Any = model.generation_config
+            generation_config.eos_token_id = list(tokenizer.stop_ids)
+            longest = max(arguments.ruler)
+            generator = Generator(model, vocab_size=tokenizer.vocab_size, context_tokens=longest)
+        found = score_ruler(generate, tokenizer, options)
+    found["seconds"] = round(time.perf_counter() - begin, 2)
+    count = len(tasks) * len(options.lengths_tokens) * options.samples
+    logger.info("RULER, %d samples: %.1f s", count, found["seconds"])
+    return {**found, "haystack": haystack, "without": [name for name in TASKS if name not in tasks]}
+
+
+def named_places(words: Sequence[str]) -> dict[str, str]:
+    """name -> place, of `[NAME=]PLACE`; without a name the place's last part.
+
+    Raises:
+        ValueError: two of one name, or no place, as of a shell variable that is not set: that would be this folder.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, place = word.partition("=")
+        if not equals or "/" in name or ":" in name:
+            place = word
+            name = Path(place.removeprefix(WIKITEXT).rstrip("/")).name
+        if not place.strip():
+            raise ValueError(f"--data {word!r}: names no place; give the folder of a text, or leave it out")
+        if name in found:
+            raise ValueError(f"--data {word}: {name} is there already; give NAME={place}")
+        found[name] = place
+    return found

@@ -1,0 +1,130 @@
+"""Continuations of prompts, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import StoppingCriteria
+
+from gsa_data.tokenize import Tokenizer, text_after
+from gsa_eval.trained_model import TrainedModel
+from gsa_hf import GSAForCausalLM
+
+PROMPT_TAIL_TOKENS = 32
+"""Of a prompt, what a continuation is decoded with: of its own first token some tokenizers leave out the space."""
+
+
+class _AtStops(StoppingCriteria):
+    """Ends a sequence whose continuation spells one of some texts."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt_length: int) -> None:
+        self._tokenizer, self._stops, self._prompt_length = tokenizer, stops, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        first = max(self._prompt_length - PROMPT_TAIL_TOKENS, 0)
+        tail = self._prompt_length - first
+        rows = input_ids[:, first:].tolist()
+        texts = [text_after(self._tokenizer.decode, row[:tail], row[tail:]) for row in rows]
+        done = [any(stop in text for stop in self._stops) for text in texts]
+        return torch.tensor(done, device=input_ids.device)
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: GSAForCausalLM | TrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stops: Sequence[str] = (),
+    batch_size: int = 1,
+    **sampling: Any,
+) -> list[str]:
+    """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of
+    `stops`, which is left out. A stop may name a special token; of those that are written the text has none. No token
+    is written that the tokenizer does not have, as the end of a padded vocabulary.
+
+    Args:
+        prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
+        sampling: of transformers' `generate`; greedy without.
+    """
+    stops = [stop for stop in stops if stop]
+    ends = _ends(tokenizer, stops)
+    if isinstance(model, TrainedModel):
+        if sampling.get("do_sample"):
+            raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
+        return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
+    settings = {"do_sample": False, **sampling}
+    left_out = [
+        *(settings.pop("suppress_tokens", None) or ()),
+        *range(tokenizer.vocab_size, model.config.vocab_size),
+    ]
+    texts = [""] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    for first in tqdm(range(0, len(order), batch_size), "generate", leave=False, disable=None):
+        batch = order[first : first + batch_size]
+        length = len(prompts[batch[0]])
+        tokens = torch.full((len(batch), length), tokenizer.eos_id)
+        mask = torch.zeros_like(tokens)
+        for row, number in enumerate(batch):
+            start = length - len(prompts[number])
+            tokens[row, start:] = torch.tensor(prompts[number])
+            mask[row, start:] = 1
+        generated: Any = model.generate(  # type: ignore[misc]
+            input_ids=tokens.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.eos_id,
+            eos_token_id=ends,
+            suppress_tokens=left_out or None,
+            use_cache=True,
+            stopping_criteria=[_AtStops(tokenizer, stops, length)] if stops else None,
+            **settings,
+        )
+        for number, row in zip(batch, generated[:, length:].cpu().numpy(), strict=True):
+            texts[number] = continuation_text(tokenizer, prompts[number], row.tolist(), ends, stops)
+    return texts
+
+
+def _without_cache(
+    model: TrainedModel,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stops: Sequence[str],
+) -> str:
+    """A forward pass over everything for each token."""
+    tokens, ends = list(prompt), _ends(tokenizer, stops)
+    for _ in range(max_new_tokens):
+        hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
+        tokens.append(int(model.lm_head(hidden[:, -1])[:, : tokenizer.vocab_size].argmax(-1)))
+        new = tokens[len(prompt) :]
+        written = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), new) if stops else ""
+        if new[-1] in ends or any(stop in written for stop in stops):
+            break
+    return continuation_text(tokenizer, prompt, tokens[len(prompt) :], ends, stops)
+
+
+def _ends(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:
+    """The tokens at which a text ends: an EOS, and special tokens that `stops` names."""
+    named = [tokenizer.encode_chat(stop, [])[0].tolist() for stop in stops if tokenizer.has_token(stop)]
+    special = [each[0] for each in named if len(each) == 1 and tokenizer.token_bytes[each[0]] == 0]
+    return list(dict.fromkeys([*tokenizer.stop_ids, *special]))
+
+
+def continuation_text(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    ends: Sequence[int],
+    stops: Sequence[str] = (),
+) -> str:
+    """What new tokens spell after a prompt, up to one of the tokens `ends` or of the texts `stops`."""
+    until = next((place for place, token in enumerate(new) if token in ends), len(new))
+    spelled = [token for token in new[:until] if tokenizer.token_bytes[token] > 0]
+    text = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), spelled)
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text

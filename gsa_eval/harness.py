@@ -1,0 +1,207 @@
+"""Our models in lm-evaluation-harness, as its model `gsa_train`.
+
+    python -m gsa_eval.harness run --model gsa_train --model_args run=RUN_DIR,step=N --tasks hellaswag
+
+is the harness' own command line, which knows this model. `gsa-evaluate --tasks` calls `run_tasks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+from gsa_eval.generation import continue_prompts
+from gsa_eval.perplexity import token_losses
+from gsa_eval.subject import Execution, Source, Subject, load_subject
+from gsa_eval.text import Piece, windows
+from gsa_train.validation.harness_tasks import EncodingLM, find_tasks, task_errors
+
+MAX_GENERATED_TOKENS = 256
+"""Where a task does not say; the harness' own default."""
+
+
+@register_model("gsa_train")
+class GSATrainLM(EncodingLM):
+    """
+    Args:
+        run, step, checkpoint, hf: one of three: `Source`.
+        settings: `gsa.k_base=512` and the like, with `;` between.
+        attention, dtype, device: `Execution`.
+        max_length: tokens of context and continuation; as in training if None.
+        subject: instead of all these, a model that is loaded already.
+    """
+
+    def __init__(
+        self,
+        run: str | None = None,
+        checkpoint: str | None = None,
+        hf: str | None = None,
+        step: int | None = None,
+        settings: str = "",
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        subject: Subject | None = None,
+        **execution: Any,
+    ) -> None:
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size={batch_size}: give a number of sequences")
+        execution.pop("max_batch_size", None)  # of batch_size=auto
+        execution.pop("trust_remote_code", None)  # no code of a model's folder runs here
+        known = [each.name for each in dataclasses.fields(Execution)]
+        if unknown := sorted(execution.keys() - set(known)):
+            names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
+            raise ValueError(
+                f"model_args: {unknown[0]}={execution[unknown[0]]} is unknown; give some of {names}"
+            )
+        if subject is None:
+            if [run, checkpoint, hf].count(None) != 2:
+                raise ValueError("model_args: give one of run=DIR, checkpoint=DIR and hf=DIR")
+            places = {"run": run, "checkpoint": checkpoint, "hf": hf}
+            paths = {name: Path(place) for name, place in places.items() if place is not None}
+            words = [word for word in settings.split(";") if word]
+            subject = load_subject(Source(step=step, **paths), words, Execution(**execution))
+        super().__init__(subject.tokenizer, subject.chat_template)
+        self.subject = subject
+        self.batch_size = int(batch_size)
+        self.max_length = max_length or subject.trained_length
+        self._device = subject.model.device
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Contexts that are too long lose their beginning."""
+        pieces = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"a continuation has {len(continuation)} tokens; give max_length of at least that"
+                )
+            tokens = np.array([*context, *continuation][-self.max_length - 1 :], np.int32)
+            places = np.arange(len(tokens) - 1)
+            pieces.append(Piece(tokens, places >= len(places) - len(continuation), places))
+        found = [(0.0, True)] * len(pieces)
+        for scored in self._scored(pieces):
+            found[scored.number] = (-float(scored.nats.sum(dtype=np.float64)), bool(scored.greedy.all()))
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        pieces, owners = [], []
+        for number, request in enumerate(requests):
+            document = np.array(self.tok_encode(request.args[0]), np.int32)
+            parts = list(windows(document, self.eot_token_id, self.max_length, self.max_length))
+            pieces += parts
+            owners += [number] * len(parts)
+        found = [0.0] * len(requests)
+        for scored in self._scored(pieces):
+            found[owners[scored.number]] -= float(scored.nats.sum(dtype=np.float64))
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        found = [""] * len(requests)
+        alike: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            alike[json.dumps(request.args[1], sort_keys=True)].append(number)
+        for numbers in alike.values():
+            settings: dict[str, Any] = dict(
+                normalize_gen_kwargs(requests[numbers[0]].args[1], MAX_GENERATED_TOKENS)
+            )
+            stops = handle_stop_sequences(settings.pop("until", None), eos=None)
+            max_new = settings.pop("max_gen_toks")
+            if not settings.get("do_sample"):
+                settings.pop("temperature", None)
+            room = self.max_length - max_new
+            if room < 1:
+                raise ValueError(
+                    f"a task generates {max_new} tokens, the context has {self.max_length}; give a larger max_length"
+                )
+            encoded = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            prompts = [each or [self.eot_token_id] for each in encoded]
+            texts = continue_prompts(
+                self.subject.model,
+                self.subject.tokenizer,
+                prompts,
+                max_new,
+                stops,
+                self.batch_size,
+                **settings,
+            )
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return found
+
+    def _scored(self, pieces: list[Piece]) -> Any:
+        yielded: Any = token_losses(self.subject.model, pieces, self.batch_size)
+        return yielded
+
+
+def run_tasks(
+    subject: Subject,
+    tasks: Sequence[str],
+    batch_size: int,
+    max_length: int | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+) -> dict[str, Any]:
+    """Scores of tasks, with their versions and numbers of examples, as the harness has them.
+
+    Args:
+        tasks: the harness' names, or YAML files of one's own.
+
+    Raises:
+        ValueError: there is no such task, or it has a mistake in it.
+    """
+    manager, wanted = find_tasks(tasks)
+    model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
+    with task_errors(", ".join(tasks), (TemplateError,)):  # of a field that the data do not have
+        found: Any = simple_evaluate(
+            model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
+    kept = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples")}
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
+
+
+def task_table(found: dict[str, Any]) -> dict[str, Any]:
+    """For results.table."""
+    rows = []
+    for task, scores in found["results"].items():
+        for key, value in scores.items():
+            metric, _, filtered = key.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                error = scores.get(f"{metric}_stderr,{filtered}")
+                rows.append(
+                    [
+                        task,
+                        metric,
+                        filtered,
+                        f"{value:.4f}",
+                        _error(error),
+                        str(found["n-shot"].get(task, "")),
+                    ]
+                )
+    return {"title": "Tasks:", "head": ["task", "metric", "filter", "value", "±", "shots"], "rows": rows}
+
+
+def _error(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,197 @@
+"""Perplexity, bits per byte and loss by position of a model on text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Union
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+from tqdm import tqdm
+
+from gsa_eval.text import Piece, Text
+from gsa_eval.trained_model import TrainedModel
+from gsa_hf import GSAForCausalLM
+
+ScoredModel = Union[GSAForCausalLM, TrainedModel]  # noqa: UP007 - read at run time
+LOGIT_ROWS = 4096
+"""Labels whose logits are calculated at once: [rows, vocabulary] in bf16 is 1 GB with 128K tokens."""
+FIRST_BUCKET_TOKENS = 16
+
+
+def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
+    """Of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`, `word_perplexity` (exp(nats of
+    all labels / words)), and `loss_by_position`, by how many tokens the model sees when it predicts."""
+    begin = time.perf_counter()
+    scored = token_losses(model, text.pieces, batch_size)
+    labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
+    nats = np.concatenate([each.nats for each in labels]).astype(np.float64)
+    positions = [text.pieces[each.number].positions[text.pieces[each.number].scored] for each in labels]
+    seen = np.concatenate(positions) + 1
+    seconds = time.perf_counter() - begin
+    total, loss = float(nats.sum()), float(nats.mean())
+    found: dict[str, Any] = {
+        "loss": loss,
+        "perplexity": exp(loss),
+        "bits_per_byte": total / math.log(2) / text.text_bytes if text.text_bytes else None,
+        "tokens": len(nats),
+        "bytes": text.text_bytes,
+        "sequences": len(text.pieces),
+        "forward_tokens": sum(len(piece.scored) for piece in text.pieces),
+        "seconds": round(seconds, 3),
+        "loss_by_position": by_position(nats, seen),
+    }
+    if text.words is not None:
+        found |= {"words": text.words, "word_perplexity": exp(total / text.words)}
+    return found
+
+
+class Scored(NamedTuple):
+    """The scored labels of one piece."""
+
+    number: int
+    """Of the piece, from 0."""
+    nats: NDArray[np.float32]
+    """[labels] cross-entropy"""
+    greedy: NDArray[np.bool_]
+    """[labels] whether no other token is more probable"""
+
+
+@torch.no_grad()
+def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
+    """The longest pieces first.
+
+    Padding stands behind a sequence, where no query of it looks.
+
+    Raises:
+        ValueError: packed documents whose queries share selections.
+    """
+    order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
+    under_way: tuple[list[int], list[int], LabelScores] | None = None
+    for first in range(0, len(order), batch_size):
+        numbers = order[first : first + batch_size]
+        batch = [pieces[number] for number in numbers]
+        length = len(batch[0].scored)
+        tokens = np.stack([_filled(piece.tokens[:-1], length) for piece in batch])
+        positions = None
+        if any((np.diff(piece.positions) != 1).any() for piece in batch):
+            _check_may_pack(model)
+            rows = [_filled(piece.positions, length, counts_on=True) for piece in batch]
+            positions = _on_device(np.stack(rows), model.device)
+        hidden = hidden_states(model, _on_device(tokens, model.device), positions)
+        places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
+        labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
+        begun = numbers, [len(each) for each in places], _score_labels(model, hidden, places, labels)
+        # The device goes on with this batch while the host reads the one before.
+        if under_way is not None:
+            yield from _read(*under_way)
+        under_way = begun
+    if under_way is not None:
+        yield from _read(*under_way)
+
+
+def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """[B, L, d], behind the last norm, of tokens and positions [B, L]."""
+    if isinstance(model, TrainedModel):
+        return model.hidden_states(tokens, positions)
+    found: torch.Tensor = model.model(
+        input_ids=tokens, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    return found
+
+
+class LabelScores(NamedTuple):
+    """Of a batch's labels, on the device."""
+
+    nats: torch.Tensor
+    greedy: torch.Tensor
+
+
+def _score_labels(
+    model: ScoredModel, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
+) -> LabelScores:
+    """The host does not wait for the device.
+
+    Args:
+        hidden: [B, L, d]
+        places: of the labels' inputs in the flattened batch
+    """
+    flat, targets = hidden.flatten(0, 1), _on_device(labels, hidden.device)
+    rows = _on_device(np.concatenate(places), hidden.device)
+    nats, greedy = [flat.new_zeros(0, dtype=torch.float32)], [flat.new_zeros(0, dtype=torch.bool)]
+    for some, wanted in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        logits = model.lm_head(flat[some])
+        nats.append(_cross_entropy(logits, wanted))
+        greedy.append(logits.argmax(-1) == wanted)
+    return LabelScores(torch.cat(nats), torch.cat(greedy))
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """In fp32, of logits [N, V]. On a GPU in one pass over them: torch would write them twice in fp32."""
+    if logits.is_cuda and len(logits) > 0:
+        from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton
+
+        return vocab_parallel_cross_entropy(logits, targets)
+    return functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _read(numbers: list[int], counts: list[int], scores: LabelScores) -> Iterator[Scored]:
+    nats, greedy = scores.nats.cpu().numpy(), scores.greedy.cpu().numpy()
+    ends = np.cumsum(counts)[:-1]
+    for found in zip(numbers, np.split(nats, ends), np.split(greedy, ends), strict=True):
+        yield Scored(*found)
+
+
+def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    # From pageable memory the host would wait until the device has done all before it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Mean loss in buckets of 1-16, 17-32, 33-64, ... tokens that the model sees.
+
+    Args:
+        nats: [labels]
+        seen: [labels] tokens, the last one included.
+    """
+    bucket = np.maximum(np.ceil(np.log2(seen / FIRST_BUCKET_TOKENS)), 0).astype(np.int64)
+    counts = np.bincount(bucket)
+    sums = np.bincount(bucket, weights=nats)
+    return [
+        {
+            "from": 1 if number == 0 else FIRST_BUCKET_TOKENS * 2 ** (number - 1) + 1,
+            "to": FIRST_BUCKET_TOKENS * 2**number,
+            "loss": sums[number] / count,
+            "tokens": int(count),
+        }
+        for number, count in enumerate(counts)
+        if count
+    ]
+
+
+def exp(loss: float) -> float:
+    """Infinite where a float cannot hold it."""
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
+def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[np.int64]:
+    """[length], zeros behind the row, or numbers that go on from its last."""
+    filled = np.zeros(length, np.int64)
+    filled[: len(row)] = row
+    if counts_on:
+        filled[len(row) :] = row[-1] + 1 + np.arange(length - len(row))
+    return filled
+
+
+def _check_may_pack(model: ScoredModel) -> None:
+    """In training blocks of queries are aligned to the sequence, in transformers to each document."""
+    if not isinstance(model, TrainedModel) and model.config.index_block_size > 1:
+        raise ValueError(
+            f"gsa.selection_block = {model.config.index_block_size} with isolated documents in one sequence: blocks of "
+            "queries would not be those of training; give --stride, which scores each document by itself"
+        )

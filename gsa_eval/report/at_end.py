@@ -1,0 +1,55 @@
+"""Plots and report of a run that is complete, drawn by a process that the run starts at its end:
+
+    python -m gsa_eval.report.at_end RUN_DIR
+
+So the trainer knows nothing of drawing, and no fault of it can touch the run. Prints a line for each file, or why there
+is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+FAULTS_OF_DRAWING = (
+    OSError,
+    ImportError,  # of a checkout newer than the packages beside it
+    MemoryError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+)
+"""Whatever damaged records, other versions of the packages or a full disk may lead to: the run is complete."""
+
+
+def draw_at_end(folder: Path) -> list[str]:
+    """Lines for the log of the run."""
+    return [*_lines("plots", folder, _plots), *_lines("report", folder, _report)]
+
+
+def _lines(what: str, folder: Path, write: Callable[[Path], list[Path]]) -> list[str]:
+    try:
+        return [f"wrote {path}" for path in write(folder)]
+    except FAULTS_OF_DRAWING as error:
+        why = error if isinstance(error, OSError | ImportError) else repr(error)
+        return [f"the run is complete, and its {what} cannot be drawn: {why}; gsa-plot {folder} tries again"]
+
+
+def _plots(folder: Path) -> list[Path]:
+    from gsa_eval.report.plots import write_plots
+
+    return write_plots(folder)
+
+
+def _report(folder: Path) -> list[Path]:
+    from gsa_eval.report.page import write_report
+
+    return [write_report([folder], folder / "report.html")]
+
+
+if __name__ == "__main__":
+    print("\n".join(draw_at_end(Path(sys.argv[1]))))

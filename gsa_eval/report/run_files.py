@@ -1,0 +1,164 @@
+"""What a report reads of one run: its records, starts, config and events, and the facts that follow from them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gsa_data.whole_files import parse_json
+from gsa_eval.report.events import events_of
+from gsa_eval.report.run_series import (
+    flat,
+    is_own,
+    known_of,
+    phase_starts,
+    records_of,
+    token_knots,
+    tokens_at,
+)
+from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.metrics.goodput.account import Account
+from gsa_train.metrics.goodput.ledger import read_account
+from gsa_train.metrics.progress import compact
+from gsa_train.metrics.record_checks import fault_of_samples, is_number
+from gsa_train.metrics.record_format import SAMPLES, Record, numbers_back, read_records
+from gsa_train.run_folder.starts import read_starts
+
+logger = logging.getLogger(__name__)
+
+
+class RunFiles:
+    """Of a run under way, complete or killed; what is not known is None."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.records = [flat(record) for record in records_of(folder)]
+        self.known = known_of(self.records)
+        self.steps = [record for record in self.records if "event" not in record]
+        self.starts = read_starts(folder, needed=("step", "layout", "host"))
+        self.samples = _read_samples(folder / SAMPLES)
+        """Records of validations with `evaluate.prompts`, in the order of the steps."""
+        self.summary = read_summary(folder)
+        self.stopped: Record = read_json(folder / "stopped.json", {"step": int, "reason": str})
+        self.config_path = folder / "config.yaml"
+        has_config = self.config_path.is_file() and is_own(self.config_path, folder)
+        self.config_yaml = (
+            self.config_path.read_text(encoding="utf-8", errors="replace") if has_config else ""
+        )
+        self.phases = phase_starts(self.records)
+        self.token_knots = token_knots(self.records)
+        self.events = events_of(folder, self.records, self.starts)
+
+    @cached_property
+    def config(self) -> Config | None:
+        """None where there is none, or only one of a version with other fields."""
+        if not self.config_yaml:
+            return None
+        try:
+            return load_config(self.config_path, need_data=False)
+        except ConfigError:
+            return None
+
+    @cached_property
+    def goodput(self) -> Account | None:
+        """Where its time went."""
+        return read_account(self.folder)
+
+    @property
+    def last_step(self) -> int:
+        return max(record["step"] for record in self.records)
+
+    @property
+    def planned_steps(self) -> int | None:
+        return None if self.config is None else sum(phase.steps for phase in self.config.phases)
+
+    @property
+    def planned_tokens(self) -> int | None:
+        """Of all phases: those that are trained, and for each step that is left a batch of the config."""
+        if self.config is None or self.planned_steps is None:
+            return None
+        done = min(self.last_step, self.planned_steps)
+        trained = tokens_at(self.token_knots, [done])[0] if self.token_knots else None
+        per_step = self.config.train.global_batch_size * self.config.train.seq_len_tokens
+        return round(done * per_step if trained is None else trained) + (self.planned_steps - done) * per_step
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """From each start to the last record before the next one, summed: loading and validating are in it, waiting
+        for a start is not."""
+        times = [record["time"] for record in self.records if "time" in record]
+        begins = [start["unix_seconds"] for start in self.starts]
+        if not times or not begins:
+            return None
+        ends = [*begins[1:], float("inf")]
+        total = 0.0
+        for begin, end in zip(begins, ends, strict=True):
+            total += max((time for time in times if begin <= time < end), default=begin) - begin
+        return total
+
+    @property
+    def state(self) -> str:
+        if self.summary:
+            return "complete"
+        if self.stopped:
+            return (
+                f"stopped after step {self.stopped['step']} by {self.stopped['reason']}, to be started again"
+            )
+        return "running, or killed"
+
+    def tokens_at(self, step: int) -> str:
+        """In short; a dash where they are unknown."""
+        return compact(tokens_at(self.token_knots, [step])[0]) if self.token_knots else "–"
+
+    def last(self, key: str) -> Any:
+        """The newest value of a metric; None where there is none."""
+        values = [record[key] for record in self.records if record.get(key) is not None]
+        return values[-1] if values else None
+
+    def median(self, key: str) -> float | None:
+        """Over the logged steps; None where none has a value."""
+        values = [record[key] for record in self.steps if record.get(key) is not None]
+        return statistics.median(values) if values else None
+
+
+def _read_samples(path: Path) -> list[Record]:
+    return read_records(path, fault_of_samples) if path.is_file() else []
+
+
+def read_summary(folder: Path) -> Record:
+    """Empty before the end."""
+    return read_json(folder / "summary.json", {"steps": int})
+
+
+def baselines_of(summary: Record) -> dict[str, float]:
+    """Losses that models of one and of two tokens reach on the same text."""
+    perplexities = {name: numbers_back(summary.get(f"{name}_perplexity")) for name in ("unigram", "bigram")}
+    return {
+        name: math.log(value)
+        for name, value in perplexities.items()
+        if is_number(value) and 0 < value < math.inf
+    }
+
+
+def read_json(path: Path, needed: Mapping[str, type]) -> Record:
+    """Empty where there is none, or a damaged one, which is named.
+
+    Args:
+        needed: what an intact one has, and of which type.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in needed.items()):
+            return found
+        fault = f"it is no object with {' and '.join(needed)}"
+    except (OSError, ValueError, RecursionError) as error:  # of JSON and of UTF-8
+        fault = str(error)
+    logger.warning("%s is damaged (%s); left out", path, fault)
+    return {}

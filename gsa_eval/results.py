@@ -1,0 +1,127 @@
+"""Results of an evaluation: a folder of its own, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gsa_eval.convert.export_hf import new_folder
+from gsa_eval.plots import write_plots
+from gsa_train import __version__
+from gsa_train.metrics.record_format import to_strict
+from gsa_train.run_folder.starts import source_commit
+
+SOURCE = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "transformers", "lm-eval", "triton", "numpy")
+
+
+def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str = "evaluations") -> Path:
+    """`<run>/<kind>/<name>`, or `<out>/<name>`.
+
+    Raises:
+        ValueError: the name is in use or cannot be one, or there is no place for it.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"--name {name}: give letters, digits, _, - and . only")
+    if out is None and run_dir is None:
+        raise ValueError("the model is of no run: give --out DIR, where the results go")
+    assert out is not None or run_dir is not None
+    folder = (out if out is not None else Path(str(run_dir)) / kind) / name
+    if folder.exists():
+        raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
+    above = next(path for path in folder.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(
+            f"{folder}: {above} is no folder that can be written to; give another one by --out DIR"
+        )
+    return folder
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> str:
+    """results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table. Numbers that
+    are not finite are in the file as in metrics.jsonl."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    text = table(results)
+    with new_folder(folder) as unfinished:
+        numbers = {name: value for name, value in results.items() if name != "tables"}
+        content = json.dumps(to_strict(numbers), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        (unfinished / "results.json").write_text(content + "\n", encoding="utf-8")
+        (unfinished / "table.md").write_text(text, encoding="utf-8")
+        write_plots(numbers, unfinished)
+    return text
+
+
+def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
+    """Versions, commit, command and time."""
+    versions = {"gsa_train": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": shlex.join([program, *arguments]),
+        "commit": source_commit(SOURCE),
+        "versions": versions,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "executable": sys.executable,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown, readable as it is."""
+    model = results["model"]
+    lines = [f"# {results['name']}", "", f"{model.get('checkpoint') or model['hf']}"]
+    facts = [
+        f"{name} {model[name]}"
+        for name in ("step", "tokens_trained", "attention", "device", "dtype")
+        if name in model
+    ]
+    lines += [", ".join(facts + model["settings"]), ""]
+    if data := results.get("data"):
+        scores = ("loss", "perplexity", "bits_per_byte", "word_perplexity")
+        lines += _rows(
+            ["text", *(score.replace("_", " ") for score in scores), "tokens"],
+            [
+                [name, *(_number(each.get(score)) for score in scores), str(each["tokens"])]
+                for name, each in data.items()
+            ],
+        )
+        tops = sorted({place["to"] for each in data.values() for place in each["loss_by_position"]})
+        lines += ["", "Loss by the number of tokens that the model sees, up to:", ""]
+        lines += _rows(
+            ["text", *map(str, tops)],
+            [
+                [name, *(_number(_at(each["loss_by_position"], top)) for top in tops)]
+                for name, each in data.items()
+            ],
+        )
+    for section in results.get("tables", []):
+        lines += ["", section["title"], "", *_rows(section["head"], section["rows"])]
+    return "\n".join(lines) + "\n"
+
+
+def _at(places: list[dict[str, Any]], top: int) -> float | None:
+    return next((place["loss"] for place in places if place["to"] == top), None)
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in [head, ["-" * width for width in widths], *rows]
+    ]

@@ -1,0 +1,373 @@
+"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, in words of our own.
+
+A task makes a prompt with `size` units of filling; `fill` finds the most that a length has room for.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_data.whole_files import parse_json
+from gsa_eval.ruler_words import NOISE, TooFewWords, distinct, letters, list_words
+from gsa_train.files import read_named
+
+SENTENCE_ENDS = (".", "!", "?")
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    answers: list[str]
+    depth: float | None = None
+    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end; in an essay the end of a
+    sentence."""
+    tokens: tuple[int, ...] = ()
+    """Of the prompt, where `samples` fitted it into a length."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is not generated."""
+
+    essay: list[str] = field(default_factory=list)
+    """Words of the text that needles are hidden in."""
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    """Of qa_1 and qa_2."""
+
+
+@dataclass(frozen=True)
+class Question:
+    context: str
+    question: str
+    answers: list[str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a sample is made for."""
+
+    length_tokens: int
+    """Of the prompt and its answer: some frequencies depend on it."""
+    material: Material
+
+
+Make = Callable[[random.Random, int, Setting], Sample]
+"""The seed's numbers, units of filling, setting -> a sample."""
+
+
+@dataclass(frozen=True)
+class Task:
+    make: Make
+    new_tokens: int
+    """Tokens of an answer."""
+    needs: str = ""
+    """Field of `Material`."""
+    any_answer: bool = False
+    """One of the answers is enough; else the score is the share of those that are named."""
+
+
+def niah(
+    haystack: str, keys: str, values: str, num_keys: int = 1, num_values: int = 1, num_queries: int = 1
+) -> Make:
+    """Needle in a haystack.
+
+    Args:
+        haystack: `noise`, `essay`, or `needles` with other keys.
+        keys, values: `words`, `numbers` or `uuids`.
+    """
+
+    def make(rng: random.Random, size: int, setting: Setting) -> Sample:
+        names = distinct(rng, keys, max(num_keys, num_queries))
+        hidden = {name: distinct(rng, values, num_values) for name in names}
+        needles = [_needle(values, name, value) for name in names for value in hidden[name]]
+        rng.shuffle(needles)
+        places = sorted(rng.random() for _ in needles)
+        if haystack == "noise":
+            units = [NOISE[place % len(NOISE)] for place in range(size)]
+        elif haystack == "essay":
+            units = _essay(rng, size, setting.material.essay)
+        else:
+            others = distinct(rng, keys, size, set(names))
+            units = [_needle(values, name, distinct(rng, values, 1)[0]) for name in others]
+        text, hidden_at = _hide(units, needles, places, at_sentences=haystack == "essay")
+        asked = names[:num_queries]
+        listed = " and ".join([", ".join(asked[:-1]), asked[-1]] if len(asked) > 1 else asked)
+        what = f"{values[:-1]} of {listed}" if num_values * num_queries == 1 else f"{values} of {listed}"
+        prompt = (
+            f"The text below has secret {values} in it. Remember them; a question about them follows.\n\n{text}\n\n"
+            f"Question: what secret {what} does the text name?\nAnswer: the text names the secret {what}:"
+        )
+        depth = hidden_at[0] / max(1, len(units)) if len(hidden_at) == 1 else None
+        return Sample(prompt, [value for name in asked for value in hidden[name]], depth)
+
+    return make
+
+
+def _needle(kind: str, key: str, value: str) -> str:
+    return f"The secret {kind[:-1]} of {key} is {value}."
+
+
+def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
+    """`size` words from a random place on, from the beginning again where the text ends."""
+    start = rng.randrange(len(words))
+    return [words[(start + place) % len(words)] for place in range(size)]
+
+
+def _hide(
+    units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
+) -> tuple[str, list[int]]:
+    """The units with needles at their shares of the length, in an essay behind the sentence there; and how many units
+    stand before each needle."""
+    inside: dict[int, list[str]] = {}
+    hidden_at = []
+    for needle, share in zip(needles, places, strict=True):
+        place = math.floor(share * (len(units) + 1))
+        while at_sentences and 0 < place < len(units) and not units[place - 1].endswith(SENTENCE_ENDS):
+            place += 1
+        inside.setdefault(place, []).append(needle)
+        hidden_at.append(place)
+    parts: list[str] = []
+    for place in range(len(units) + 1):
+        parts += inside.get(place, [])
+        parts += units[place : place + 1]
+    return " ".join(parts), hidden_at
+
+
+def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
+    """Noise with variables that take their value from each other: text, value, names."""
+    value = str(rng.randrange(10**4, 10**5))
+    names: list[str] = []
+    while len(names) < hops + 1:
+        name = letters(rng, 5, string.ascii_uppercase)
+        names += [name] * (name not in names)
+    lines = [f"VAR {names[0]} = {value}."]
+    lines += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
+    places = sorted(rng.random() for _ in lines)
+    text, _ = _hide([NOISE[place % len(NOISE)] for place in range(size)], lines, places)
+    return text, value, names
+
+
+def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
+    """With an example in front."""
+
+    def asked(text: str, value: str, names: Sequence[str]) -> str:
+        return (
+            "Follow the variables in the text below.\n\n"
+            f"{text}\n\nQuestion: which variables have the value {value}, at first or through another variable?\n"
+            f"Answer: the {len(names)} variables with the value {value} are"
+        )
+
+    example, chain = _chain(rng, 5), _chain(rng, size)
+    return Sample(f"{asked(*example)} {' '.join(example[2])}\n\n{asked(*chain)}", chain[2])
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Of a list of words: ten common ones, each `common` times, and others, each `other` times."""
+
+    common: int
+    other: int
+
+
+SHORT_TOKENS = 4096
+"""Below it the list of `cwe` repeats its words less often."""
+
+
+def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
+    """A numbered list with ten common words and `size` others, after an example with its answer.
+
+    Frequencies, and the 10 or 30 other words of the example, are those of RULER's `common_words_extraction.py`.
+    """
+    if setting.length_tokens < SHORT_TOKENS:
+        example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
+    else:
+        example_others, example_times, times = 30, Frequencies(10, 3), Frequencies(30, 3)
+
+    def listed(others: int, times: Frequencies) -> tuple[str, list[str]]:
+        words = list_words(rng, 10 + others)
+        common = words[:10]
+        in_list = common * times.common + words[10:] * times.other
+        rng.shuffle(in_list)
+        text = (
+            "Some words of the numbered list below are in it more often than others.\n\n"
+            f"{_numbered(in_list)}\n\n"
+            "Question: which 10 words are in the list most often?\nAnswer: the 10 most frequent words are"
+        )
+        return text, common
+
+    example, of_example = listed(example_others, example_times)
+    asked, common = listed(size, times)
+    return Sample(f"{example} {_numbered(of_example)}\n\n{asked}", common)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{place}. {each}" for place, each in enumerate(words, 1))
+
+
+MOST_FREQUENT = 100
+"""Words of the shortest coded text: with fewer, the third and the fourth code would be equally frequent."""
+
+
+def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
+    """Coded words whose frequency falls with the square of their rank; the first rank is dots.
+
+    The number of codes, a 50th of the length in tokens, and the rounding down are RULER's (`freq_words_extraction.py`).
+    """
+    codes: list[str] = []
+    while len(codes) < max(4, setting.length_tokens // 50 - 1):
+        code = letters(rng, 6)
+        codes += [code] * (code not in codes)
+    total = MOST_FREQUENT + size
+    counts = [math.floor(total / (math.pi**2 / 6) / rank**2) for rank in range(1, len(codes) + 2)]
+    words = [each for code, count in zip(["...", *codes], counts, strict=True) for each in [code] * count]
+    rng.shuffle(words)
+    prompt = (
+        f"Read the coded text below and count its coded words. Leave out the dots.\n\n{' '.join(words)}\n\n"
+        "Question: which three coded words are in the text most often?\nAnswer: the three most frequent coded words are"
+    )
+    return Sample(prompt, codes[:3])
+
+
+def questions(name: str) -> Make:
+    """A question on one of many documents."""
+
+    def make(rng: random.Random, size: int, setting: Setting) -> Sample:
+        found = setting.material.questions[name]
+        asked = rng.choice(found)
+        contexts = sorted({each.context for each in found} - {asked.context})
+        place = rng.random()
+        rng.shuffle(contexts)
+        documents = [contexts[number % len(contexts)] for number in range(size)] if contexts else []
+        documents.insert(math.floor(place * (len(documents) + 1)), asked.context)
+        text = "\n\n".join(f"Document {place}:\n{each}" for place, each in enumerate(documents, 1))
+        prompt = (
+            "Answer the question from the documents below, in as few words as you can.\n\n"
+            f"{text}\n\nQuestion: {asked.question}\nAnswer:"
+        )
+        return Sample(prompt, asked.answers)
+
+    return make
+
+
+TASKS: dict[str, Task] = {
+    "niah_single_1": Task(niah("noise", "words", "numbers"), 128),
+    "niah_single_2": Task(niah("essay", "words", "numbers"), 128, "essay"),
+    "niah_single_3": Task(niah("essay", "words", "uuids"), 128, "essay"),
+    "niah_multikey_1": Task(niah("essay", "words", "numbers", num_keys=4), 128, "essay"),
+    "niah_multikey_2": Task(niah("needles", "words", "numbers"), 128),
+    "niah_multikey_3": Task(niah("needles", "uuids", "uuids"), 128),
+    "niah_multivalue": Task(niah("essay", "words", "numbers", num_values=4), 128, "essay"),
+    "niah_multiquery": Task(niah("essay", "words", "numbers", num_queries=4), 128, "essay"),
+    "vt": Task(variable_tracking, 30),
+    "cwe": Task(common_words, 120),
+    "fwe": Task(frequent_words, 50),
+    "qa_1": Task(questions("qa_1"), 32, "qa_1", any_answer=True),
+    "qa_2": Task(questions("qa_2"), 32, "qa_2", any_answer=True),
+}
+"""RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
+
+
+def samples(
+    name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
+) -> list[Sample]:
+    """As long as `length_tokens` has room for, the answer's tokens included.
+
+    Raises:
+        ValueError: not even the empty task has room.
+    """
+    task, setting = TASKS[name], Setting(length_tokens, material)
+    found = []
+    size = 64  # the last sample's is a good guess
+    for index in range(count):
+        own_seed = f"{seed} {name} {length_tokens} {index}"
+
+        def make(units: int, own_seed: str = own_seed) -> Sample:
+            return task.make(random.Random(own_seed), units, setting)
+
+        what = f"{name} at {length_tokens} tokens"
+        size, sample = fill(make, length_tokens - task.new_tokens, tokenizer, size, what)
+        found.append(sample)
+    return found
+
+
+LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
+"""How far a prompt's tokens may be from the line through those of two other sizes: a share of the difference, as prose
+and code alternate in essays, and a long word."""
+
+
+def fill(
+    make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
+) -> tuple[int, Sample]:
+    """The most units, to 1%, with which a prompt has at most `room_tokens`; and that sample, with its tokens.
+
+    Prompts far from the room are judged by the line through two that were tokenized: tokenizing is what takes time.
+    """
+    made: dict[int, Sample] = {}
+    without_words: dict[int, TooFewWords] = {}
+
+    def fits(units: int) -> bool:
+        if units not in made and units not in without_words:
+            try:
+                sample = make(units)
+                made[units] = replace(sample, tokens=tuple(tokenizer.encode_prompt(sample.prompt).tolist()))
+            except TooFewWords as error:  # the search may go further than it has to
+                without_words[units] = error
+        return units in made and len(made[units].tokens) <= room_tokens
+
+    def seems_to_fit(units: int) -> bool:
+        nearest = min(made, key=lambda other: abs(other - units))
+        largest = max(made)
+        rate = (len(made[largest].tokens) - len(made[0].tokens)) / max(1, largest)
+        more = rate * (units - nearest)
+        left = room_tokens - len(made[nearest].tokens) - more
+        sure = nearest and abs(left) > LINE_ERROR * abs(more) + LINE_ERROR_TOKENS
+        return left > 0 if sure else fits(units)
+
+    if not fits(0):
+        raise ValueError(f"{what}: has no room for the task with this tokenizer; give a longer length")
+    for judge in (seems_to_fit, fits):
+        low, high = 0, max(guess, 1)
+        fits(high)
+        while judge(high):
+            low, high = high, math.ceil(high * 1.5)
+        while high - low > max(1, low // 100):
+            middle = (low + high) // 2
+            low, high = (middle, high) if judge(middle) else (low, middle)
+        if fits(low):
+            break
+    if high in without_words:  # with all words there is room left
+        raise without_words[high]
+    return low, made[low]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Of a file in SQuAD's format; questions without an answer are left out.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    text = read_named("--qa", path)
+    try:
+        content: Any = parse_json(text)
+        found = [
+            Question(part["context"], each["question"], [answer["text"] for answer in each["answers"]])
+            for entry in content["data"]
+            for part in entry["paragraphs"]
+            for each in part["qas"]
+            if each["answers"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not in SQuAD's format ({error!r}); give a file such as dev-v2.0.json"
+        ) from None
+    if not found:
+        raise ValueError(f"{path}: no question with an answer in it; give a file such as dev-v2.0.json")
+    return found

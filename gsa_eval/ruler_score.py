@@ -1,0 +1,185 @@
+"""RULER on a model: scores of tasks by length, and the length to which it holds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_eval.ruler import TASKS, Material, Sample, samples
+
+THRESHOLD = 85.6
+"""Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
+
+MOST_PROCESSES = 8
+IN_PROCESS_TOKENS = 200_000
+"""Of all prompts; fewer are made before the processes would have started."""
+
+Generate = Callable[[Sequence[Sample], int], list[str]]
+"""Samples, and tokens of an answer -> answers."""
+Score = Callable[[Sequence[tuple[str, str]], int], Sequence[float]]
+"""Prompts with their answers, and tokens of both -> nats of each answer."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RulerOptions:
+    lengths_tokens: Sequence[int]
+    tasks: Sequence[str] = tuple(TASKS)
+    samples: int = 50
+    seed: int = 0
+    material: Material = field(default_factory=Material)
+
+
+def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
+    """Share of the expected strings that the answer holds, case apart; of `any_answer` 1 where one is there."""
+    found = [each.lower() in answer.lower() for each in expected]
+    return float(any(found)) if any_answer else sum(found) / len(found)
+
+
+def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
+    """`scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest with a
+    mean of at least `THRESHOLD`, None where there is none. `needles`: score and depth of each single needle.
+
+    Raises:
+        ValueError: an unknown task, one whose material is missing, or a length too short for one.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    needles: list[dict[str, Any]] = []
+    for length, name, asked in _asked(tokenizer, options):
+        task = TASKS[name]
+        answers = generate(asked, task.new_tokens)
+        got = [
+            answer_score(answer, sample.answers, task.any_answer)
+            for answer, sample in zip(answers, asked, strict=True)
+        ]
+        needles += [
+            {"tokens": length, "task": name, "depth": round(sample.depth, 4), "score": 100 * value}
+            for sample, value in zip(asked, got, strict=True)
+            if sample.depth is not None
+        ]
+        mean = scores.setdefault(str(length), {})[name] = 100 * sum(got) / len(got)
+        logger.info("RULER, %d tokens, %s: %.1f", length, name, mean)
+    means = {length: sum(each.values()) / len(each) for length, each in scores.items()}
+    good = [int(length) for length, mean in means.items() if mean >= THRESHOLD]
+    return {
+        "scores": scores,
+        "mean": means,
+        "effective_length": max(good, default=None),
+        "needles": needles,
+        "tasks": list(options.tasks),
+        "samples": options.samples,
+        "seed": options.seed,
+    }
+
+
+def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
+    """`bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass for each
+    sample, which also tells models apart that are too small to answer.
+
+    Args:
+        score: prompts and their answers, whose nats it returns; and the length of the prompts.
+
+    Raises:
+        ValueError: as of `score_ruler`.
+    """
+    bits: dict[str, dict[str, float]] = {}
+    for length, name, asked in _asked(tokenizer, options):
+        texts = [
+            f" {sample.answers[0] if TASKS[name].any_answer else ', '.join(sample.answers)}"
+            for sample in asked
+        ]
+        nats = score([(each.prompt, text) for each, text in zip(asked, texts, strict=True)], length)
+        of_each = [each / math.log(2) / len(text.encode()) for each, text in zip(nats, texts, strict=True)]
+        mean = bits.setdefault(str(length), {})[name] = sum(of_each) / len(of_each)
+        logger.info("RULER, %d tokens, %s: %.3f bits per byte", length, name, mean)
+    return {
+        "bits_per_byte": bits,
+        "mean": {length: sum(each.values()) / len(each) for length, each in bits.items()},
+        "tasks": list(options.tasks),
+        "samples": options.samples,
+        "seed": options.seed,
+    }
+
+
+def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
+    """Length, task and its samples, the shortest first.
+
+    Other processes make them while the model answers earlier ones: the tokenizations by which a prompt is fitted into
+    its length take longer than its answer on a GPU, and let no other thread run.
+
+    Raises:
+        ValueError: as of `score_ruler`.
+    """
+    _check(options)
+    cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
+    calls = [
+        (name, length, options.samples, options.seed, tokenizer, options.material) for length, name in cells
+    ]
+    if sum(length for length, _ in cells) * options.samples < IN_PROCESS_TOKENS:
+        for cell, call in zip(cells, calls, strict=True):
+            yield *cell, samples(*call)
+        return
+    count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
+    # Not forked: this process may have threads and a CUDA device.
+    with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
+        made = [processes.submit(samples, *call) for call in calls]
+        try:
+            for cell, future in zip(cells, made, strict=True):
+                yield *cell, future.result()
+        finally:
+            processes.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def gold_table(found: dict[str, Any]) -> dict[str, Any]:
+    """For results.table."""
+    return {
+        "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
+        "head": ["tokens", *found["tasks"], "mean"],
+        "rows": [
+            [length, *(f"{each[name]:.3f}" for name in found["tasks"]), f"{found['mean'][length]:.3f}"]
+            for length, each in found["bits_per_byte"].items()
+        ],
+    }
+
+
+def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
+    """For results.table."""
+    effective = found["effective_length"] or "below all of these"
+    return {
+        "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",
+        "head": ["tokens", *found["tasks"], "mean"],
+        "rows": [
+            [length, *(f"{each[name]:.1f}" for name in found["tasks"]), f"{found['mean'][length]:.1f}"]
+            for length, each in found["scores"].items()
+        ],
+    }
+
+
+def _check(options: RulerOptions) -> None:
+    for name in options.tasks:
+        if name not in TASKS:
+            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+        _check_material(name, options.material)
+
+
+def _check_material(name: str, material: Material) -> None:
+    needs = TASKS[name].needs
+    if needs == "essay" and not material.essay:
+        raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
+    if needs.startswith("qa_") and needs not in material.questions:
+        raise ValueError(
+            f"RULER's {name} needs questions; give --qa FILE in SQuAD's format, or leave the task out"
+        )

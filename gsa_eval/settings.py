@@ -1,0 +1,175 @@
+"""What an evaluation may change of a trained model: how it attends, not what its weights are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from gsa_eval.convert.hf_config import GSA_FIELDS
+from gsa_hf import DENSE_LAYER, GSAConfig
+from gsa_kernels.rotary import YarnScaling
+from gsa_train.config import Config
+
+KINDS: dict[str, Callable[[str], Any]] = {
+    "gsa.attention": str,
+    "gsa.adaptive_k": str,
+    "gsa.k_base": int,
+    "gsa.k_min": int,
+    "gsa.k_max": int,
+    "gsa.dense_below": int,
+    "gsa.local_window": int,
+    "model.rope_base": float,
+    "model.rope_scaling.rope_type": str,
+    "model.rope_scaling.factor": float,
+    "model.rope_scaling.original_max_position_embeddings": int,
+    "model.rope_scaling.beta_fast": float,
+    "model.rope_scaling.beta_slow": float,
+    "model.rope_scaling.attention_factor": float,
+}
+"""Fields of the run's config, as `key=value`."""
+SCALING = "model.rope_scaling."
+CHOICES = {
+    "gsa.attention": ("dense", "sparse"),
+    "gsa.adaptive_k": ("inverse", "direct", "off"),
+    "model.rope_scaling.rope_type": ("default", "yarn"),
+}
+
+LEAST = {"gsa.k_base": 1, "gsa.k_min": 1, "gsa.k_max": 1, "gsa.dense_below": 0, "gsa.local_window": 0}
+MOST_KEYS = 2**31 - 1
+"""Positions of keys are int32."""
+
+
+def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
+    """A copy of `config` with `gsa.k_base=512` and the like.
+
+    Raises:
+        ValueError: an unknown field or value.
+    """
+    content = config.to_dict()
+    scaling: dict[str, Any] = {}
+    for key, value in parse_settings(settings).items():
+        if key == "model.rope_base":
+            content["rope_parameters"] = {**content["rope_parameters"], "rope_theta": value}
+        elif key.startswith(SCALING):
+            scaling[key.removeprefix(SCALING)] = value
+        elif key == "gsa.attention":
+            content["layer_types"] = _layer_types(config, value)
+        else:
+            content[GSA_FIELDS[key.partition(".")[2]]] = value
+    content["rope_parameters"] = _scaled(content, scaling)
+    if not content["index_topk_min"] <= content["index_topk"] <= content["index_topk_max"]:
+        raise ValueError(
+            f"gsa.k_base = {content['index_topk']}: outside of gsa.k_min = {content['index_topk_min']} and gsa.k_max = "
+            f"{content['index_topk_max']}, which bound every budget; set these, too"
+        )
+    try:
+        changed: GSAConfig = GSAConfig.from_dict(content)
+    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+        raise ValueError(f"{' '.join(settings)}: {error.__cause__ or error}") from error
+    return changed
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Field -> value.
+
+    Raises:
+        ValueError: an unknown field, or no such value.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in KINDS:
+            raise ValueError(
+                f"{setting}: an evaluation cannot set it; give one of {', '.join(KINDS)} as key=value"
+            )
+        try:
+            found[key] = KINDS[key](text)
+        except ValueError:
+            raise ValueError(f"{setting}: not a number; give one, as in gsa.k_base=512") from None
+        if found[key] not in CHOICES.get(key, (found[key],)):
+            raise ValueError(f"{setting}: give {' or '.join(CHOICES[key])}")
+        if key == "model.rope_base" and not 0 < found[key] < math.inf:
+            raise ValueError(f"{setting}: give a positive number")
+        if key in LEAST and not LEAST[key] <= found[key] <= MOST_KEYS:
+            raise ValueError(f"{setting}: give {LEAST[key]} to {MOST_KEYS}")
+    return found
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """The same of a run's config; its checks say what does not fit. `gsa.attention` is not of the config: a model keeps
+    its indexer when it attends to all keys.
+
+    Raises:
+        ValueError: an unknown field or value.
+    """
+    values = parse_settings(settings)
+    values.pop("gsa.attention", None)
+    of_gsa = {key.removeprefix("gsa."): value for key, value in values.items() if key.startswith("gsa.")}
+    of_scaling = {
+        key.removeprefix(SCALING): value for key, value in values.items() if key.startswith(SCALING)
+    }
+    if of_scaling.get("rope_type") == "yarn":
+        of_scaling.setdefault("original_max_position_embeddings", config.train.seq_len_tokens)
+    scaling = dataclasses.replace(config.model.rope_scaling, **of_scaling)
+    base = values.get("model.rope_base", config.model.rope_base)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, rope_base=base, rope_scaling=scaling),
+        gsa=dataclasses.replace(config.gsa, **of_gsa),
+    )
+
+
+def attends_densely(config: Config, settings: Sequence[str]) -> bool:
+    """Whether `gsa.attention=dense` is set.
+
+    Raises:
+        ValueError: it is set to `sparse`, of a model without an indexer.
+    """
+    value = parse_settings(settings).get("gsa.attention")
+    if value == "sparse" and config.gsa.attention == "dense":
+        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
+    return value == "dense"
+
+
+def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with what is set of `model.rope_scaling`. The model's length is what YaRN extends unless the
+    model or a setting says else."""
+    rope: dict[str, Any] = {**content["rope_parameters"], **scaling}
+    if not scaling:
+        return rope
+    kind, base = rope["rope_type"], rope["rope_theta"]
+    if kind == "default":
+        if rest := scaling.keys() - {"rope_type"}:
+            name = min(rest)
+            raise ValueError(f"{SCALING}{name}={scaling[name]}: does nothing without {SCALING}rope_type=yarn")
+        kept = ("rope_type", "rope_theta", "partial_rotary_factor")
+        return {name: rope[name] for name in kept if name in rope}
+    rope.setdefault("original_max_position_embeddings", content["max_position_embeddings"])
+    if rope.get("attention_factor") == 0:  # as in training: follows from the factor
+        del rope["attention_factor"]
+    if "factor" not in rope:
+        raise ValueError(
+            f"{SCALING}rope_type=yarn: add {SCALING}factor=, the new length over the original one"
+        )
+    try:
+        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+        YarnScaling(**{name: rope[name] for name in names if rope.get(name) is not None})
+    except ValueError as error:
+        raise ValueError(f"{SCALING}{error}") from None
+    if base <= 1:
+        raise ValueError(f"model.rope_base={base}: give more than 1 with YaRN")
+    return rope
+
+
+def _layer_types(config: GSAConfig, value: str) -> list[str]:
+    """Of gsa.attention=dense, or of `sparse`, which is as the model was built."""
+    types = list(config.layer_types or ())
+    if value == "dense":
+        return [DENSE_LAYER] * len(types)
+    if set(types) == {DENSE_LAYER}:
+        raise ValueError("gsa.attention=sparse: the model has no indexer; leave it out")
+    return types

@@ -1,0 +1,195 @@
+"""What is evaluated: a model in memory, of a run, a checkpoint or a folder of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsa_data.chat_template import ChatTemplate, look_for_chat_template
+from gsa_data.faults import Reading
+from gsa_data.tokenize import TOKENIZER_JSON, Tokenizer
+from gsa_eval.convert.export_hf import companions_of, tokenizer_of
+from gsa_eval.convert.hf_config import not_in_hf, to_hf_config
+from gsa_eval.convert.in_memory import EMBEDDING, chosen_attention, model_in_memory, to_device
+from gsa_eval.convert.read_hf import read_gsa_model, read_hf_config
+from gsa_eval.convert.read_source import read_source
+from gsa_eval.convert.tokenizer import folder_tokenizer
+from gsa_eval.settings import apply_settings, attends_densely, with_settings
+from gsa_eval.trained_model import TrainedModel, load_trained_model
+from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_train.checkpoint.load import read_run_state
+from gsa_train.checkpoint.tensors import CheckpointTensors
+from gsa_train.config import Config, config_from_yaml
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ATTENTION = ("gsa", "sdpa", "eager")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the three."""
+
+    run: Path | None = None
+    checkpoint: Path | None = None
+    hf: Path | None = None
+    step: int | None = None
+    """Of the run; None: the newest."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """On what the model runs."""
+
+    device: str = ""
+    """Empty: cuda where there is one."""
+    attention: str = ""
+    """`gsa`: our kernels. `sdpa`, `eager`: plain torch. Empty: `gsa` on CUDA devices, else `sdpa`."""
+    dtype: str = ""
+    """`bf16`, `fp32`; empty: as the weights are."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: GSAForCausalLM | TrainedModel
+    tokenizer: Tokenizer
+    trained_length: int
+    """Tokens of a sequence in training."""
+    attend_across_documents: bool
+    """In training; False for a folder of transformers, which does not say."""
+    run_dir: Path | None
+    config: Config | None
+    """Of the run; None for a folder of transformers."""
+    about: dict[str, Any]
+    """For results.json."""
+    wandb_run_id: str | None = None
+    """Of the training."""
+    chat_template: ChatTemplate | None = None
+    """Of the conversations that it was trained on."""
+
+
+def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
+    """
+    Args:
+        settings: of `apply_settings`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot run so.
+    """
+    execution = execution or Execution()
+    device = _device(execution.device)
+    attention = execution.attention
+    if attention and attention not in ATTENTION:
+        raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
+    if execution.dtype and execution.dtype not in DTYPES:
+        raise ValueError(f"dtype {execution.dtype}: give one of {', '.join(DTYPES)}")
+    dtype = DTYPES.get(execution.dtype)
+    if source.hf is not None:
+        if not (source.hf / "config.json").exists():
+            raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
+        found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
+        hf_config = apply_settings(found, settings)
+        attention = chosen_attention(attention, device, hf_config.index_pool)
+        loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
+        length = hf_config.max_position_embeddings
+        about: dict[str, Any] = {"hf": str(source.hf.absolute())}
+        template = look_for_chat_template(str(source.hf / TOKENIZER_JSON), Reading())
+        tokenizer = folder_tokenizer(source.hf, found)
+        subject = Subject(
+            to_device(loaded, device), tokenizer, length, False, None, None, about, chat_template=template
+        )
+    else:
+
+        def read(checkpoint: Path, run_dir: Path | None) -> Subject:
+            nonlocal attention
+            state = read_run_state(checkpoint)
+            config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
+            attention = chosen_attention(execution.attention, device, config.gsa.indexer_pool)
+            return Subject(
+                _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
+                tokenizer_of(checkpoint, config, state),
+                config.train.seq_len_tokens,
+                config.data.attend_across_documents,
+                run_dir,
+                config,
+                {
+                    "checkpoint": str(checkpoint.absolute()),
+                    "step": state.step,
+                    "tokens_trained": state.tokens,
+                },
+                state.wandb_run_id,
+                companions_of(checkpoint, config, state).template,
+            )
+
+        subject = read_source(source.run, source.step, source.checkpoint, read)
+    model, about = subject.model, subject.about
+    about |= {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": attention,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "settings": list(settings),
+        "config": _config_of(subject, settings),
+    }
+    logger.info(
+        "%s: %d parameters in %s, attention by %s on %s",
+        about.get("checkpoint") or about["hf"],
+        about["parameters"],
+        about["dtype"],
+        attention,
+        about["device"],
+    )
+    return subject
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {name}: models run on cpu and cuda alone; give cpu, cuda or cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {name}: not on this machine ({str(error).splitlines()[0]}); give cpu, cuda or cuda:N"
+        ) from error
+    return device
+
+
+def _checkpoints_model(
+    checkpoint: Path,
+    config: Config,
+    settings: Sequence[str],
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> GSAForCausalLM | TrainedModel:
+    """Of transformers; or, where that does not have what the config asks for, the one that training builds."""
+    if problems := not_in_hf(config):
+        logger.info("the training's own model runs, without a cache: %s", "; ".join(problems))
+        return load_trained_model(
+            checkpoint,
+            with_settings(config, settings),
+            attends_densely(config, settings),
+            attention == "gsa",
+            device,
+            dtype or CheckpointTensors(checkpoint).kinds[EMBEDDING].dtype,
+        )
+    hf_config = apply_settings(to_hf_config(config), settings)
+    return model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
+
+
+def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
+    """As it was scored, for results.json."""
+    if isinstance(subject.model, TrainedModel):
+        assert subject.config is not None
+        config = with_settings(subject.config, settings)
+        return {section: dataclasses.asdict(getattr(config, section)) for section in ("model", "gsa")}
+    content: dict[str, Any] = subject.model.config.to_diff_dict()
+    return {name: value for name, value in content.items() if name != "transformers_version"}

@@ -1,0 +1,212 @@
+"""Text to score a model on, cut into sequences: packed as in training, or each document by itself in windows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gsa_data.corpus import open_corpus
+from gsa_data.faults import Reading
+from gsa_data.pack import Tokens
+from gsa_data.parquet import parquet_rows
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ScoredText, is_scored, read_validation_set, validation_documents
+from gsa_data.whole_files import read_whole
+from gsa_train.validation.requests import Request
+
+READING = Reading()
+MOST_TEXT_BYTES = 1 << 32
+"""Of one file of WikiText, which is read whole: eight times its largest."""
+WIKITEXT = "wikitext:"
+TITLE = re.compile(r"^ = (?!= )(?:.* )?= *$")
+"""An article's: ` = Title = `. Its sections have ` = = Title = = ` and so on."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence of a forward pass."""
+
+    tokens: Tokens
+    """int32 [m + 1]: m inputs, and the labels one further on."""
+    scored: NDArray[np.bool_]
+    """[m] which labels count"""
+    positions: NDArray[np.int64]
+    """[m] of each input in what it sees: where they start again, a new document does."""
+
+
+@dataclass(frozen=True)
+class Text:
+    pieces: list[Piece]
+    text_bytes: int
+    """UTF-8 bytes of the scored labels' text."""
+    words: int | None = None
+    """Between white space, where a perplexity per word is usual."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    context_length: int
+    stride: int | None
+    """None: documents packed as in training. Else each document by itself, in windows of `context_length` tokens of
+    which the last `stride` are scored: all others have been, so that each label counts once."""
+    max_tokens: int | None
+    attend_across_documents: bool
+    text_field: str = "text"
+    reading: Reading = READING
+    """What is left out is decided here, too: that of a run for the sets of a run."""
+
+
+def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
+    """
+    Args:
+        place: folder or address of what training can read, or `wikitext:` and a file or folder.
+
+    Raises:
+        ValueError, DataFault: it cannot be read so.
+    """
+    if place.startswith(WIKITEXT):
+        return _wikitext(Path(place.removeprefix(WIKITEXT)), tokenizer, options)
+    corpus = open_corpus(place, options.text_field, options.reading)
+    if options.stride is None:
+        most = -(-options.max_tokens // options.context_length) if options.max_tokens else sys.maxsize
+        found = read_validation_set(
+            "",
+            corpus,
+            tokenizer,
+            options.context_length,
+            most,
+            options.reading,
+            options.attend_across_documents,
+            split_by_source=False,
+        )
+        return Text(packed(found.text, tokenizer.eos_id, options), found.text.text_bytes)
+    pieces: list[Piece] = []
+    text_bytes = tokens = 0
+    front_bytes = tokenizer.front_bytes
+    for document in validation_documents(corpus, tokenizer, options.reading):
+        inside = document.tokens[:-1]
+        if options.max_tokens:
+            inside = inside[: options.max_tokens - tokens]
+        pieces += windows(inside, tokenizer.eos_id, options.context_length, options.stride)
+        text_bytes += int(tokenizer.token_bytes[inside].sum(dtype=np.int64))
+        text_bytes -= front_bytes if len(inside) else 0
+        tokens += len(inside)
+        if tokens == options.max_tokens:
+            break
+    if not pieces:
+        raise ValueError(f"{place}: no token to score")
+    return Text(pieces, text_bytes)
+
+
+def words_of(
+    place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading = READING
+) -> list[str]:
+    """The first words, `count` or fewer, of what `read_text` can read: what white space separates.
+
+    Raises:
+        ValueError, DataFault: it cannot be read, or has none.
+    """
+    if place.startswith(WIKITEXT):
+        texts: Iterable[str] = wikitext_articles(Path(place.removeprefix(WIKITEXT)))
+    else:
+        documents = validation_documents(open_corpus(place, text_field, reading), tokenizer, reading)
+        texts = (tokenizer.decode(document.tokens[:-1]) for document in documents)
+    found: list[str] = []
+    for text in texts:
+        found += text.split()
+        if len(found) >= count:
+            break
+    if not found:
+        raise ValueError(f"{place}: no word in it")
+    return found[:count]
+
+
+def packed(text: ScoredText, eos_id: int, options: TextOptions) -> list[Piece]:
+    """Blocks of a validation set, their documents isolated unless training crosses them."""
+    scored = is_scored(text.blocks, text.lengths, eos_id, options.attend_across_documents)
+    places = np.arange(text.blocks.shape[1] - 1)
+    pieces = []
+    for block, counts in zip(text.blocks, scored, strict=True):
+        starts = np.zeros_like(places)
+        if not options.attend_across_documents:
+            opens = np.flatnonzero(block[:-2] == eos_id) + 1
+            starts[opens] = opens
+        pieces.append(Piece(block, counts, places - np.maximum.accumulate(starts)))
+    return pieces
+
+
+def as_piece(request: Request) -> Piece:
+    """Of one forward pass by itself."""
+    places = np.arange(len(request.tokens) - 1)
+    return Piece(request.tokens, places >= len(places) - request.scored, places)
+
+
+def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> Iterator[Piece]:
+    """Windows of one document, which an EOS opens; every token of it is scored once.
+
+    Args:
+        document: [tokens], without EOS.
+    """
+    tokens = np.concatenate([np.array([eos_id], np.int32), document.astype(np.int32)])
+    done = 0
+    while done < len(document):
+        end = min(done + (stride if done else context_length), len(document))
+        start = max(0, end - context_length)
+        places = np.arange(end - start)
+        yield Piece(tokens[start : end + 1], places + start >= done, places)
+        done = end
+
+
+def _wikitext(path: Path, tokenizer: Tokenizer, options: TextOptions) -> Text:
+    stride = options.stride or options.context_length
+    pieces: list[Piece] = []
+    text_bytes = words = tokens = 0
+    for article in wikitext_articles(path):
+        encoded = tokenizer.encode(article)
+        pieces += windows(encoded, tokenizer.eos_id, options.context_length, stride)
+        text_bytes += len(article.encode())
+        words += len(article.split())
+        tokens += len(encoded)
+        if options.max_tokens and tokens >= options.max_tokens:
+            break
+    return Text(pieces, text_bytes, words)
+
+
+def wikitext_articles(path: Path) -> list[str]:
+    """The articles of WikiText as published: wiki.*.tokens, wiki.*.raw, or Parquet with a line a row.
+
+    Raises:
+        ValueError: there is none.
+    """
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    lines: list[str] = []
+    for file in files:
+        if file.suffix == ".parquet" and file.is_file():
+            rows, trouble = parquet_rows(read_whole(file, MOST_TEXT_BYTES), "text", str(file))
+            if trouble:
+                raise ValueError(f"{file} {trouble}; download it again")
+            lines += [(row or b"").decode().removesuffix("\n") for row, _ in rows]
+        elif file.suffix in (".tokens", ".raw") and file.is_file():
+            try:
+                lines += read_whole(file, MOST_TEXT_BYTES).decode().split("\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: no UTF-8 text ({error}); download it again") from error
+        else:
+            raise ValueError(
+                f"{file}: no WikiText; give a file wiki.*.tokens, wiki.*.raw or *.parquet, or a folder of such"
+            )
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{path}: no text in it; give a file wiki.*.tokens, wiki.*.raw or *.parquet")
+    articles: list[list[str]] = [[]]
+    for number, line in enumerate(lines):
+        around = lines[max(0, number - 1) : number] + lines[number + 1 : number + 2]
+        if TITLE.match(line) and not any(other.strip() for other in around):
+            articles.append([])
+        articles[-1].append(line)
+    return [text for text in ("\n".join(article) for article in articles) if text.strip()]

@@ -1,0 +1,92 @@
+"""An evaluation as a W&B run of its own, beside that of the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gsa_eval.report.evaluations import scores_of
+from gsa_train.config import Config
+from gsa_train.metrics import wandb_outage
+from gsa_train.metrics.wandb_sink import wandb_mode, without_credentials
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+JOB_TYPE = "evaluation"
+LINK = "training_run"
+"""Field of the W&B config: the id of the training's W&B run."""
+
+logger = logging.getLogger(__name__)
+
+
+def log_to_wandb(
+    results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
+) -> str | None:
+    """Its id; None where W&B is disabled or did not start, which is said. The training's run is not opened.
+
+    It has the training's project, owner, group and tags, and the training's W&B id in its config.
+
+    Args:
+        results: of results.json.
+        folder: of the results, whose tables and pictures go along; W&B's own files lie there.
+        choice: as `logging.wandb`, which it overrides where it is not empty.
+
+    Raises:
+        WandbRefused: WANDB_MODE has no mode of W&B.
+    """
+    mode = wandb_mode(choice or config.logging.wandb, os.environ)
+    if mode == "disabled":
+        return None
+    if "WANDB_MODE" in os.environ:  # as in wandb_sink.open_wandb
+        os.environ["WANDB_MODE"] = mode
+    import wandb
+
+    scored = ("data", "requests", "tasks", "ruler", "ruler_gold")
+    about = {key: value for key, value in results.items() if key not in scored}
+
+    def init(mode: str) -> Run:
+        return wandb.init(
+            project=config.logging.wandb_project,
+            entity=config.logging.wandb_entity or None,
+            group=config.logging.wandb_group or config.run.name,
+            tags=list(config.logging.wandb_tags),
+            name=f"{config.run.name} {folder.name}",
+            id=secrets.token_hex(4),  # whatever WANDB_RUN_ID says
+            job_type=JOB_TYPE,
+            dir=str(folder),
+            config=without_credentials({**about, LINK: training_id}),
+            mode=mode,  # type: ignore[arg-type]
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                x_disable_meta=True,  # the command line is in the config, without credentials
+                init_timeout=wandb_outage.INIT_SECONDS,
+                finish_timeout=wandb_outage.FINISH_SECONDS,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    try:
+        run = wandb_outage.begin(init, mode, has_begun=True, run_dir=folder)
+        scores: dict[str, Any] = {f"eval/{name}": value for name, value in scores_of(results).items()}
+        place = {"step": results["model"].get("step"), "tokens": results["model"].get("tokens_trained")}
+        pictures = {f"eval/{path.stem}": wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+        rows: list[list[Any]] = [[name, value] for name, value in scores_of(results).items()]
+        table = wandb.Table(columns=["score", "value"], data=rows)
+        known = {key: value for key, value in place.items() if value is not None}
+        run.log({**scores, **known, **pictures, "eval/scores": table})
+    except (wandb.Error, OSError) as error:
+        logger.warning("W&B does not get this evaluation: %s; its results are in %s", error, folder)
+        return None
+    why = wandb_outage.finish(run, exit_code=0)
+    if why:
+        logger.warning("W&B %s; to send them later: %s", why, wandb_outage.sync_command(folder, run.id))
+    elif run.offline:
+        logger.info("W&B: kept offline; to send it: %s", wandb_outage.sync_command(folder, run.id))
+    else:
+        logger.info("W&B: %s", run.url)
+    return str(run.id)

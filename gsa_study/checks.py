@@ -1,0 +1,205 @@
+"""What must hold of a study file, without its runs' configs, which have checks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from gsa_study.config import AT_LEAST_ZERO, ArmConfig, MetricConfig, StudyConfig
+from gsa_train.config.file_checks import task_problems
+from gsa_train.config.load import PLAIN_NAME, problem_line
+from gsa_train.metrics.progress import compact
+
+WIKITEXT = "wikitext:"
+"""Before the place of a text that is read as WikiText is (gsa_eval/text.py)."""
+SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
+FIELD = "checkpoint.initial_weights"
+
+
+def seeds_of(arm: ArmConfig, study: StudyConfig) -> Sequence[int]:
+    return arm.seeds or study.seeds
+
+
+def mistakes(study: StudyConfig) -> list[str]:
+    """A line each."""
+    return [
+        *_names(study), *_missing(study), *_numbers(study), *_arms(study), *_initial_weights(study),
+        *_evaluations(study), *_metrics(study),
+    ]  # fmt: skip
+
+
+def _names(study: StudyConfig) -> Iterator[str]:
+    names = {"name": study.name}
+    names |= {f"arms.{number}.name": arm.name for number, arm in enumerate(study.arms)}
+    names |= {f"evaluations.{number}.name": each.name for number, each in enumerate(study.evaluations)}
+    for field, name in names.items():
+        if not PLAIN_NAME.fullmatch(name):
+            remedy = "use letters, digits and _, and begin with a letter"
+            yield problem_line(field, name, "not a plain name", remedy)
+    for section in ("arms", "evaluations"):
+        of_items = [each.name for each in getattr(study, section)]
+        for name in sorted({name for name in of_items if name and of_items.count(name) > 1}):
+            yield problem_line(f"{section}.name", name, "there twice", "give each its own")
+
+
+def _missing(study: StudyConfig) -> Iterator[str]:
+    for field, remedy in {
+        "config": "name the base config",
+        "arms": "list at least one `- name: ...`",
+        "seeds": "list at least one seed",
+        "metrics": "list at least one `- key: ...` to compare",
+    }.items():
+        if not getattr(study, field):
+            yield problem_line(field, getattr(study, field), "nothing there", remedy)
+
+
+def _numbers(study: StudyConfig) -> Iterator[str]:
+    found = {
+        "data_parallel": [study.data_parallel],
+        "selections.seq_len_tokens": [study.selections.seq_len_tokens],
+    }
+    for number, arm in enumerate(study.arms):
+        found[f"arms.{number}.initial_step"] = [arm.initial_step]
+    for number, each in enumerate(study.evaluations):
+        for name in ("context_lengths", "k_base", "ruler"):
+            found[f"evaluations.{number}.{name}"] = getattr(each, name)
+        for name in ("max_tokens", "task_examples", "ruler_samples"):
+            found[f"evaluations.{number}.{name}"] = [getattr(each, name)]
+    for number, metric in enumerate(study.metrics):
+        found[f"metrics.{number}.at_tokens"] = metric.at_tokens
+    for field, values in found.items():
+        parts = [part for part in field.split(".") if not part.isdigit()]
+        least = 0 if ".".join(parts) in AT_LEAST_ZERO else 1
+        for value in values:
+            if value < least:
+                yield problem_line(field, value, f"below {least}", f"give {least} or more")
+    for value in study.selections.layers:
+        if value < 0:
+            yield problem_line("selections.layers", value, "below 0", "count layers from 0")
+
+
+def _evaluations(study: StudyConfig) -> Iterator[str]:
+    names = {arm.name for arm in study.arms}
+    for number, each in enumerate(study.evaluations):
+        for arm in sorted(set(each.arms) - names):
+            remedy = "name some of its arms"
+            yield problem_line(f"evaluations.{number}.arms", arm, "the study has no such arm", remedy)
+        if each.validation and (each.data or not (each.tasks or each.ruler)):
+            field, wrong = (
+                f"evaluations.{number}.validation",
+                "the run's sets are scored beside tasks and ruler",
+            )
+            yield problem_line(
+                field, each.validation, wrong, "leave it out: without data they are scored anyway"
+            )
+        if (each.ruler_tasks or each.ruler_gold) and not each.ruler:
+            field = "ruler_tasks" if each.ruler_tasks else "ruler_gold"
+            wrong, remedy = "there is no RULER without lengths", "list them in ruler"
+            yield problem_line(f"evaluations.{number}.{field}", getattr(each, field), wrong, remedy)
+
+
+def _arms(study: StudyConfig) -> Iterator[str]:
+    seeds = {"seeds": study.seeds} | {
+        f"arms.{number}.seeds": arm.seeds for number, arm in enumerate(study.arms)
+    }
+    for field, values in seeds.items():
+        if any(value < 0 for value in values):
+            yield problem_line(field, values, "a seed below 0", "give 0 or more")
+        if len(set(values)) < len(values):
+            yield problem_line(field, values, "a seed twice", "give each run its own")
+    sets = {"set": study.set} | {f"arms.{number}.set": arm.set for number, arm in enumerate(study.arms)}
+    for field, fields in sets.items():
+        for key, value in fields.items():
+            if key.strip() in SET_BY_THE_STUDY:
+                remedy = "remove it; `seeds`, `name` and `dir` of the study say it"
+                yield problem_line(f"{field}.{key}", value, "the study sets it", remedy)
+
+
+def _initial_weights(study: StudyConfig) -> Iterator[str]:
+    """Of arms that begin with the weights of others."""
+    arms = {arm.name: arm for arm in study.arms}
+    for number, arm in enumerate(study.arms):
+        where, source = f"arms.{number}.initial_weights", arm.initial_weights
+        if not source:
+            if arm.initial_step:
+                wrong, remedy = "of no arm", "name the arm in initial_weights"
+                yield problem_line(f"arms.{number}.initial_step", arm.initial_step, wrong, remedy)
+            continue
+        if source not in arms:
+            close = get_close_matches(source, arms, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "name one of its arms"
+            yield problem_line(where, source, "the study has no such arm", remedy)
+            continue
+        if FIELD in {**study.set, **arm.set}:
+            remedy = "remove one: an arm of the study, or a checkpoint for all"
+            yield problem_line(where, source, f"set has {FIELD}, too", remedy)
+        missing = sorted(set(seeds_of(arm, study)) - set(seeds_of(arms[source], study)))
+        if missing:
+            remedy = f"give {source} these seeds, or {arm.name} fewer"
+            yield problem_line(where, source, f"has no runs with seeds {missing}", remedy)
+        chain = [arm.name]
+        while (next_one := arms[chain[-1]].initial_weights) in arms and next_one not in chain:
+            chain.append(next_one)
+        if next_one == arm.name:
+            wrong = f"a circle: {' <- '.join([*chain, arm.name])}"
+            yield problem_line(where, source, wrong, "let one of them begin with random weights")
+
+
+def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
+    """Each behind the one with whose weights it begins; there is no circle."""
+    left, ordered = list(arms), list[ArmConfig]()
+    while left:
+        names = {arm.name for arm in left}
+        ordered += [arm for arm in left if arm.initial_weights not in names]
+        left = [arm for arm in left if arm.initial_weights in names]
+    return ordered
+
+
+def _metrics(study: StudyConfig) -> Iterator[str]:
+    for number, metric in enumerate(study.metrics):
+        where = f"metrics.{number}"
+        for arm in metric.paper.keys() - {arm.name for arm in study.arms}:
+            yield problem_line(f"{where}.paper", arm, "the study has no such arm", "name one of its arms")
+        for name in set(metric.evaluations) - {each.name for each in study.evaluations}:
+            yield problem_line(
+                f"{where}.evaluations", name, "the study has no such evaluation", "name one of its"
+            )
+        in_words = [compact(tokens) for tokens in metric.at_tokens]
+        for words in sorted({each for each in in_words if in_words.count(each) > 1}):
+            wrong = f"two of them are {words} in the columns' headings, by which values are told apart"
+            yield problem_line(f"{where}.at_tokens", metric.at_tokens, wrong, "leave one out")
+        if not metric.key:
+            yield problem_line(f"{where}.key", metric.key, "nothing there", "name what is compared")
+        if metric.source == "evaluation" and not study.evaluations:
+            wrong = "the study evaluates nothing"
+            yield problem_line(f"{where}.source", metric.source, wrong, "list `evaluations`")
+        if has_points(metric) and metric.source != "training":
+            wrong = "it has one value of each run"
+            remedy = "remove at_tokens and equal_time, or give source: training"
+            yield problem_line(f"{where}.source", metric.source, wrong, remedy)
+        if metric.statistic != "value" and (has_points(metric) or metric.source != "training"):
+            wrong = "it is of all logged steps of a training"
+            remedy = "remove at_tokens and equal_time, or give statistic: value"
+            yield problem_line(f"{where}.statistic", metric.statistic, wrong, remedy)
+
+
+def missing_texts(study: StudyConfig) -> list[str]:
+    """Local texts and tasks of evaluations that are not there, which would be found only once a run has been
+    trained."""
+    texts = [
+        problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
+        for number, each in enumerate(study.evaluations)
+        for name, place in each.data.items()
+        if "://" not in place and not Path(place.removeprefix(WIKITEXT)).exists()
+    ]
+    fields = {
+        f"evaluations.{number}.tasks.{place}": task
+        for number, each in enumerate(study.evaluations)
+        for place, task in enumerate(each.tasks)
+    }
+    return texts + [line for field, task in fields.items() for line in task_problems(field, task)]
+
+
+def has_points(metric: MetricConfig) -> bool:
+    return bool(metric.at_tokens) or metric.equal_time

@@ -1,0 +1,118 @@
+"""The columns of a study's tables: one number of each run, at equal tokens, at equal time, or at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gsa_study.config import MetricConfig
+from gsa_study.facts import RunFacts
+from gsa_study.jobs import evaluations_of
+from gsa_study.study_file import Study
+from gsa_study.values import Over, RunValues, interpolate, number_of
+from gsa_train.metrics.progress import compact, duration
+
+STATISTICS = {
+    "max": "largest of all steps",
+    "median": "median of all steps",
+    "last": "at the end of each run",
+}
+"""In words, where a column is read."""
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Where the runs of a study are compared: what all finished ones have, but for those with whose weights others
+    begin, which may be shorter."""
+
+    tokens: int
+    seconds: float | None
+    """None: the time of one of them is not known."""
+
+
+def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
+    """Of all that are finished; None where none is."""
+    finished = [each for each in runs if each.finished and each.tokens]
+    begun_with = {run.name for each in finished for run in each.run.before}
+    ends = [each for each in finished if each.run.name not in begun_with]
+    times = [each.all_seconds for each in ends if each.all_seconds is not None]
+    seconds = min(times) if len(times) == len(ends) > 0 else None
+    return Equal(min(each.all_tokens for each in ends), seconds) if ends else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of each run."""
+
+    title: str
+    key: str
+    at: str
+    """Where it is read, in words. No two columns of a study have the same key and the same words here."""
+    is_timing: bool
+    """It depends on how fast the machine was: two runs of one config differ."""
+    read: Callable[[RunValues], float | None]
+    """The number of a run whose folder is here."""
+    paper: Mapping[str, str] = field(default_factory=dict)
+    """Arm -> what the paper says; with the last column of its metric."""
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    """Run -> value, of the finished runs."""
+
+
+def columns_of(study: Study, equal: Equal | None) -> list[Column]:
+    """The study's metrics, in its order and without values; without those at tokens or time where no run is
+    finished."""
+    columns: list[Column] = []
+    for metric in study.config.metrics:
+        found = _of_metric(study, metric, equal)
+        columns += [*found[:-1], *(replace(last, paper=metric.paper) for last in found[-1:])]
+    return columns
+
+
+def _of_metric(study: Study, metric: MetricConfig, equal: Equal | None) -> list[Column]:
+    key, title, timing = metric.key, metric.label or metric.key, is_timing(metric.key)
+    if metric.source == "summary":
+        return [Column(title, key, "at the end", False, lambda run: number_of(run.summary.get(key)))]
+    if metric.source == "evaluation":
+        return [
+            Column(f"{title}, {name}", key, f"evaluation {name}", False, _of_evaluation(name, key))
+            for name in _evaluations(study, metric)
+        ]
+    if (statistic := metric.statistic) != "value":
+        return [Column(title, key, STATISTICS[statistic], timing, lambda run: run.statistic(key, statistic))]
+    return _at_points(metric, title, equal) if equal else []
+
+
+def _evaluations(study: Study, metric: MetricConfig) -> dict[str, None]:
+    return dict.fromkeys(
+        name
+        for each in study.config.evaluations
+        if not metric.evaluations or each.name in metric.evaluations
+        for run in study.runs
+        for name, _ in evaluations_of(each, run)
+    )
+
+
+def _of_evaluation(name: str, key: str) -> Callable[[RunValues], float | None]:
+    return lambda run: run.of_evaluation(name, key)
+
+
+def _at_points(metric: MetricConfig, title: str, equal: Equal) -> list[Column]:
+    key, columns = metric.key, []
+    for tokens in metric.at_tokens or (equal.tokens,):
+        at = f"at {compact(tokens)} tokens"
+        columns.append(Column(f"{title}, {at}", key, at, is_timing(key), _of_curve(key, "tokens", tokens)))
+    if metric.equal_time and equal.seconds is not None:
+        at = f"at {duration(equal.seconds)} of training"
+        columns.append(Column(f"{title}, {at}", key, at, True, _of_curve(key, "seconds", equal.seconds)))
+    return columns
+
+
+def _of_curve(key: str, over: Over, x: float) -> Callable[[RunValues], float | None]:
+    return lambda run: interpolate(run.curve(key, over), x)
+
+
+TIMING_WORDS = ("seconds", "per_second", "mfu", "data_wait", "slowest_rank")
+
+
+def is_timing(key: str) -> bool:
+    return any(word in key for word in TIMING_WORDS)

@@ -1,0 +1,162 @@
+"""The page of every config field, `docs/reference/config.md`, made from the dataclasses.
+
+    python -m gsa_study.commands.config_reference > docs/reference/config.md
+
+Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. torch is not
+imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+from typing import Any, Literal, Union
+
+from gsa_study import config as study
+from gsa_train.config import Config
+from gsa_train.config.checks import ABOVE_ZERO, AT_LEAST_ZERO, FROM_ZERO_BELOW_ONE, NOT_EMPTY
+
+HEAD = """\
+# Configuration reference
+
+Every field that a config file or `section.field=value` on the command line can set. This page is made from the
+dataclasses in `gsa_train/config/` by `make docs`; a test holds it equal to them. [configuration.md](configuration.md)
+says how a config is read and checked.
+"""
+
+
+STUDY_HEAD = """\
+# Study files
+
+What the file of `launch/study.py --study FILE` can say: its own fields, then those of the sections inside it.
+[studies.md](../how_to/studies.md) says what is done with them.
+"""
+
+
+def main() -> None:
+    print(page(), end="")
+
+
+def page() -> str:
+    """The whole page, as Markdown: a chapter for each section of `Config`, a row for each field."""
+    parts = [HEAD]
+    for name, hint in typing.get_type_hints(Config).items():
+        (item,) = typing.get_args(hint) or (None,)
+        section: type = item or hint
+        parts.append(_chapter(section, f"{name}.N" if item else name))
+        texts = field_texts(section)
+        for inner, inner_hint in typing.get_type_hints(section).items():
+            if dataclasses.is_dataclass(inner_hint):
+                parts.append(_chapter(inner_hint, f"{name}.{inner}", texts[inner]))  # type: ignore[arg-type]
+    parts += [STUDY_HEAD, _chapter(study.StudyConfig, "study")]
+    for name, hint in typing.get_type_hints(study.StudyConfig).items():
+        (item, *_) = typing.get_args(hint) or (hint,)
+        if dataclasses.is_dataclass(item):
+            assert isinstance(item, type)
+            parts.append(_chapter(item, name if item is hint else f"{name}.N", SECTIONS_OF_A_STUDY[name]))
+    return "\n".join(parts)
+
+
+SECTIONS_OF_A_STUDY = {
+    "arms": "what is compared",
+    "evaluations": "what is evaluated after each run",
+    "metrics": "the columns of the tables",
+    "selections": "what is saved for benches of kernels",
+}
+
+
+def _chapter(section: type, prefix: str, meaning: str = "") -> str:
+    """One section of the config. Sections inside it have their own chapters.
+
+    Args:
+        prefix: what stands before a field on the command line.
+        meaning: empty: as the section's file says.
+    """
+    module = sys.modules[section.__module__]
+    meaning = meaning or inspect.cleandoc(str(module.__doc__)).partition(": ")[2]
+    texts = field_texts(section)
+    hints = typing.get_type_hints(section)
+    lines = [
+        f"## `{prefix}`: {meaning.rstrip('.')}\n",
+        "| field | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            continue
+        cells = [
+            f"`{field.name}`",
+            _type_in_words(hint) + _range_in_words(f"{prefix.removesuffix('.N')}.{field.name}", hint),
+            f"`{_default(field)}`",
+            texts[field.name].replace("|", r"\|"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def field_texts(section: type) -> dict[str, str]:
+    """Field name -> the text under it in the source, on one line.
+
+    Raises:
+        ValueError: a field has no text.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        text = after.value if isinstance(after, ast.Expr) else None
+        if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+            field = f"{section.__name__}.{node.target.id}"
+            raise ValueError(f"{field}: no text below the field; say what it means")
+        texts[node.target.id] = " ".join(text.value.split())
+    return texts
+
+
+def _type_in_words(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is Union:
+        return " or ".join(map(_type_in_words, arguments))
+    if dataclasses.is_dataclass(hint):
+        return "section"
+    if origin is list:
+        return f"list of {_type_in_words(arguments[0])}s"
+    if origin is dict:
+        return f"{_type_in_words(arguments[1])}s by name"
+    return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
+
+
+def _range_in_words(name: str, hint: Any) -> str:
+    """What `checks.py` holds this field to by itself; checks between fields may ask for more."""
+    if name in AT_LEAST_ZERO | study.AT_LEAST_ZERO:
+        return ", 0 or more"
+    if name in ABOVE_ZERO:
+        return ", above 0"
+    if name in FROM_ZERO_BELOW_ONE:
+        return ", from 0 to below 1"
+    if name in NOT_EMPTY:
+        return ", not empty"
+    return ", 1 or more" if hint is int else ""
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if isinstance(value, bool):
+        return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        return "below"
+    return '""' if value == "" else str(value)
+
+
+if __name__ == "__main__":
+    main()

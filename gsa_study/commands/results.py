@@ -1,0 +1,133 @@
+"""Write the pages of results: launch/results.py of a checkout.
+
+    python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
+
+A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
+`records/`), into which those go first that are finished in folders here; one of time and memory, made of what the
+benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that headline.yaml of
+`--studies` lists; and README.md over all. A figure stays as it is where the losses it shows are not recorded. Exit code
+2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a record or a bench, or no room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gsa_study.efficiency import (
+    efficiency_tables,
+    read_benches,
+    write_efficiency,
+    write_efficiency_values,
+)
+from gsa_study.headline import FIGURE, FILE, load_headline, write_headline
+from gsa_study.record import recorded_results, update_record
+from gsa_study.results import write_figure, write_overview, write_page
+from gsa_study.seeds import write_seeds
+from gsa_study.study_file import Study, load_study
+from gsa_train.config import ConfigError, load_config
+from gsa_train.config.load import problem_line, read_yaml
+from gsa_train.process.as_command import as_command
+
+SHAPES = {"1.7B": "gsa_1.7b", "7B": "gsa_7b"}
+"""What the benches call them; a shipped config of each."""
+
+
+@as_command()
+def main() -> int:
+    arguments = parse()
+    standings, written = [], []
+    try:
+        files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
+        studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
+        check_names(studies)
+        headline_file = arguments.studies / FILE
+        headline = load_headline(headline_file, studies) if headline_file.is_file() else None
+        shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
+        benches = read_benches(arguments.benches)
+        tables = efficiency_tables(benches, shapes)
+        results = []
+        for study in studies:  # the records of all ahead of all pages: verdicts take numbers of any study
+            files_of_record, left_out = update_record(study, arguments.out)
+            results.append(recorded_results(study, arguments.out))
+            written += files_of_record
+            print("".join(f"{line}\n" for line in left_out), end="")
+        written += write_seeds([study.config.name for study in studies], arguments.out)
+        written += write_efficiency_values(tables, benches, arguments.out)
+        for each in results:
+            figure = write_figure(each, arguments.out) if each.finished else None
+            standing, page = write_page(each, arguments.out)
+            standings.append(standing)
+            written += [page, *filter(None, [figure])]
+            if each.finished and figure is None:
+                print(
+                    f"kept {arguments.out / each.study.config.name}.png: the losses of its runs are not recorded"
+                )
+        standing, page = write_efficiency(tables, benches, arguments.out)
+        written.append(page)
+        if headline is not None:
+            of_studies = {each.study.config.name: each for each in results}
+            figure, lacking = write_headline(headline, of_studies, arguments.out)
+            if figure is None:
+                lines = ", ".join(lacking)
+                print(
+                    f"did not draw {arguments.out / FIGURE}: no seed has recorded losses of all its arms; the nearest "
+                    f"lacks {lines}"
+                )
+            else:
+                written.append(figure)
+        written.append(write_overview([*standings, standing], arguments.out))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of the lines has left
+        raise
+    except OSError as error:
+        print(f"not all was written: {error}; make room, or give another --out", file=sys.stderr)
+        return 2
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
+def check_names(studies: Sequence[Study]) -> None:
+    """Two of one name would have one page and one record, from which each would drop the other's arms.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    of_name: dict[str, Path] = {}
+    for study in studies:
+        name, first = study.config.name, of_name.setdefault(study.config.name, study.path)
+        if first != study.path:
+            raise ConfigError(
+                study.path, [problem_line("name", name, f"also that of {first}", "give it its own")]
+            )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write the pages of results.", allow_abbrev=False)
+    for name, default, meaning in (
+        ("studies", "studies", "folder of study files"),
+        ("out", "docs/results", "folder of the pages"),
+        ("benches", "benchmarks/results", "folder of what the benches wrote with --out"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=Path, default=Path(default), metavar="DIR", help=f"{meaning} ({default})"
+        )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="as launch/study.py had them: fields of the configs of all runs that are here",
+    )
+    arguments = parser.parse_intermixed_args()
+    for name in ("studies", "benches"):  # without it the pages would say that nothing has run
+        folder = getattr(arguments, name)
+        if not folder.is_dir():
+            parser.error(
+                f"--{name} {folder}: no such folder; start in the checkout, or give the one of the {name}"
+            )
+    return arguments

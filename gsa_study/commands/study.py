@@ -1,0 +1,308 @@
+"""Run a study: launch/study.py of a checkout, `gsa-study` of an installation.
+
+    python launch/study.py --study FILE [--gpus 0,1] [--stop-after-minutes N | --within-seconds N] [--retry-failed]
+        [--arms A,B] [--seeds 1,2] [--pack FILE [--pack-weights FILE]] [key=value ...]
+    python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
+    python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
+
+Trains the arms of a study file with each of its seeds, evaluates them, packs what another machine needs, and writes
+the report that compares them. The same command goes on after any end. Exit code 2: wrong use, a mistake in the file, a
+package that is not installed, a run that began with another config, or no room on the disk. 1: a job has failed, and
+the others are done. 75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is
+done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gsa_study.cost import describe_cost
+from gsa_study.jobs import jobs_of
+from gsa_study.pack import pack_study, pack_weights
+from gsa_study.page import write_study_report, write_tables
+from gsa_study.plan import StudyError, StudyPlan, check_unchanged, chosen, plan_study
+from gsa_study.processes import check_devices, find_gpus
+from gsa_study.runner import StudyRunner, lock_study, say
+from gsa_study.states import JobState, note_failure, read_failures, read_state
+from gsa_study.study_file import Study, load_study
+from gsa_study.tables import read_results
+from gsa_study.times import expected_time, read_times
+from gsa_train.arguments import DEVICE
+from gsa_train.config import ConfigError, RunConfig
+from gsa_train.config.checks import is_installed
+from gsa_train.model.flops import DEVICES
+from gsa_train.process import exit_codes
+from gsa_train.process.as_command import as_command
+from gsa_train.process.console import open_descriptors, take_console
+from gsa_train.reliability.stop_signals import find_deadline
+
+
+@as_command()
+def main() -> int:
+    began = time.time()
+    open_descriptors()
+    arguments = parse(sys.argv[1:])
+    only_looks = arguments.report or arguments.dry_run
+    try:
+        study = load_study(arguments.study, arguments.overrides, need_data=not only_looks)
+        all_states = states_of(study)
+        check_unchanged(all_states)
+        states = chosen(all_states, arguments.arms, arguments.seeds)
+        plan = plan_study(states, read_failures(study.folder), arguments.retry_failed)
+        gpus = gpus_at_hand(arguments.gpus)
+        if arguments.dry_run:
+            values = read_results(study, {}).values
+            print(describe_cost(study, values, arguments.device, arguments.mfu, len(gpus or ())))
+            return 0
+        check_packages(study, arguments.report)
+        if arguments.report:
+            pack(study, arguments)
+            report(study, arguments)
+            return 0
+        check_devices(plan.due, gpus)
+        with lock_study(study.folder):
+            take_console()
+            return run(study, plan, gpus, arguments, began)
+    except (ConfigError, StudyError) as error:
+        print(error, file=sys.stderr)
+        return exit_codes.REFUSED
+    except KeyboardInterrupt:  # before the first job or in the report; in between the runner heeds it
+        say("stopped by Ctrl-C: no job was under way; the same command goes on")
+        return exit_codes.STOPPED
+    except OSError as error:  # a full disk
+        print(
+            f"stopped: {error}. Jobs under way were told to save and end. Free space on the disk, or mend what else "
+            "the error names; then the same command goes on",
+            file=sys.stderr,
+        )
+        return exit_codes.REFUSED
+
+
+def check_packages(study: Study, only_report: bool) -> None:
+    """Look for the packages that are imported only once the GPUs have done their work.
+
+    Raises:
+        StudyError: one is missing.
+    """
+    needs = [("plotly", "the report", "pip install plotly")]
+    if study.config.evaluations and not only_report:
+        needs.append(("matplotlib", "evaluations", "pip install matplotlib"))
+        needs.append(("transformers", "evaluations", "in the checkout: pip install '.[hf]'"))
+    missing = [
+        f"the package {package} is not installed, and {who} cannot do without it; run {remedy}"
+        for package, who, remedy in needs
+        if not is_installed(package)
+    ]
+    if missing:
+        raise StudyError("\n".join(missing))
+
+
+def run(
+    study: Study, plan: StudyPlan, gpus: list[str] | None, arguments: argparse.Namespace, began: float
+) -> int:
+    """Do what is due, pack it, write the report, and say how it stands.
+
+    Args:
+        began: this command, by `time.time`.
+    """
+    if arguments.retry_failed:
+        for job in plan.due:
+            if job.key in read_failures(study.folder):
+                note_failure(study.folder, job.key, None)
+    where = f"on GPU {', '.join(gpus)}" if gpus else "on CPUs, one after another"
+    done, all_jobs = len(plan.finished), sum(map(len, vars(plan).values()))
+    say(
+        f"{study.title}: {done} of {all_jobs} jobs are finished, {len(plan.due)} due, {where}; {study.folder}"
+    )
+    margin = RunConfig().slurm_margin_minutes
+    within = arguments.within_seconds
+    limit = within / 60 if within else arguments.stop_after_minutes or 0.0
+    try:
+        deadline = find_deadline(limit, margin, os.environ, began)
+    except ValueError as error:
+        raise StudyError(str(error)) from error
+    runner = StudyRunner(study.folder, plan.due, gpus, deadline, jobs_of(study) if within else ())
+    runner.run()
+    pack(study, arguments)
+    report(study, arguments)
+    return conclude(study, plan, runner, arguments)
+
+
+def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argparse.Namespace) -> int:
+    """Say what is finished, what failed and why, and what is left; returns the exit code."""
+    states = chosen(states_of(study), arguments.arms, arguments.seeds)
+    failures = read_failures(study.folder)
+    finished = sum(state.finished for state in states)
+    failed = {state.job.key for state in states if state.job.key in failures and not state.finished}
+    say(f"{finished} of {len(states)} jobs are finished, {len(failed)} failed")
+    for key in sorted(failed):
+        print(f"  failed: {key}: {failures[key]}")
+    for job in plan.without_checkpoint:
+        source, run, step = job.run.source, job.run, ""
+        if job.kind == "train" and source is not None:
+            run, step = source.run, f" of step {source.step}"
+        print(f"  cannot be done: {job.key}: {run.name} is finished, and its checkpoint{step} is not here;")
+        print(f"    to train it again, remove {run.folder}")
+    for job, reason in runner.interrupted:
+        print(f"  interrupted: {job.key}: {reason}")
+    if failed:
+        print("  --retry-failed starts what failed again, from its last checkpoint")
+    if runner.killed:
+        return exit_codes.INTERRUPTED
+    left = len(states) - finished - len(failed) - len(plan.without_checkpoint)
+    if runner.left and not runner.stop_reason:
+        say_what_is_too_long(study, runner, arguments.within_seconds)
+    if runner.stop_reason or runner.interrupted or runner.left:
+        print(f"  the same command goes on with the {left} that are left")
+        return exit_codes.STOPPED
+    return exit_codes.FAILED if failed or plan.without_checkpoint else 0
+
+
+def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: float) -> None:
+    """Of the trainings that did not start, as there was no time for them."""
+    jobs, times = jobs_of(study), read_times(study.folder)
+    for job in runner.left:
+        expected = expected_time(job, jobs, times)
+        if job.kind == "train" and expected is not None:
+            more = "; give more" if expected.seconds > within_seconds and not expected.is_guess else ""
+            print(f"  no time left: {job.run.name}, which takes about {expected.seconds:.0f} s{more}")
+
+
+def states_of(study: Study) -> list[JobState]:
+    return [read_state(job) for job in jobs_of(study)]
+
+
+def report(study: Study, arguments: argparse.Namespace) -> None:
+    """Write page and tables of what the run folders have, the tables also into a folder that the user names."""
+    results = read_results(study, read_failures(study.folder))
+    written = write_study_report(results, study.folder / "report")
+    for path in [*written, *(write_tables(results, arguments.tables) if arguments.tables else [])]:
+        print(f"wrote {path}")
+
+
+def pack(study: Study, arguments: argparse.Namespace) -> None:
+    """Write the packs that were asked for. They come before the report: they keep what GPUs have done, and a report can
+    be repeated."""
+    failures = read_failures(study.folder)
+    if arguments.pack is not None:
+        runs = pack_study(study, failures, arguments.pack)
+        size = arguments.pack.stat().st_size / 2**20
+        print(f"wrote {arguments.pack}: {runs} runs, {size:.1f} MiB")
+    if arguments.pack_weights is not None:
+        whose = pack_weights(study, failures, arguments.pack_weights)
+        size = arguments.pack_weights.stat().st_size / 2**20
+        print(f"wrote {arguments.pack_weights}: weights of {', '.join(whose) or 'no run'}, {size:.1f} MiB")
+
+
+def gpus_at_hand(asked: str | None) -> list[str] | None:
+    """The GPUs to use; None: CPUs.
+
+    Raises:
+        StudyError: `--gpus` names none, or one twice.
+    """
+    if asked is None:
+        return find_gpus(os.environ) or None
+    if asked == "none":
+        return None
+    names = [name.strip() for name in asked.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise StudyError(f"--gpus {asked}: name each GPU once, as in --gpus 0,1; --gpus none for CPUs")
+    return names
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Run a study: train its arms, evaluate them, compare them.", allow_abbrev=False
+    )
+    parser.add_argument("--study", type=Path, required=True, metavar="FILE", help="YAML file of the study")
+    parser.add_argument(
+        "--gpus", metavar="0,1", help="GPUs to use, or `none` (default: all that there are, else CPUs)"
+    )
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--stop-after-minutes",
+        type=positive_number,
+        metavar="N",
+        help="then stop what is under way as Ctrl-C does",
+    )
+    limit.add_argument(
+        "--within-seconds",
+        type=positive_number,
+        metavar="N",
+        help="the same, and start only what ends before then, by the times of jobs before",
+    )
+    parser.add_argument("--arms", type=words_of, metavar="A,B", help="do only these arms")
+    parser.add_argument("--seeds", type=numbers_of, metavar="1,2", help="do only these seeds")
+    parser.add_argument("--retry-failed", action="store_true", help="start again what has failed")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="print what the study will cost, and stop")
+    what.add_argument("--report", action="store_true", help="write the report of what is there, and stop")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="write the report's tables there, too")
+    parser.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FILE",
+        help="write what another machine needs to go on into this .tar.gz",
+    )
+    parser.add_argument(
+        "--pack-weights",
+        type=Path,
+        metavar="FILE",
+        help="beside --pack: checkpoints with which arms begin that are still to do, into this .tar, which is large",
+    )
+    parser.add_argument("--device", default=DEVICE, choices=DEVICES, metavar="NAME", help="with --dry-run")
+    parser.add_argument(
+        "--mfu", type=share, metavar="SHARE", help="with --dry-run, such as 0.3 (default: as measured)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="fields of all arms' configs, such as data.train_dir",
+    )
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.pack_weights is not None and arguments.pack is None:
+        parser.error(
+            "--pack-weights needs --pack: without the results of their runs, these are trained again"
+        )
+    if arguments.tables is not None and arguments.tables.exists() and not arguments.tables.is_dir():
+        parser.error(f"--tables {arguments.tables}: a file; give a folder")
+    for option, path in (("--pack", arguments.pack), ("--pack-weights", arguments.pack_weights)):
+        if path is not None and path.is_dir():
+            parser.error(f"{option} {path}: a folder; give a file")
+    if arguments.mfu is not None and not arguments.dry_run:
+        parser.error("--mfu needs --dry-run; a real study measures its time")
+    return arguments
+
+
+def words_of(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers_of(text: str) -> list[int]:
+    try:
+        return [int(word) for word in words_of(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, as in 1,2") from None
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    value = positive_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a share of the peak rate, at most 1")
+    return value

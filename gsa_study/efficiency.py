@@ -1,0 +1,148 @@
+"""The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
+efficiency.csv, from which texts take its numbers (`study/verdicts.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gsa_data.whole_files import parse_json
+from gsa_study.efficiency_cases import (
+    BENCHES,
+    KEYS,
+    PAPER,
+    Bench,
+    Case,
+    generation,
+    measured_steps,
+    random_inputs,
+    scaled_steps,
+    selections,
+    steps,
+)
+from gsa_study.results import NOT_RUN, Standing
+from gsa_study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
+from gsa_study.verdicts import read_verdict
+from gsa_train.config import Config, ConfigError
+from gsa_train.files import write_atomically
+
+NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: Sequence[str]
+    cases: Sequence[Case]
+
+
+def read_benches(folder: Path) -> dict[str, Bench]:
+    """Of the JSON files that the benches write with `--out`; those that are there.
+
+    Raises:
+        ConfigError: one is damaged.
+    """
+    found = {}
+    for name in BENCHES:
+        path = folder / f"{name}.json"
+        if path.is_file():
+            try:
+                content = parse_json(path.read_text(encoding="utf-8"))
+                where = content["environment"]
+                about = f"{where['gpu']}, torch {where['torch']}, Triton {where['triton']}, {where['commit']}"
+                found[name] = Bench(content["rows"], path, where["commit"], f"`{name}`: {about}")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    path, [f"damaged ({error!r}); write it again by {name}.py --out"]
+                ) from error
+    return found
+
+
+def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> list[Table]:
+    """
+    Args:
+        shapes: config by the benches' name of its shape, `1.7B`.
+    """
+    times = ["forward", "theory", "forward + backward", "with indexer loss", "peak memory"]
+    of_steps = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
+    memory = ["peak memory, GiB", "over standard"]
+    of_generation = [
+        "",
+        "tokens",
+        "sequences",
+        "model",
+        "ms",
+        "over standard",
+        "theory",
+        "the paper, at 128K",
+    ]
+    found = [
+        Table(
+            "One layer's attention",
+            ["shape", "tokens", "selection", "r", *times],
+            [*random_inputs(benches, shapes), *selections(benches, shapes)],
+        ),
+        Table(
+            "A training step of the whole model",
+            ["config", "step, ms", "over standard", "the paper", "peak memory, GiB"],
+            list(steps(benches)),
+        ),
+        Table(
+            "Training steps from 4K to 128K tokens",
+            [*of_steps, *memory, "commit"],
+            [*measured_steps(benches), *scaled_steps(benches)],
+        ),
+        Table(
+            "Generation by the whole model",
+            [*of_generation, *memory, "commit"],
+            list(generation(benches, shapes)),
+        ),
+    ]
+    return [table for table in found if table.cases]
+
+
+def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench], out: Path) -> list[Path]:
+    """The CSV of all numbers, with the columns of a study's one. Returns the files that were written: none without a
+    bench's file."""
+    rows: list[Sequence[object]] = []
+    for case in (case for table in tables for case in table.cases):
+        bench = benches[case.bench]
+        where = (bench.path.as_posix(), "", case.commit or bench.commit)
+        rows += [
+            (case.name, 1, KEYS[key], key, f"by {case.bench}", repr(value), *where)
+            for key, value in case.values.items()
+            if value is not None
+        ]
+    if not rows:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path := out / f"{NAME}.csv", csv_text([VALUES_HEAD, *rows]))
+    return [path]
+
+
+def write_efficiency(
+    tables: Sequence[Table], benches: Mapping[str, Bench], out: Path
+) -> tuple[Standing, Path]:
+    path, verdict = out / f"{NAME}.md", read_verdict(out, NAME)
+    parts = [f"# {TITLE}"]
+    parts.append(
+        "GSA's time and memory over those of the standard model, or of dense attention: below 1 GSA is faster or "
+        "smaller. Theory counts operations of matrix products, as the paper's theorem 1 does: scores of all keys by "
+        "the indexer, attention to k_base of them; in decoding, the time to read weights and caches. The paper has "
+        f"{PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} for prefill, {PAPER['decode']} "
+        f"for decoding and {PAPER['memory']} for memory."
+    )
+    parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
+    for table in tables:
+        rows = [list(table.head), *(list(case.cells) for case in table.cases)]
+        parts += [f"## {table.title}", markdown_table(rows)]
+    parts += ["## Source", bullets(bench.about for bench in benches.values())] if benches else []
+    parts += [f"In full in [{NAME}.csv]({NAME}.csv)."] if tables else []
+    parts.append("Made by `python launch/results.py` from the benches' files: do not edit.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
+    said = verdict.splitlines()[0] if verdict else "no verdict yet"
+    return Standing(
+        path.name, TITLE, f"{len(benches)} of {len(BENCHES)} benches", said if benches else NOT_RUN
+    ), path

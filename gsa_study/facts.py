@@ -1,0 +1,78 @@
+"""What tables and figures say of a run, whether its folder is here or only the record of it in docs/results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gsa_study.study_file import StudyRun
+from gsa_study.values import LossPoint, RunValues
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    run: StudyRun
+    finished: bool
+    state: str
+    """In words; empty: all that is known is that it is not finished."""
+    folder: Path
+    """Where it is or was."""
+    tokens: int | None = None
+    """That it was trained on itself; None: nothing is logged."""
+    seconds: float | None = None
+    """Of its own training."""
+    seconds_before: float | None = 0.0
+    """Of the runs with whose weights it began; None: not known."""
+    devices: tuple[str, ...] = ()
+    commits: tuple[str, ...] = ()
+    """Of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
+    text: str = ""
+    """Fingerprint of the training text; empty: not known."""
+    losses: Sequence[LossPoint] = ()
+
+    @property
+    def tokens_before(self) -> int:
+        return self.run.source.tokens if self.run.source else 0
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens_before + (self.tokens or 0)
+
+    @property
+    def all_seconds(self) -> float | None:
+        """None: not known of a part."""
+        known = self.seconds is not None and self.seconds_before is not None
+        return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
+
+
+def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
+    """Of a run whose folder is here, or which has none.
+
+    Args:
+        failures: job -> why it failed.
+    """
+    starts, text = values.starts, values.summary.get("data_fingerprint")
+    return RunFacts(
+        run=values.run,
+        finished=values.complete,
+        state=_state(values, failures),
+        folder=values.run.folder,
+        tokens=int(values.own_tokens[-1][1]) if values.own_tokens else None,
+        seconds=values.own_seconds[-1][1] if values.own_seconds else None,
+        seconds_before=values.seconds_before,
+        devices=tuple(dict.fromkeys(str(start.get("device") or "unknown") for start in starts)),
+        commits=tuple(dict.fromkeys(str(start.get("commit") or "unknown") for start in starts)),
+        text=text if isinstance(text, str) else "",
+        losses=values.losses(),
+    )
+
+
+def _state(values: RunValues, failures: Mapping[str, str]) -> str:
+    if values.complete:
+        return "finished"
+    if (reason := failures.get(f"{values.run.name} train")) is not None:
+        return f"failed: {reason}"
+    if not values.records:
+        return "not begun"
+    return f"after step {values.records[-1]['step']} of {values.run.steps}"

@@ -1,0 +1,103 @@
+"""The figure of a study's page: each arm's value of the first metric, and its losses, in the color of its row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
+
+from gsa_eval.report.run_series import shown_range
+from gsa_study.columns import Column
+from gsa_study.facts import RunFacts
+from gsa_study.tables import Results
+
+Color = tuple[float, ...]
+LOG_FROM = 2.0
+"""From this ratio of the largest to the smallest value on the scale is logarithmic."""
+
+
+@dataclass(frozen=True)
+class ArmDots:
+    """An arm's row."""
+
+    arm: str
+    runs: tuple[RunFacts, ...]
+    """Finished ones with a value that is a number, in the order of the seeds."""
+    values: tuple[float, ...]
+    """Of these runs."""
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+
+def arm_dots(results: Results, column: Column) -> list[ArmDots]:
+    """A row for each arm of which a finished run has this value; the smallest mean, of a loss the best, comes first."""
+    found = []
+    for arm in results.arms:
+        runs = [each for each in results.finished if each.run.arm == arm]
+        values = ((each, column.values.get(each.run.name)) for each in runs)
+        known = [(each, value) for each, value in values if value is not None and math.isfinite(value)]
+        if known:
+            found.append(ArmDots(arm, tuple(each for each, _ in known), tuple(value for _, value in known)))
+    return sorted(found, key=lambda dots: dots.mean)
+
+
+def write_study_figure(results: Results, path: Path) -> Path:
+    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has, and the losses by
+    tokens beside it, where those of half the arms are recorded. Without such a metric the figure is empty."""
+    found = ((column.title, arm_dots(results, column)) for column in results.columns)
+    title, rows = next((each for each in found if each[1]), ("", []))
+    figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
+    with_losses = sum(any(run.losses for run in row.runs) for row in rows)
+    axes = figure.subplots(1, 2 if 2 * with_losses >= len(rows) else 1, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    last = max(1, len(rows) - 1)
+    colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
+    if rows:
+        _draw_dots(axes[0], rows, colors, title)
+        for ax in axes[1:]:
+            _draw_losses(ax, rows, colors)
+    figure.savefig(path)
+    return path
+
+
+def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label: str) -> None:
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        ax.plot(row.values, [place] * len(row.values), "o", color=color, markersize=6)
+    values = [value for row in rows for value in row.values]
+    if min(values) > 0 and max(values) > LOG_FROM * min(values):
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.set_yticks(range(len(rows)), [row.arm for row in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel(f"{label} (a dot for each seed)")
+
+
+def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> None:
+    """Of each arm's first seed of which they are known; the best one in front."""
+    lines, is_first = [], True
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        drawn = next((run for run in row.runs if run.losses), None)
+        is_first &= drawn is row.runs[0]
+        if drawn is not None:
+            x, y = [point.tokens for point in drawn.losses], [point.loss for point in drawn.losses]
+            ax.plot(x, y, color=color, linewidth=1.4, zorder=len(rows) - place)
+            lines.append((x, y))
+    if shown := shown_range(lines):
+        ax.set_ylim(*shown)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.set_xlabel("tokens")
+    of_another = "train loss (nats per token) of the\nfirst seed that has recorded ones"
+    ax.set_ylabel("train loss of the first seed (nats per token)" if is_first else of_another)

@@ -1,0 +1,120 @@
+"""What a study has to do, each a command that a user would type: train, evaluate, save selections."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from gsa_study.config import EvaluationConfig, StudyConfig
+from gsa_study.study_file import Study, StudyRun
+from gsa_train.run_folder.starts import SOURCE
+
+
+@dataclass(frozen=True)
+class Job:
+    run: StudyRun
+    kind: Literal["train", "evaluate", "selections"]
+    name: str
+    """Of the evaluation; empty for other jobs."""
+    command: tuple[str, ...]
+    devices: int
+
+    @property
+    def key(self) -> str:
+        """By which the job is told from all others of the study, and known again."""
+        return f"{self.run.name} {self.kind} {self.name}".strip()
+
+    @property
+    def result(self) -> Path:
+        """The file that is there, and whole, once the job is finished."""
+        if self.kind == "train":
+            return self.run.folder / "summary.json"
+        if self.kind == "selections":
+            return self.run.folder / "selections.pt"
+        return self.run.folder / "evaluations" / self.name / "results.json"
+
+
+def jobs_of(study: Study) -> list[Job]:
+    """All jobs, each run's evaluations behind its training."""
+    jobs = []
+    for run in study.runs:
+        jobs.append(Job(run, "train", "", train_command(run), run.ranks))
+        for each in study.config.evaluations:
+            for name, words in evaluations_of(each, run):
+                command = (*_program("evaluate"), *words)
+                jobs.append(Job(run, "evaluate", name, command, 1))
+        if saves_selections(study.config, run):
+            jobs.append(Job(run, "selections", "", selections_command(run, study.config), 1))
+    return jobs
+
+
+def train_command(run: StudyRun) -> tuple[str, ...]:
+    """`python launch/pretrain.py ...` of one rank, torchrun's of several."""
+    words = ("--config", run.config_path, *run.overrides)
+    if run.ranks == 1:
+        return (*_program("pretrain"), *words)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}")
+    script = SOURCE / "launch" / "pretrain.py"
+    program = (str(script),) if script.is_file() else ("-m", "gsa_train")
+    return (sys.executable, *torchrun, *program, *words)
+
+
+def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
+    """Name, and words of the command line behind the program, of each of its lengths and budgets; of a run that is not
+    evaluated none."""
+    if evaluation.arms and run.arm not in evaluation.arms:
+        return []
+    lengths: Sequence[int | None] = evaluation.context_lengths or [None]
+    budgets: Sequence[int | None] = (has_indexer(run) and evaluation.k_base) or [None]
+    found = []
+    for length, budget in product(lengths, budgets):
+        name = evaluation.name + (f"-L{length}" if length else "") + (f"-k{budget}" if budget else "")
+        words = ["--run", str(run.folder), "--name", name]
+        for text, place in evaluation.data.items():
+            words += ["--data", f"{text}={place}"]
+        for task in evaluation.tasks:
+            words += ["--tasks", task]
+        for option, value in (
+            ("--context-length", length),
+            ("--max-tokens", evaluation.max_tokens),
+            ("--limit", evaluation.task_examples),
+            ("--ruler", ",".join(map(str, evaluation.ruler))),
+            ("--ruler-tasks", ",".join(evaluation.ruler_tasks)),
+            ("--ruler-samples", evaluation.ruler and evaluation.ruler_samples),
+        ):
+            words += [option, str(value)] if value else []
+        words += ["--validation"] * evaluation.validation + ["--ruler-gold"] * evaluation.ruler_gold
+        words += evaluation.settings
+        if budget:
+            gsa = run.config.gsa
+            words += [f"gsa.k_base={budget}", f"gsa.k_min={min(gsa.k_min, budget)}"]
+            words += [f"gsa.k_max={max(gsa.k_max, budget)}"]
+        found.append((name, tuple(words)))
+    return found
+
+
+def selections_command(run: StudyRun, study: StudyConfig) -> tuple[str, ...]:
+    length, layers = study.selections.seq_len_tokens, map(str, study.selections.layers)
+    words = (str(run.folder), "--seq-len-tokens", str(length), "--out", str(run.folder / "selections.pt"))
+    return (sys.executable, str(SOURCE / "launch" / "export_indexer.py"), *words, "--layers", *layers)
+
+
+def saves_selections(study: StudyConfig, run: StudyRun) -> bool:
+    wanted = study.selections
+    return wanted.seq_len_tokens > 0 and has_indexer(run) and (not wanted.runs or run.name in wanted.runs)
+
+
+def has_indexer(run: StudyRun) -> bool:
+    return run.config.gsa.attention == "sparse"
+
+
+def _program(name: str) -> tuple[str, ...]:
+    """Of the checkout; else the command that the installation put beside this Python."""
+    script = SOURCE / "launch" / f"{name}.py"
+    if script.is_file():
+        return (sys.executable, str(script))
+    return (str(Path(sys.executable).with_name(f"gsa-{name}")),)

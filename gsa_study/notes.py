@@ -1,0 +1,98 @@
+"""What a reader of a study's tables should know: arms that are too close to tell apart, runs and metrics that are
+missing, runs of several commits, devices or texts."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from gsa_study.columns import Column
+from gsa_study.spread import close_pairs, written
+from gsa_study.study_file import RunSource, Study
+from gsa_study.tables import Results, short
+from gsa_train.metrics.progress import compact
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
+    lines = []
+    lines += weights_in_words(results.study)
+    single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
+    if single:
+        lines.append(f"One seed, so nothing is known of the spread: {', '.join(single)}.")
+    missing = [each for each in results.runs if not each.finished]
+    if missing:
+        states: dict[tuple[str, str], list[str]] = {}
+        for each in missing:
+            states.setdefault((each.run.arm, each.state), []).append(str(each.run.seed))
+        said = (
+            (f"{arm}-seed{seeds[0]}" if len(seeds) == 1 else f"{arm}, seeds {', '.join(seeds)}")
+            + (f" ({state})" if state else "")
+            for (arm, state), seeds in states.items()
+        )
+        lines.append(
+            f"{len(missing)} of {len(results.runs)} runs are not finished and in no mean: {'; '.join(said)}."
+        )
+    lines += [
+        f"The records of {each.run.name} end at step {each.records_end_at} of {each.run.steps}, though it is finished: "
+        "its values are of that step, and no run is compared at later tokens. Copy its whole metrics.jsonl, or train "
+        "it again."
+        for each in results.values
+        if each.records_end_at is not None
+    ]
+    for what, found in (
+        ("commits", {short(commit) for each in results.finished for commit in each.commits}),
+        ("devices", {device for each in results.finished for device in each.devices}),
+        ("training texts", {each.text for each in results.finished if each.text}),
+    ):
+        if len(found) > 1:
+            lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
+    unknown = sum(not each.text for each in results.finished)
+    if 0 < unknown < len(results.finished):
+        lines.append(
+            f"Of {unknown} of the {len(results.finished)} finished runs it is not known of which text they are."
+        )
+    other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
+    lines += [f"Failed: {line}" for line in other]
+    for column in results.columns:
+        if results.finished and not _known(column):
+            lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
+    return lines
+
+
+def weights_in_words(study: Study) -> list[str]:
+    """Of the arms that begin with another one's weights, a line for each that they begin with."""
+    of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
+    for run in study.runs:
+        if (source := run.source) is not None:
+            _, arms = of_source.setdefault((source.run.arm, source.step), (source, []))
+            arms += [run.arm] * (run.arm not in arms)
+    return [
+        f"{', '.join(arms)}: begin with the weights of {arm} at step {step} of {source.run.steps}. Tokens and time "
+        f"count the {compact(source.tokens)} tokens up to there, which were trained once for all of them."
+        for (arm, step), (source, arms) in of_source.items()
+    ]
+
+
+def _known(column: Column) -> bool:
+    return any(value is not None for value in column.values.values())
+
+
+def _meant(results: Results, column: Column) -> str:
+    keys = {key for each in results.values for record in each.records for key in record}
+    keys |= {key for each in results.values for key in each.summary}
+    if column.at.startswith("evaluation "):  # its keys are in other files
+        return ""
+    close = get_close_matches(column.key, sorted(keys - {column.key}), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def close_lines(results: Results) -> list[str]:
+    """Which arms the first metric does not tell apart: of the others their deviations are in the table."""
+    if not results.columns:
+        return []
+    column = results.columns[0]
+    pairs = close_pairs({arm: results.by_seed(arm, column) for arm in results.arms})
+    said = "; ".join(
+        f"{one} and {other} ({written(apart)} over {apart.n} seeds)" for one, other, apart in pairs
+    )
+    return [f"Closer in {column.title} than their differences spread: {said}."] if pairs else []

@@ -1,0 +1,204 @@
+"""What is finished, what is next, what is refused: decided by the states of the jobs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from gsa_study.jobs import Job
+from gsa_study.states import JobState
+from gsa_train.process import exit_codes
+from gsa_train.reliability.stop_signals import reason_in_words
+
+
+class StudyError(ValueError):
+    """The study cannot be started, as it is or here."""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Every job is in one of these, each in the order of the study."""
+
+    finished: tuple[Job, ...]
+    failed: tuple[tuple[Job, str], ...]
+    """With why. They are not tried again by themselves."""
+    due: tuple[Job, ...]
+    """To be started, or gone on with; of each run its training first."""
+    blocked: tuple[Job, ...]
+    """Not to be done, as a training that they need has failed, or cannot be done here."""
+    without_checkpoint: tuple[Job, ...] = ()
+    """Not to be done here: they need checkpoints of finished runs that are not in this folder."""
+
+
+def check_unchanged(states: Sequence[JobState]) -> None:
+    """No job began with another config or command than the study file now asks for.
+
+    Args:
+        states: of all jobs of the study, also where only some are asked for: the report is of all.
+
+    Raises:
+        StudyError: one did; names each field.
+    """
+    changed: dict[str, list[Path]] = {}
+    for state in states:
+        for change in state.changed:
+            changed.setdefault(change, []).append(state.job.run.folder)
+    if changed:
+        raise StudyError(
+            "\n  ".join([
+                "the study asks for something else than what its runs began with. Put the field back, give the arm "
+                "another name, or remove the folder:",
+                *(f"{in_words(folders)}: {change}" for change, folders in changed.items()),
+            ])
+        )  # fmt: skip
+
+
+def plan_study(
+    states: Sequence[JobState], failures: Mapping[str, str], retry_failed: bool = False
+) -> StudyPlan:
+    """Sort the jobs.
+
+    Args:
+        failures: job -> why it failed.
+        retry_failed: what failed is due again.
+    """
+    finished, failed, due, blocked, lacking = [], [], [], [], []
+    without_training = {
+        state.job.run.name
+        for state in states
+        if state.job.kind == "train" and not state.finished
+        and (state.lacks_checkpoint or (state.job.key in failures and not retry_failed))
+    }  # fmt: skip
+    for state in states:
+        job, reason = state.job, failures.get(state.job.key)
+        if state.finished:
+            finished.append(job)
+        elif state.lacks_checkpoint:
+            lacking.append(job)
+        elif reason is not None and not retry_failed:
+            failed.append((job, reason))
+        elif without_training.intersection(needed_trainings(job)):
+            blocked.append(job)
+        else:
+            due.append(job)
+    return StudyPlan(tuple(finished), tuple(failed), tuple(due), tuple(blocked), tuple(lacking))
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """The first of them, and how many more there are: all runs of a study may have a change in common."""
+    more = len(set(folders)) - 1
+    return f"{folders[0]} and {more} more" if more else str(folders[0])
+
+
+def needed_trainings(job: Job) -> list[str]:
+    """Names of the runs that must be trained before the job: those with whose weights its run begins; unless it is that
+    run's training, its run, too."""
+    own = [] if job.kind == "train" else [job.run]
+    return [run.name for run in (*own, *job.run.before)]
+
+
+def chosen(
+    states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
+) -> list[JobState]:
+    """Those of some arms and seeds, and the trainings with whose weights they begin; None: of all.
+
+    Raises:
+        StudyError: the study has no such arm or seed.
+    """
+    known_arms = dict.fromkeys(state.job.run.arm for state in states)
+    known_seeds = sorted({state.job.run.seed for state in states})
+    for arm in arms or ():
+        if arm not in known_arms:
+            close = get_close_matches(arm, known_arms, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known_arms)}"
+            raise StudyError(f"--arms {arm}: the study has no such arm; {hint}")
+    for seed in seeds or ():
+        if seed not in known_seeds:
+            raise StudyError(f"--seeds {seed}: the study has {', '.join(map(str, known_seeds))}")
+    asked = [
+        state
+        for state in states
+        if (arms is None or state.job.run.arm in arms) and (seeds is None or state.job.run.seed in seeds)
+    ]
+    needed = {name for state in asked for name in needed_trainings(state.job)}
+    return [
+        state
+        for state in states
+        if state in asked or (state.job.kind == "train" and state.job.run.name in needed)
+    ]
+
+
+def next_job(
+    due: Sequence[Job],
+    running: Collection[Job],
+    free_devices: int | None,
+    fits: Callable[[Job], bool] = lambda job: True,
+) -> Job | None:
+    """The first of the due jobs that can start now: the trainings that it needs are over, there are enough devices, and
+    it fits.
+
+    Args:
+        due: without those that are running.
+        free_devices: None on CPUs, where one job runs at a time.
+        fits: whether there is time for it.
+    """
+    if free_devices is None and running:
+        return None
+    unfinished = {job.run.name for job in (*due, *running) if job.kind == "train"}
+    for job in due:
+        if unfinished.intersection(needed_trainings(job)):
+            continue
+        if (free_devices is None or job.devices <= free_devices) and fits(job):
+            return job
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process of a job ended."""
+
+    code: int
+    """Of the process, negative for a signal; of the main rank where that is known."""
+    complete: bool
+    """The job's result is there."""
+    progressed: bool
+    """There is a newer checkpoint than when it began."""
+    stopping: bool
+    """The study had asked it to stop."""
+    monitor_stop: bool = False
+    """The monitor stopped the run at a spike."""
+    error: str = ""
+    """`reason_in` what it printed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    what: str
+    """`finished`, `again` (start it again now), `interrupted` (the next start of the study goes on), or `failed`."""
+    reason: str = ""
+
+
+def judge(ended: Ended) -> Verdict:
+    """What follows of how a job ended."""
+    code, said = ended.code, f": {ended.error}" if ended.error else ""
+    if ended.complete:
+        return Verdict("finished")
+    if ended.monitor_stop or code == exit_codes.STOPPED_BY_MONITOR:
+        return Verdict("failed", f"diverged: the monitor stopped it at a spike{said}")
+    if code == exit_codes.REFUSED:
+        return Verdict("failed", f"refused, exit code {code}{said}")
+    if code == exit_codes.SAVE_FAILED:
+        return Verdict("failed", f"checkpoints cannot be written, exit code {code}{said}")
+    if ended.stopping:  # torchrun ends with 1, whatever its ranks did
+        return Verdict("interrupted", "stopped")
+    stopped = code == exit_codes.STOPPED
+    how = f"killed by {reason_in_words(-code)}" if code < 0 else "stopped" if stopped else f"exit code {code}"
+    if ended.progressed:
+        return Verdict("again", f"{how} after a new checkpoint")
+    if stopped or code < 0:
+        return Verdict("interrupted", f"{how} before a new checkpoint")
+    if code == 0:
+        return Verdict("failed", "it ended with exit code 0 and left no result")
+    return Verdict("failed", f"exit code {code}{said}")

@@ -1,0 +1,144 @@
+"""A study's child processes, and the devices that they use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gsa_study.jobs import Job
+from gsa_study.plan import StudyError
+from gsa_study.reasons import reason_in
+from gsa_train.files import own_file
+from gsa_train.process import exit_codes
+from gsa_train.reliability.last_words import SUBMISSION
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LONGEST_STOP_SECONDS = 600
+"""torchrun waits so long for its ranks, which finish their step and save."""
+
+
+def find_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them; empty where there is none."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return list(map(str, range(count_gpus() or 0)))
+
+
+def count_gpus() -> int | None:
+    """GPUs of this machine, whatever CUDA_VISIBLE_DEVICES shows; None where its driver does not say."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    gpus = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return len(gpus) if done.returncode == 0 else None
+
+
+def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
+    """Raises StudyError where a GPU is not there, as its jobs would run on CPUs, or where a run needs more GPUs
+    than there are; None: CPUs, where ranks share the cores."""
+    there = count_gpus() if gpus else None
+    for name in gpus or ():
+        by_id = name.startswith(("GPU-", "MIG-"))  # as nvidia-smi -L has them
+        if not by_id and not (name.isdecimal() and (there is None or int(name) < there)):
+            known = "" if there is None else f", which has {there}"
+            raise StudyError(
+                f"--gpus {','.join(gpus or ())}: {name} is no GPU of this machine{known}; name them by numbers from 0, "
+                "as in --gpus 0,1; --gpus none for CPUs"
+            )
+    for job in jobs:
+        if gpus is not None and job.devices > len(gpus):
+            raise StudyError(
+                f"{job.run.name} needs {job.devices} GPUs (parallel.tensor x context x pipeline of its config, times "
+                f"data_parallel of the study), and there are {len(gpus)}; make them fewer, or name more by --gpus"
+            )
+
+
+def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Path) -> dict[str, str]:
+    """Of a job on these GPUs, or on CPUs.
+
+    Args:
+        notes: the folder into which the main rank writes its exit code: torchrun's own is 1 for all.
+    """
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SUBMISSION: str(notes)}
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LONGEST_STOP_SECONDS), "PYTHONUNBUFFERED": "1"}
+    return {**patience, **environ, **own}
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, so that Ctrl-C in a terminal reaches the study alone, which passes it on.
+
+    If the study itself dies, the system sends the child SIGTERM, and a run stops as gracefully as by any other.
+    """
+    with open(log, "ab", opener=own_file) as file:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with(os.getpid()),
+        )
+
+
+def end_with(parent: int) -> Callable[[], None]:
+    """For the child, before it becomes another program: the system sends it SIGTERM when the parent dies."""
+    if sys.platform != "linux":
+        return lambda: None
+    libc = ctypes.CDLL(None, use_errno=True)  # here, as nothing should be loaded between fork and exec
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
+@dataclass
+class Running:
+    """A job under way."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpus: tuple[str, ...]
+    log: Path
+    notes: Path
+    checkpoint_before: str
+    log_bytes_before: int
+    began: float
+    """Of `time.monotonic`."""
+
+    def exit_code(self) -> int | None:
+        """None while it is at work; the main rank's where torchrun hides it."""
+        code = self.process.poll()
+        if code is None or code <= 0:
+            return code
+        try:
+            return int((self.notes / "exit_code").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return code
+
+    def reason(self, code: int) -> str:
+        """Why it failed, by what it printed in this start.
+
+        Args:
+            code: its exit code.
+        """
+        printed = self.log.read_bytes()[self.log_bytes_before :]
+        return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
+
+    def kill(self) -> None:
+        """All of its session; ranks of torchrun have their own, and end once they see that torchrun is gone."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)

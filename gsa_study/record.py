@@ -1,0 +1,256 @@
+"""The record of a study in docs/results, of which its page is made: plain CSVs, so that a clone without any run folder
+has all that the page shows.
+
+`<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
+`records/<study>_curves.csv` its losses. Numbers are in full. A run that is finished in a folder here takes the place
+of what the record has of it; all others stay.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gsa_eval.report.charts import thin
+from gsa_study.columns import Equal, columns_of, equal_of
+from gsa_study.facts import RunFacts, facts_of
+from gsa_study.states import TEXT_FIELDS, changed_fields
+from gsa_study.study_file import Study, StudyRun
+from gsa_study.tables import VALUES_HEAD, Results, csv_text, values_csv, word_of
+from gsa_study.values import LossPoint, RunValues
+from gsa_train.config import ConfigError
+from gsa_train.files import write_atomically
+
+RUNS_HEAD = (
+    "arm", "seed", "tokens", "seconds", "seconds_before", "devices", "folder", "commits", "data_fingerprint",
+    "equal_tokens", "equal_seconds",
+)  # fmt: skip
+"""Tokens and seconds are of its own training, `before` of the runs with whose weights it began. `equal`: where the
+study's runs are compared, in each row the same. An empty cell: not known."""
+CURVES_HEAD = ("run", "tokens", "seconds", "loss")
+MOST_POINTS = 100
+"""Of a curve, about: a figure has no more pixels for a line that bends."""
+BETWEEN = "; "
+"""Devices of one run."""
+REMEDY = "take the file as it was committed (git restore), or remove the line"
+
+
+@dataclass(frozen=True)
+class Record:
+    runs: Mapping[str, RunFacts]
+    """Name -> finished run of the study."""
+    equal: Equal | None
+    """Where these have been compared; None: there is none."""
+    values: Mapping[tuple[str, str, str], float]
+    """(run, key, at) -> value"""
+    gone: tuple[str, ...]
+    """Runs that the study file no longer asks for."""
+
+
+@dataclass(frozen=True)
+class Files:
+    values: Path
+    runs: Path
+    curves: Path
+
+
+def files_of(study: Study, out: Path) -> Files:
+    name, folder = study.config.name, out / "records"
+    return Files(out / f"{name}.csv", folder / f"{name}_runs.csv", folder / f"{name}_curves.csv")
+
+
+def recorded_results(study: Study, out: Path) -> Results:
+    """Of the record alone.
+
+    Raises:
+        ConfigError: a damaged file of it.
+    """
+    record = read_record(study, out)
+    columns = (
+        replace(column, values={run: record.values.get((run, column.key, column.at)) for run in record.runs})
+        for column in columns_of(study, record.equal)
+    )
+    others = (RunFacts(run, False, "", run.folder, seconds_before=None) for run in study.runs)
+    runs = tuple(record.runs.get(each.run.name, each) for each in others)
+    return Results(study, runs, tuple(columns), {})
+
+
+def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
+    """Write the record with the runs that are finished in folders here. Returns its files, none where no run is
+    finished, and what is not or no longer in it, in words.
+
+    Left out is a run that began with another config than the study now asks for, as it is not that arm, and one whose
+    records are cut off.
+
+    A recorded run whose folder is not here has no value but the recorded ones. While there is such a run, all are
+    compared where it was: a new run that ended before has no value there.
+
+    Raises:
+        ConfigError: a damaged file of the record.
+    """
+    record, files = read_record(study, out), files_of(study, out)
+    finished = (values for run in study.runs if (values := RunValues(run)).complete and values.tokens)
+    here, said = _usable({values.run.name: values for values in finished})
+    runs = {**record.runs, **{name: _thinned(facts_of(values, {})) for name, values in here.items()}}
+    kept = record.runs.keys() - here.keys()
+    equal = record.equal if kept else equal_of(list(runs.values()))
+    if not runs and not record.gone:
+        return [], said
+    columns = [
+        replace(
+            column,
+            values={
+                run: column.read(here[run])
+                if run in here
+                else record.values.get((run, column.key, column.at))
+                for run in runs
+            },
+        )
+        for column in columns_of(study, equal)
+    ]
+    in_order = tuple(runs[run.name] for run in study.runs if run.name in runs)
+    files.runs.parent.mkdir(parents=True, exist_ok=True)
+    # Values last: of values without a row of their run nobody would know whose they are.
+    write_atomically(files.runs, csv_text([RUNS_HEAD, *(_run_row(each, equal) for each in in_order)]))
+    write_atomically(files.curves, csv_text([CURVES_HEAD, *_curve_rows(in_order)]))
+    write_atomically(files.values, values_csv(Results(study, in_order, tuple(columns), {})))
+    asked = {(column.key, column.at) for column in columns}
+    lost = {f"{key} ({at})" for run, key, at in record.values if run in kept and (key, at) not in asked}
+    not_asked = f"left out of {files.values}, as {study.path} does not ask for it: "
+    said += [not_asked + each for each in (*record.gone, *sorted(lost))]
+    return [files.values, files.runs, files.curves], said
+
+
+def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
+    """Runs that have records up to their end and began, as did those with whose weights they began, with the configs
+    that the study asks for, wherever its text lay; and which of them are others, in words."""
+    kept, left_out = {}, []
+    for name, values in here.items():
+        if values.records_end_at is not None:
+            left_out.append(
+                f"left out {values.run.folder}: it is finished, and its records end at step {values.records_end_at} of "
+                f"{values.run.steps}; copy its whole metrics.jsonl, or train it again"
+            )
+            continue
+        began = ((run, list(changed_fields(run, TEXT_FIELDS))) for run in (values.run, *values.run.before))
+        run, changes = next((each for each in began if each[1]), (values.run, []))
+        if not changes:
+            kept[name] = values
+            continue
+        left_out.append(
+            f"left out {values.run.folder}, as {run.folder} began with another config than the study asks for: "
+            f"{'; '.join(changes)}; put the study file back, give the arm another name, or give the overrides "
+            "(key=value) with which the study was started"
+        )
+    return kept, left_out
+
+
+def _thinned(run: RunFacts) -> RunFacts:
+    places = thin([point.loss for point in run.losses], MOST_POINTS)
+    return replace(run, losses=tuple(run.losses[place] for place in places))
+
+
+def _run_row(run: RunFacts, equal: Equal | None) -> Sequence[object]:
+    points = (equal.tokens, equal.seconds) if equal else (None, None)
+    numbers = (run.tokens, run.seconds, run.seconds_before)
+    where = (BETWEEN.join(run.devices), run.folder.as_posix(), " ".join(run.commits), run.text)
+    return (run.run.arm, run.run.seed, *map(_cell, numbers), *where, *map(_cell, points))
+
+
+def _curve_rows(runs: Iterable[RunFacts]) -> list[Sequence[object]]:
+    return [(each.run.name, *map(_cell, point)) for each in runs for point in each.losses]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+# ---- reading
+
+
+def read_record(study: Study, out: Path) -> Record:
+    """Empty where there is none.
+
+    Raises:
+        ConfigError: a damaged file; names the line.
+    """
+    files, asked = files_of(study, out), {run.name: run for run in study.runs}
+    equals: dict[str, Equal | None] = {}  # by run, those that are no longer asked for as well
+    runs: dict[str, RunFacts] = {}
+    values: dict[tuple[str, str, str], float] = {}
+    curves: dict[str, list[LossPoint]] = {}
+
+    def add_run(row: Mapping[str, str]) -> None:
+        name = f"{row['arm']}-seed{int(row['seed'])}"
+        if name in equals:
+            raise ValueError(f"{name} stands there twice")
+        seconds = _number(row["equal_seconds"])
+        equals[name] = Equal(int(row["equal_tokens"]), seconds) if row["equal_tokens"] else None
+        if name in asked:
+            runs[name] = _facts(asked[name], row)
+
+    def known(name: str) -> str:
+        if name not in equals:
+            raise ValueError(f"{files.runs} has no run {name}")
+        return name
+
+    def add_value(row: Mapping[str, str]) -> None:
+        values[known(f"{row['arm']}-seed{row['seed']}"), row["key"], row["at"]] = float(row["value"])
+
+    def add_point(row: Mapping[str, str]) -> None:
+        point = LossPoint(float(row["tokens"]), _number(row["seconds"]), float(row["loss"]))
+        curves.setdefault(known(row["run"]), []).append(point)
+
+    _read(files.runs, RUNS_HEAD, add_run)
+    if equals and not files.values.is_file():
+        raise ConfigError(files.values, [f"not there, but {files.runs} has runs; {REMEDY}"])
+    _read(files.values, VALUES_HEAD, add_value)
+    _read(files.curves, CURVES_HEAD, add_point)
+    runs = {name: replace(run, losses=tuple(curves.get(name, ()))) for name, run in runs.items()}
+    equal = next(iter(equals.values()), None)
+    return Record(runs, equal, values, tuple(name for name in equals if name not in asked))
+
+
+def _facts(run: StudyRun, row: Mapping[str, str]) -> RunFacts:
+    return RunFacts(
+        run=run,
+        finished=True,
+        state="finished",
+        folder=Path(row["folder"]),
+        tokens=int(row["tokens"]),
+        seconds=_number(row["seconds"]),
+        seconds_before=_number(row["seconds_before"]),
+        devices=tuple(filter(None, row["devices"].split(BETWEEN))),
+        commits=tuple(row["commits"].split()),
+        text=row["data_fingerprint"],
+    )
+
+
+def _number(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
+def _read(path: Path, head: Sequence[str], add: Callable[[Mapping[str, str]], None]) -> None:
+    """Pass each row of a CSV on; none where there is no such file.
+
+    Raises:
+        ConfigError: the first line that is damaged, or that `add` refuses with a ValueError.
+    """
+    if not path.is_file():
+        return
+    try:
+        reader = csv.reader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [f"no UTF-8 text ({error}); {REMEDY}"]) from error
+    try:
+        if next(reader, None) != list(head):
+            raise ValueError(f"not the columns {','.join(head)}")
+        for row in reader:
+            if len(row) != len(head):
+                raise ValueError(f"{len(row)} cells, not {len(head)}")
+            add(dict(zip(head, map(word_of, row), strict=True)))
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(path, [f"line {reader.line_num}: {error}; {REMEDY}"]) from error

@@ -1,0 +1,225 @@
+"""Run the jobs of a study, one after another or side by side, until they are done or the study is asked to stop."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from gsa_study import processes
+from gsa_study.jobs import Job
+from gsa_study.plan import Ended, StudyError, judge, needed_trainings, next_job
+from gsa_study.processes import Running, child_environment
+from gsa_study.states import newest_checkpoint, note_failure, read_state
+from gsa_study.times import expected_time, note_time, read_times
+from gsa_train.files import NO_LOCKS, own_file
+from gsa_train.reliability.stop_signals import heeded_signals, reason_in_words
+from gsa_train.run_folder.file_names import LOCK, MONITOR_STOP
+
+POLL_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StudyRunner:
+    """The jobs of one start of a study."""
+
+    folder: Path
+    due: Sequence[Job]
+    """In the order in which they start."""
+    gpus: Sequence[str] | None
+    """None: CPUs, one job at a time."""
+    deadline: float | None = None
+    """Of `time.time`: from then on the jobs under way are stopped."""
+    all_jobs: Sequence[Job] = ()
+    """Of the study: by their times it is known what ends before the deadline, and nothing else starts. Empty: whatever
+    is due starts, to go on from its checkpoint in the next start."""
+    interrupted: list[tuple[Job, str]] = field(default_factory=list)
+    stop_reason: str = ""
+    killed: bool = False
+    """By a second Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        self._due = list(self.due)
+        self._running: list[Running] = []
+        self._free = list(self.gpus or [])
+        self._signals = 0
+        self._told = False
+        self._has_begun_training = False
+        self._waited_for: list[Job] = []
+
+    def run(self) -> None:
+        """Until all is done, has failed, or has stopped."""
+        before = {number: signal.signal(number, self._note) for number in heeded_signals()}
+        try:
+            while True:
+                self._heed()
+                is_waiting = self._start_all()
+                if not self._running and not is_waiting:
+                    break
+                time.sleep(POLL_SECONDS)
+                self._collect()
+        finally:
+            for each in self._running:  # an error of ours, as a full disk: nothing goes on unwatched
+                each.process.send_signal(signal.SIGTERM)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start_all(self) -> bool:
+        """Start what can start now. True where the next job waits for a process that still writes its run's folder:
+        a run whose study was killed saves before it ends."""
+        while not self.stop_reason:
+            free = None if self.gpus is None else len(self._free)
+            job = next_job(self._due, [each.job for each in self._running], free, self._fits)
+            if job is None:
+                return False
+            if is_locked(job.run.folder / LOCK):
+                if job not in self._waited_for:
+                    self._waited_for.append(job)
+                    say(f"{job.key}: waits for the process that writes {job.run.folder}")
+                return True
+            self._start(job)
+        return False
+
+    def _fits(self, job: Job) -> bool:
+        """A guess keeps no training from being the first of a start: else it might never be measured. Evaluations fit:
+        they were counted with the training before them, whose checkpoint they need."""
+        if self.deadline is None or not self.all_jobs or job.kind != "train":
+            return True
+        expected = expected_time(job, self.all_jobs, read_times(self.folder))
+        if expected is None or (expected.is_guess and not self._has_begun_training):
+            return True
+        return time.time() + expected.seconds <= self.deadline
+
+    def _start(self, job: Job) -> None:
+        self._due.remove(job)
+        self._has_begun_training |= job.kind == "train"
+        gpus = tuple(self._free[: job.devices])
+        del self._free[: job.devices]
+        name = job.key.replace(" ", "_")
+        notes, log = self.folder / "starts" / name, self.folder / "logs" / f"{name}.log"
+        for folder in (notes, log.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        (notes / "exit_code").unlink(missing_ok=True)
+        environment = child_environment(os.environ, gpus, notes)
+        where = f" on GPU {', '.join(gpus)}" if gpus else ""
+        say(f"{job.key}: started{where}; its output is in {log}")
+        before = newest_checkpoint(job.run.folder), log.stat().st_size if log.exists() else 0
+        process = processes.start_process(job.command, environment, log)
+        self._running.append(Running(job, process, gpus, log, notes, *before, began=time.monotonic()))
+
+    def _collect(self) -> None:
+        for each in list(self._running):
+            code = each.exit_code()
+            if code is None:
+                continue
+            self._running.remove(each)
+            self._free += each.gpus
+            job = each.job
+            verdict = judge(
+                Ended(
+                    code=code,
+                    complete=read_state(job).finished,
+                    progressed=newest_checkpoint(job.run.folder) not in ("", each.checkpoint_before),
+                    stopping=bool(self.stop_reason),
+                    monitor_stop=(job.run.folder / MONITOR_STOP).exists(),
+                    error=each.reason(code),
+                )
+            )
+            say(f"{job.key}: {verdict.what}{f' ({verdict.reason})' if verdict.reason else ''}")
+            if verdict.what in ("finished", "interrupted") and (
+                job.kind != "train" or not each.checkpoint_before
+            ):
+                seconds = time.monotonic() - each.began
+                note_time(self.folder, job.key, seconds, ended=verdict.what == "finished")
+            if verdict.what == "failed":
+                self._fail(job, verdict.reason)
+            elif verdict.what == "again":
+                self._due.insert(0, job)
+            elif verdict.what == "interrupted":
+                self.interrupted.append((job, verdict.reason))
+                self._leave_out(job)
+
+    def _fail(self, job: Job, reason: str) -> None:
+        note_failure(self.folder, job.key, reason)
+        self._leave_out(job)
+
+    def _leave_out(self, job: Job) -> None:
+        """What needs this run's training is not done in this start."""
+        if job.kind == "train":
+            self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
+
+    @property
+    def left(self) -> list[Job]:
+        """What was due and has not been started."""
+        return list(self._due)
+
+    # ---- stops
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        self.stop_reason = self.stop_reason or reason_in_words(number)
+
+    def _heed(self) -> None:
+        if self.deadline is not None and time.time() >= self.deadline and not self.stop_reason:
+            self.stop_reason = "the time limit"
+        if self.stop_reason and not self._told:
+            self._told = True
+            hint = "; Ctrl-C again ends them at once" if self._running else ""
+            say(f"stopped by {self.stop_reason}: what is under way saves and ends{hint}")
+            for each in self._running:
+                each.process.send_signal(signal.SIGTERM)
+        elif self._signals > 1 and not self.killed:
+            self.killed = True
+            say("stopped again: ended at once; the same command goes on from the last checkpoints")
+            for each in self._running:
+                each.kill()
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def lock_study(folder: Path) -> IO[str]:
+    """Hold the study's folder until this process ends, or the file is closed.
+
+    Raises:
+        StudyError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (the caller's)
+    if not try_lock(file):
+        file.close()
+        raise StudyError(
+            f"another process runs the study in {folder}; wait for it, or give this one another name"
+        )
+    return file
+
+
+def try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning("%s: no locks on this file system (%s); start nothing twice there", file.name, error)
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process writes this run's folder."""
+    if not path.exists():
+        return False
+    with open(path, "a+", encoding="utf-8", opener=own_file) as file:
+        return not try_lock(file)

@@ -1,0 +1,151 @@
+"""What a study's folders say of its jobs: finished, changed, failed. The run folders are the memory of a study; beside
+them it keeps only which jobs failed, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsa_data.whole_files import parse_json
+from gsa_study.checks import FIELD
+from gsa_study.jobs import Job
+from gsa_study.study_file import StudyRun
+from gsa_train.checkpoint.files import is_complete as is_saved
+from gsa_train.config import ConfigError, config_from_yaml
+from gsa_train.config.load import flat_fields
+from gsa_train.files import append_line
+
+FAILURES = "failures.jsonl"
+"""In the study's folder: each failure of a job, and that it was over."""
+PLACE_FIELDS = ("run.dir",)
+"""Of no meaning to what a run computes: it differs where the study is started from another folder. So does the front of
+`checkpoint.initial_weights`, where that is another run of the study."""
+TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
+"""Where the text lies differs from machine to machine; that it is the same, its fingerprint tells."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    job: Job
+    finished: bool
+    changed: tuple[str, ...] = ()
+    """What the study now asks otherwise than when the job began, `field: before -> now`."""
+    lacks_checkpoint: bool = False
+    """It is not finished, and needs a checkpoint of a finished run that is not here: on another machine, or removed. A
+    training needs the one with whose weights it begins, any other job its own run's."""
+
+
+def read_state(job: Job) -> JobState:
+    if job.kind == "train":
+        finished = is_complete(job.run)
+        lacks = not finished and newest_checkpoint(job.run.folder) == "" and _lacks_source(job.run)
+        return JobState(job, finished, tuple(changed_fields(job.run)), lacks)
+    finished = job.result.is_file()
+    lacks = not finished and is_complete(job.run) and newest_checkpoint(job.run.folder) == ""
+    changed = _changed_evaluation(job) if job.kind == "evaluate" else ()
+    return JobState(job, finished, tuple(changed), lacks)
+
+
+def _lacks_source(run: StudyRun) -> bool:
+    source = run.source
+    return source is not None and is_complete(source.run) and not is_saved(source.checkpoint)
+
+
+def is_complete(run: StudyRun) -> bool:
+    """Whether summary.json says that all of the run's steps are done."""
+    return bool(read_json(run.folder / "summary.json").get("steps") == run.steps)
+
+
+def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[str]:
+    """Of the config with which the run was started last, beside the one that the study asks for."""
+    path = run.folder / "config.yaml"
+    if not path.is_file():
+        return
+    try:
+        began = config_from_yaml(path.read_text(encoding="utf-8"), path)
+    except (ConfigError, UnicodeDecodeError) as error:
+        yield f"config.yaml cannot be read ({' '.join(str(error).split())})"
+        return
+    before, now = (dict(flat_fields(dataclasses.asdict(config))) for config in (began, run.config))
+    if run.source is not None:
+        for fields in (before, now):
+            fields[FIELD] = str(fields[FIELD]).removeprefix(f"{fields['run.dir']}/")
+    for field in {**before, **now}:
+        if field not in (*PLACE_FIELDS, *apart_from) and before.get(field) != now.get(field):
+            yield f"{field}: {before.get(field)} -> {now.get(field)}"
+
+
+def _changed_evaluation(job: Job) -> Iterator[str]:
+    """By the command line in its results, apart from where the run's folder is."""
+    command = read_json(job.result).get("command")
+    if not isinstance(command, str):
+        return
+    before = _options(shlex.split(command)[1:])
+    now = _options(job.command[job.command.index("--run") :])
+    if before != now:
+        yield f"evaluation {job.name}: {shlex.join(before)} -> {shlex.join(now)}"
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Without `--run DIR`, which comes first."""
+    return list(words[2:])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is none, or a damaged one, which the next start of the job writes again."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def newest_checkpoint(run_folder: Path) -> str:
+    """Empty where there is none."""
+    path = run_folder / "checkpoints" / "latest"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# ---- failures
+
+
+def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
+    """Append that this job failed; with None that it no longer counts as failed."""
+    append_note(study_folder / FAILURES, {"job": key, "reason": reason, "unix_seconds": time.time()})
+
+
+def read_failures(study_folder: Path) -> dict[str, str]:
+    """Job -> why it failed."""
+    failures: dict[str, str] = {}
+    for note in read_notes(study_folder / FAILURES):
+        if not {"job", "reason"} <= note.keys():
+            continue
+        failures.pop(note["job"], None)
+        if note["reason"] is not None:
+            failures[note["job"]] = note["reason"]
+    return failures
+
+
+def append_note(path: Path, note: dict[str, Any]) -> None:
+    """A line of JSON."""
+    append_line(path, json.dumps(note, ensure_ascii=False))
+
+
+def read_notes(path: Path) -> Iterator[dict[str, Any]]:
+    """A line that a kill cut off is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            note = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(note, dict):
+            yield note

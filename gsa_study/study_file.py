@@ -1,0 +1,236 @@
+"""From a study file to the runs that it asks for, with every mistake collected."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from gsa_study.checks import FIELD, in_order_of_weights, missing_texts, mistakes, seeds_of
+from gsa_study.config import ArmConfig, StudyConfig
+from gsa_train.checkpoint.files import step_folder
+from gsa_train.config import Config, ConfigError, load_config
+from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.file_checks import check_data, check_files, check_tasks
+from gsa_train.config.load import Problems, build, problem_line, read_yaml
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    config_path: str
+    """As `launch/pretrain.py --config` takes it."""
+    overrides: tuple[str, ...]
+    """`key=value`, all that the command line has."""
+    config: Config
+    """Of both."""
+    ranks: int
+    source: RunSource | None = None
+    """Whose weights it begins with; None: of no run of the study."""
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.config.phases)
+
+    @property
+    def tokens(self) -> int:
+        """That it trains on itself."""
+        return self.steps * self.tokens_a_step
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.train.seq_len_tokens
+
+    @property
+    def before(self) -> list[StudyRun]:
+        """The run with whose weights it begins, the one with whose weights that one begins, and so on."""
+        return [] if self.source is None else [self.source.run, *self.source.run.before]
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """A run at a step, with whose weights another one begins."""
+
+    run: StudyRun
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        return step_folder(self.run.folder / "checkpoints", self.step)
+
+    @property
+    def tokens(self) -> int:
+        """Of all runs up to here."""
+        before = self.run.source.tokens if self.run.source else 0
+        return before + self.step * self.run.tokens_a_step
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    config: StudyConfig
+    runs: tuple[StudyRun, ...]
+    """All arms with the first seed, then all with the second: a study that is stopped early can be compared."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.dir) / self.config.name
+
+    @property
+    def title(self) -> str:
+        return self.config.title or self.config.name
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool = True) -> Study:
+    """The study of a YAML file.
+
+    Args:
+        overrides: `section.field=value` of all arms, before those of the file.
+        need_data: also check that the text of each run is there.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the file, or with an arm's config, a line each.
+    """
+    tree = read_yaml(path, "study")
+    problems = Problems(StudyConfig)
+    study = build(StudyConfig, _with_lists_as_text(tree), problems)
+    if not problems.lines:
+        problems.lines += mistakes(study)
+        problems.lines += missing_texts(study) if need_data else []
+    if problems.lines:
+        raise ConfigError(path, problems.lines)
+    config_path = base_config(path, study.config)
+    runs: dict[str, list[StudyRun]] = {}
+    wrong: dict[str, list[str]] = {}
+    for arm in in_order_of_weights(study.arms):
+        if arm.initial_weights and arm.initial_weights not in runs:
+            continue  # what is wrong with that one comes first
+        try:
+            sources = _sources_of(arm, runs, config_path)
+            runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data, sources)
+        except ConfigError as error:
+            for line in error.problems:
+                wrong.setdefault(line, []).append(arm.name)
+    if wrong:
+        everywhere = {line for line, arms in wrong.items() if len(arms) == len(study.arms) > 1}
+        said = ("all arms" if line in everywhere else _arms_in_words(arms) for line, arms in wrong.items())
+        raise ConfigError(path, [f"{arms}: {line}" for arms, line in zip(said, wrong, strict=True)])
+    by_seed = zip_longest(*(runs[arm.name] for arm in study.arms))
+    in_order = tuple(run for of_seed in by_seed for run in of_seed if run is not None)
+    if unknown := sorted(set(study.selections.runs) - {run.name for run in in_order}):
+        line = problem_line("selections.runs", unknown, "the study has no such run", "give <arm>-seed<N>")
+        raise ConfigError(path, [line])
+    return Study(Path(path), study, in_order)
+
+
+def _arms_in_words(names: Sequence[str]) -> str:
+    return f"{'arm' if len(names) == 1 else 'arms'} {', '.join(names)}"
+
+
+def base_config(study_path: str | Path, config: str) -> str:
+    """The file beside the study file, if there is one of this name; else the words as they are."""
+    beside = Path(study_path).parent / config
+    return str(beside) if beside.is_file() else config
+
+
+def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """A list of a `set`'s fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    arms = tree.get("arms")
+    for part in (tree, *(arms if isinstance(arms, list) else [])):
+        fields = part.get("set") if isinstance(part, dict) else None
+        if isinstance(fields, dict):
+            lists = {key: value for key, value in fields.items() if isinstance(value, list)}
+            fields.update({key: json.dumps(value, ensure_ascii=False) for key, value in lists.items()})
+    return tree
+
+
+def _sources_of(
+    arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
+) -> dict[int, RunSource]:
+    """By seed; empty where the arm begins with no other arm's weights.
+
+    Raises:
+        ConfigError: that arm never saves this step.
+    """
+    found = {
+        run.seed: RunSource(run, arm.initial_step or run.steps) for run in runs.get(arm.initial_weights, ())
+    }
+    for source in list(found.values())[:1]:
+        step, steps, every = source.step, source.run.steps, source.run.config.checkpoint.keep_every_steps
+        if step != steps and (step > steps or every == 0 or step % every):
+            kept = f"keeps its last one, {steps}, and {f'each {every}th' if every else 'no other'}"
+            remedy = f"give one of these, or set checkpoint.keep_every_steps of {source.run.arm}"
+            line = problem_line("initial_step", step, f"{source.run.arm} {kept}", remedy)
+            raise ConfigError(config_path, [line])
+    return found
+
+
+def _runs_of(
+    arm: ArmConfig,
+    study: StudyConfig,
+    base: Sequence[str],
+    need_data: bool,
+    sources: Mapping[int, RunSource],
+) -> list[StudyRun]:
+    """A run for each seed; the configs differ in nothing else, so one is read and checked.
+
+    Args:
+        base: path of the base config, and fields of all arms.
+        sources: seed -> with whose weights its run begins.
+    """
+    config_path, *of_all_arms = base
+    if sources:
+        of_all_arms.append("checkpoint.initial_text=continue")
+    set_here = (f"{key}={value}" for fields in (study.set, arm.set) for key, value in fields.items())
+    fields = (*of_all_arms, *set_here)
+    folder = str(Path(study.dir) / study.name)
+    weights = {seed: (f"{FIELD}={source.checkpoint}",) for seed, source in sources.items()}
+    first = weights.get(seeds_of(arm, study)[0], ())
+    config = load_config(config_path, [*fields, f"run.dir={folder}", *first])
+    parallel = config.parallel
+    ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
+    found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
+    if need_data:
+        # Another arm's checkpoint is there once that one has been trained.
+        files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)
+        found += [*files, *check_packages(config)]
+    if found:
+        raise ConfigError(config_path, found)
+    runs = []
+    for seed in seeds_of(arm, study):
+        name, source = f"{arm.name}-seed{seed}", sources.get(seed)
+        of_seed = (f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}", f"run.name={name}")
+        own = replace(
+            config, run=replace(config.run, seed=seed, name=name), data=replace(config.data, seed=seed)
+        )
+        if source is not None:
+            saved = str(source.checkpoint)
+            own = replace(own, checkpoint=replace(own.checkpoint, initial_weights=saved))
+        overrides = (*fields, *of_seed, *weights.get(seed, ()))
+        runs.append(StudyRun(arm.name, seed, config_path, overrides, own, ranks, source))
+    return runs
+
+
+def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
+    """Of `selections`, which would be found only once the run has been trained."""
+    layers = config.model.num_layers
+    beyond = [layer for layer in study.selections.layers if layer >= layers]
+    if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:
+        return []
+    wrong = f"the model has layers 0 to {layers - 1}"
+    return [problem_line("selections.layers", beyond, wrong, "name some of these")]

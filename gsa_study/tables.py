@@ -1,0 +1,237 @@
+"""A study's results as tables: of the arms, of each run, and of the runs themselves; as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gsa_study.columns import Column, columns_of, equal_of
+from gsa_study.facts import RunFacts, facts_of
+from gsa_study.spread import Spread, difference, spread_of, written
+from gsa_study.study_file import Study, StudyRun
+from gsa_study.values import RunValues
+from gsa_train.metrics.progress import compact, duration
+from gsa_train.model.flops import count_parameters
+
+Rows = list[list[str]]
+"""The first one is the head."""
+
+
+@dataclass(frozen=True)
+class Results:
+    study: Study
+    runs: tuple[RunFacts, ...]
+    """In the order of the study."""
+    columns: tuple[Column, ...]
+    failures: Mapping[str, str]
+    """Job -> why it failed."""
+    values: tuple[RunValues, ...] = ()
+    """All that the runs have logged, in the same order; empty where the results are those of a record."""
+
+    @property
+    def finished(self) -> list[RunFacts]:
+        return [each for each in self.runs if each.finished]
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm.name for arm in self.study.config.arms]
+
+    def runs_of(self, arm: str) -> list[StudyRun]:
+        return sorted((run for run in self.study.runs if run.arm == arm), key=lambda run: run.seed)
+
+    def by_seed(self, arm: str, column: Column) -> dict[int, float | None]:
+        return {run.seed: column.values.get(run.name) for run in self.runs_of(arm)}
+
+    def spread(self, arm: str, column: Column) -> Spread:
+        return spread_of(self.by_seed(arm, column).values())
+
+
+def read_results(study: Study, failures: Mapping[str, str]) -> Results:
+    """Of the run folders."""
+    values = tuple(RunValues(run) for run in study.runs)
+    runs = tuple(facts_of(each, failures) for each in values)
+    finished = [each for each in values if each.complete and each.tokens]
+    columns = (
+        replace(column, values={each.run.name: column.read(each) for each in finished})
+        for column in columns_of(study, equal_of(runs))
+    )
+    return Results(study, runs, tuple(columns), failures, values)
+
+
+def arm_rows(results: Results) -> Rows:
+    """An arm a row, a metric a column, which a page shows `narrow`: mean and deviation over its finished runs."""
+    head = ["arm", "parameters", "runs", *(column.title for column in results.columns)]
+    return [head, *([arm, *_facts(results, arm), *_means(results, arm)] for arm in results.arms)]
+
+
+def _facts(results: Results, arm: str) -> list[str]:
+    runs = results.runs_of(arm)
+    count = count_parameters(runs[0].config.model, runs[0].config.gsa, runs[0].config.moe)
+    finished = sum(each.run.arm == arm for each in results.finished)
+    return [compact(count.total), str(finished) if finished == len(runs) else f"{finished} of {len(runs)}"]
+
+
+def _means(results: Results, arm: str) -> list[str]:
+    return [written(results.spread(arm, column)) for column in results.columns]
+
+
+def value_rows(results: Results) -> Rows:
+    """A run a row: each number of which the means are made."""
+    head = ["run", *(column.title for column in results.columns)]
+    rows = []
+    for each in results.finished:
+        numbers = (column.values.get(each.run.name) for column in results.columns)
+        rows.append([each.run.name, *("–" if value is None else f"{value:.6g}" for value in numbers)])
+    return [head, *rows]
+
+
+def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
+    """A run a row: where it is, and what it ran.
+
+    Args:
+        folder_of: folders are told as seen from this one; None: as the study has them.
+
+    Tokens and time of a run that begins with another one's weights are told as `that one's + its own`.
+    """
+    head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
+    rows = []
+    for each in results.runs:
+        folder = relative(each.folder, folder_of) if folder_of else str(each.folder)
+        tokens = compact(each.tokens) if each.tokens is not None else "–"
+        seconds = duration(each.seconds) if each.seconds is not None else "–"
+        if each.run.source is not None:
+            tokens = f"{compact(each.tokens_before)} + {tokens}"
+            known = each.seconds_before is not None
+            seconds = f"{duration(each.seconds_before or 0.0) if known else '?'} + {seconds}"
+        config = f"{folder}/config.yaml" if each.commits else "–"
+        rows.append([
+            each.run.name, each.state or "not finished", tokens, seconds, ", ".join(each.devices) or "–", folder,
+            config, ", ".join(map(short, each.commits)) or "–",
+        ])  # fmt: skip
+    return [head, *rows]
+
+
+def short(commit: str) -> str:
+    return commit[:12] + "+" * commit.endswith("+")
+
+
+def seed_rows(results: Results) -> Rows:
+    """An arm a row: the study's first metric less that of its first arm with the same seed; without arms that share
+    fewer than two seeds with it. Empty where there is none."""
+    if not results.columns:
+        return []
+    first, column = results.arms[0], results.columns[0]
+    beside = results.by_seed(first, column)
+    rows = []
+    for arm in results.arms[1:]:
+        apart = difference(results.by_seed(arm, column), beside)
+        if apart.deviation is not None:
+            rows.append([arm, str(apart.n), written(apart)])
+    return [["arm", "seeds", f"{column.title}, less that of {first}"], *rows] if rows else []
+
+
+def relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path.resolve(), folder.resolve())
+
+
+# ---- as text
+
+
+SPREAD = (
+    "Mean ± standard deviation over the seeds. Training time counts each step with the median of its phase."
+)
+
+
+SEEDS = (
+    "Arms of one seed read the same text and begin with the same weights, as far as their shapes agree: what a seed "
+    "does to both is not in their difference."
+)
+
+
+def seed_by_seed(results: Results) -> list[str]:
+    """The table of differences and what it says; nothing where no two arms share seeds."""
+    rows = seed_rows(results)
+    return [markdown_table(rows), SEEDS] if rows else []
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def narrow(rows: Rows) -> Rows:
+    """Turned on its side where it has more columns than rows: few arms with many metrics are a column each."""
+    return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > len(rows) else rows
+
+
+def markdown_table(rows: Rows) -> str:
+    """Names and words begin on the left, numbers end on the right."""
+    head, *body = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    columns = list(zip(*body, strict=True))[1:] or [()] * (len(head) - 1)
+    rules = ["---:" if all(map(_is_number, cells)) else "---" for cells in columns]
+    lines = [head, ["---", *rules], *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _is_number(cell: str) -> bool:
+    """Or says that there is none."""
+    return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
+
+
+def arms_csv(results: Results) -> str:
+    """Of each arm and column n, mean and deviation, in full."""
+    rows: list[Sequence[object]] = [("arm", "metric", "key", "at", "n", "mean", "deviation", "not_finite")]
+    for column in results.columns:
+        for arm in results.arms:
+            found = results.spread(arm, column)
+            numbers = ("" if value is None else repr(value) for value in (found.mean, found.deviation))
+            rows.append((arm, column.title, column.key, column.at, found.n, *numbers, found.not_finite))
+    return csv_text(rows)
+
+
+VALUES_HEAD = ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
+"""Of a CSV from which texts take numbers."""
+
+
+def values_csv(results: Results) -> str:
+    """Of each finished run and column the value, in full, with folder, config and commit."""
+    rows: list[Sequence[object]] = [VALUES_HEAD]
+    for column in results.columns:
+        for each in results.finished:
+            value = column.values.get(each.run.name)
+            if value is None:
+                continue
+            run = each.run
+            where = (each.folder.as_posix(), (each.folder / "config.yaml").as_posix(), " ".join(each.commits))
+            rows.append((run.arm, run.seed, column.title, column.key, column.at, repr(value), *where))
+    return csv_text(rows)
+
+
+FORMULA = tuple("=+-@\t\r")
+"""What spreadsheets compute begins with one of these, if it is no number."""
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """A word that a spreadsheet would compute, such as a host's or a device's name out of a run folder, gets an
+    apostrophe in front, which spreadsheets do not show."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
+    return text.getvalue()
+
+
+def word_of(cell: str) -> str:
+    """What `csv_text` was given."""
+    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA) else cell
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value

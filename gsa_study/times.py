@@ -1,0 +1,83 @@
+"""How long a study's jobs took, by which a start knows what it can end: `times.jsonl` of the study's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gsa_study.jobs import Job
+from gsa_study.states import append_note, newest_checkpoint, read_notes
+from gsa_train.checkpoint.files import step_of
+
+TIMES = "times.jsonl"
+SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
+"""What is expected, over what was measured: of an arm's other seeds; of another arm, as with its start the slowest of
+the paper's four models takes 1.4 times the time of the fastest; of a job that had not ended when it was stopped."""
+MANY_ARMS, BESIDE_MANY = 2, 1.25
+"""Over the slowest of so many arms or more another one is expected to take this, since a slow one may be among them."""
+
+
+@dataclass(frozen=True)
+class WallTimes:
+    """Seconds by the key of the job."""
+
+    ended: dict[str, float] = field(default_factory=dict)
+    """Of jobs that ended in the start that began them."""
+    cut: dict[str, float] = field(default_factory=dict)
+    """After which a job that began from nothing had not ended."""
+
+
+def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:
+    append_note(study_folder / TIMES, {"job": key, "seconds": round(seconds, 3), "ended": ended})
+
+
+def read_times(study_folder: Path) -> WallTimes:
+    """The newest of each."""
+    times = WallTimes()
+    for note in read_notes(study_folder / TIMES):
+        key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")
+        if isinstance(key, str) and isinstance(seconds, int | float):
+            (times.ended if ended else times.cut)[key] = float(seconds)
+    return times
+
+
+@dataclass(frozen=True)
+class Expected:
+    seconds: float
+    is_guess: bool
+    """Nothing of its arm was measured."""
+
+
+def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
+    """Of the job; of a training with the evaluations behind it, which need its checkpoint.
+
+    Args:
+        jobs: all of the study.
+
+    Returns:
+        None where nothing like it was measured.
+    """
+    own = _of_one(job, jobs, times)
+    if own is None or job.kind != "train":
+        return own
+    behind = (_of_one(each, jobs, times) for each in jobs if each.run.name == job.run.name and each != job)
+    return Expected(own.seconds + sum(each.seconds for each in behind if each is not None), own.is_guess)
+
+
+def _of_one(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
+    measured = [
+        (each, times.ended[each.key]) for each in jobs if each.kind == job.kind and each.key in times.ended
+    ]
+    of_arm = [seconds for each, seconds in measured if each.run.arm == job.run.arm and each.name == job.name]
+    of_others = [seconds for _, seconds in measured]
+    cut = CUT * times.cut.get(job.key, 0.0)
+    is_one_of_many = len({each.run.arm for each, _ in measured}) >= MANY_ARMS
+    beside = (BESIDE_MANY if is_one_of_many else OTHER_ARM) * max(of_others, default=0.0)
+    seconds = max(cut, SAME_ARM * max(of_arm) if of_arm else beside)
+    if seconds == 0:
+        return None
+    if job.kind == "train":
+        done = step_of(newest_checkpoint(job.run.folder)) or 0
+        seconds *= 1 - done / job.run.steps
+    return Expected(seconds, is_guess=not of_arm and job.key not in times.cut)

@@ -1,0 +1,195 @@
+"""What a study compares, read out of the folders of its runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from gsa_eval.report.run_series import flat, phase_starts, records_of, token_knots
+from gsa_study.states import is_complete, read_json
+from gsa_study.study_file import StudyRun
+from gsa_train.metrics.record_format import Record, numbers_back
+from gsa_train.run_folder.starts import read_starts
+
+Points = Sequence[tuple[float, float]]
+"""(x, y), x rising."""
+Over = Literal["tokens", "seconds"]
+
+
+class LossPoint(NamedTuple):
+    tokens: float
+    seconds: float | None
+    """Of training; None: not known."""
+    loss: float
+
+
+class RunValues:
+    """Of a run at any time; before it has logged anything, empty.
+
+    Where it begins with another run's weights, its tokens and its time go on from that run's, and so do its curves.
+    """
+
+    def __init__(self, run: StudyRun) -> None:
+        self.run = run
+        self.before = RunValues(run.source.run) if run.source else None
+        records = records_of(run.folder) if (run.folder / "metrics.jsonl").is_file() else []
+        self.records = [with_means(record) for record in records]
+        self.complete = is_complete(run)
+        self.starts = read_starts(run.folder)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return read_json(self.run.folder / "summary.json")
+
+    @property
+    def records_end_at(self) -> int | None:
+        """Step at which the records of a finished run end before its last one, as in a copy that was cut off; None
+        where they do not."""
+        last = int(self.records[-1]["step"]) if self.records else 0
+        return last if self.complete and last < self.run.steps else None
+
+    @cached_property
+    def own_tokens(self) -> Points:
+        """(step, tokens trained on) of this run alone."""
+        return token_knots(self.records)
+
+    @cached_property
+    def own_seconds(self) -> Points:
+        """(step, seconds of training) of this run alone."""
+        return time_knots(self.records)
+
+    @cached_property
+    def tokens(self) -> Points:
+        """(step, tokens trained on)"""
+        return behind(self.tokens_before, self.own_tokens)
+
+    @cached_property
+    def seconds(self) -> Points:
+        """(step, seconds of training); empty where they are not known of a run before."""
+        return behind(self.seconds_before, self.own_seconds)
+
+    @property
+    def tokens_before(self) -> float:
+        """Of the runs before."""
+        return self.run.source.tokens if self.run.source else 0
+
+    @cached_property
+    def seconds_before(self) -> float | None:
+        if self.run.source is None or self.before is None:
+            return 0.0
+        return interpolate(self.before.seconds, self.run.source.step)
+
+    def curve(self, key: str, over: Over) -> list[tuple[float, float]]:
+        """(tokens or seconds, value) of each record with the key."""
+        knots, start = self.tokens, self.tokens_before
+        if over == "seconds":
+            knots, start = self.seconds, self.seconds_before or 0.0
+        points = [
+            (interpolate(knots, record["step"]), float(record[key]))
+            for record in self.records
+            if is_number(record.get(key))
+        ]
+        before = self.before.curve(key, over) if self.before and points else []
+        return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
+
+    def losses(self) -> list[LossPoint]:
+        """The curve of the loss by both."""
+        own = [
+            LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
+            for record in self.records
+            if is_number(record.get("loss"))
+            and (tokens := interpolate(self.tokens, record["step"])) is not None
+        ]
+        before = self.before.losses() if self.before and own else []
+        return [point for point in before if point.tokens <= self.tokens_before] + own
+
+    def statistic(self, key: str, statistic: str) -> float | None:
+        """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
+        for the last one."""
+        records = self.records
+        if statistic != "last":
+            records = [record for record in records if "event" not in record]
+        values = [float(record[key]) for record in records if is_number(record.get(key))]
+        if not values:
+            return None
+        if statistic == "last":
+            return values[-1]
+        if any(map(math.isnan, values)):
+            return math.nan
+        return max(values) if statistic == "max" else statistics.median(values)
+
+    def of_evaluation(self, name: str, key: str) -> float | None:
+        """`data.validation.loss` of the evaluation's results; None where there is none."""
+        found: Any = read_json(self.run.folder / "evaluations" / name / "results.json")
+        for part in key.split("."):
+            if isinstance(found, list):
+                found = dict(enumerate(found)).get(int(part)) if part.isdecimal() else None
+            else:
+                found = found.get(part) if isinstance(found, dict) else None
+        return number_of(found)
+
+
+def with_means(record: Record) -> Record:
+    """Entries of dicts as keys of their own, `eval_bits_per_byte: piqa`; and the mean of each score over all tasks
+    under the score's own key."""
+    means = {
+        key: statistics.fmean(value.values())
+        for key, value in record.items()
+        if key.startswith("eval_")
+        and isinstance(value, dict)
+        and value
+        and all(map(is_number, value.values()))
+    }
+    return {**flat(record), **means}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_of(value: Any) -> float | None:
+    """Of summary.json or results.json, which have what is not finite as text; None where it is no number."""
+    number = numbers_back(value)
+    return float(number) if is_number(number) else None
+
+
+def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(step, seconds of training so far) at the ends of the phases, between which time grows evenly with the steps.
+
+    Each step counts the median `step_seconds` of its phase: compilation, a busy machine, validation, saves and
+    restarts are not in it.
+    """
+    steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
+    if not steps:
+        return []
+    starts = [(0, steps[0]["phase"]), *phase_starts(steps)[1:]]
+    ends = [start for start, _ in starts[1:]] + [steps[-1]["step"]]
+    knots = [(0.0, 0.0)]
+    for (start, name), end in zip(starts, ends, strict=True):
+        seconds = statistics.median(record["step_seconds"] for record in steps if record["phase"] == name)
+        knots.append((float(end), knots[-1][1] + (end - start) * seconds))
+    return knots
+
+
+def behind(start: float | None, points: Points) -> Points:
+    """The points, raised by what was there before them; none where that is not known."""
+    return [] if start is None else [(x, start + y) for x, y in points]
+
+
+def interpolate(points: Points, x: float) -> float | None:
+    """y at x, on the straight line between its neighbours; None outside of the points.
+
+    Of several points at one x, as a step and the validation after it, the last counts.
+    """
+    known = dict(points)
+    if x in known:
+        return known[x]
+    below = max((each for each in known if each < x), default=None)
+    above = min((each for each in known if each > x), default=None)
+    if below is None or above is None:
+        return None
+    share = (x - below) / (above - below)
+    return (1 - share) * known[below] + share * known[above]

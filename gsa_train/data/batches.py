@@ -1,0 +1,420 @@
+"""Blocks of tokens for every rank: one rank per data-parallel replica reads, the others receive.
+
+All pipeline stages need the tokens (documents bound attention in every layer), so one broadcast per step carries
+them, before the pipeline schedule starts; inside it stages are at different micro-batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gsa_data.chat import ChatFolder
+from gsa_data.content import changed_files, sample_contents
+from gsa_data.corpus import Corpus, open_chat, open_corpus
+from gsa_data.faults import DataFault, Reading
+from gsa_data.lanes import LONG_CONVERSATIONS
+from gsa_data.marks import TOKEN_ID, UNSCORED
+from gsa_data.pack import FILLER, document_ids, document_starts, loss_mask
+from gsa_data.shards import Manifest
+from gsa_data.source_weights import never_met
+from gsa_data.stream import (
+    BlockStream,
+    StateMismatch,
+    StreamConfig,
+    merge_states,
+    replay_blocks,
+    whole_epochs,
+)
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import TooLittleText, ValidationSet, read_validation_set
+from gsa_train.config import Config
+from gsa_train.config.file_checks import trained_validation_fields, validation_fields
+from gsa_train.data.tokenizer import chat_template_of, reading_of
+from gsa_train.distributed.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    tokens: torch.Tensor
+    """int64 [B, L]"""
+    labels: torch.Tensor
+    """int64 [B, L]"""
+    document_ids: torch.Tensor | None
+    """int32 [B, L], or None when attention crosses documents"""
+    loss_mask: torch.Tensor
+    """float32 [B, L]: 0 where nothing is to be predicted"""
+
+    def visible_keys(self) -> torch.Tensor:
+        """How many keys each query sees, of its document and not behind it: int32 [B, L]."""
+        length, device = self.tokens.shape[1], self.tokens.device
+        before = torch.arange(1, length + 1, dtype=torch.int32, device=device).expand_as(self.tokens)
+        return before if self.document_ids is None else before - document_starts(self.document_ids)
+
+
+def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Over all queries: fp64, 0-d, on the device."""
+    counts = [batch.visible_keys() for batch in micro_batches]
+    return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
+
+
+def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, least_keys: int) -> torch.Tensor:
+    """Queries that select and see at least two keys: fp32, 0-d, on the device. The others, the first tokens of
+    documents and filler, have nothing to choose, and count in no mean of the indexer's.
+
+    Args:
+        selection_block: the first query of each aligned block of so many selects.
+        least_keys: 2, or more where groups of keys are selected (`least_keys_to_choose`).
+    """
+    counts = [(batch.visible_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
+    return torch.stack(counts).sum().float()
+
+
+def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
+    """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank.
+
+    FILLER becomes EOS, each a document of its own, which nothing predicts and nothing else sees. The marks of
+    conversations become the loss mask, and keep an EOS inside one from ending it.
+    """
+    is_scored = (blocks[:, 1:] & UNSCORED) == 0  # nor is FILLER
+    blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
+    ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS where a document ends, else some other number
+    tokens = blocks & TOKEN_ID
+    return MicroBatch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        None if attend_across_documents else document_ids(ends, eos_id),
+        loss_mask(ends, eos_id, attend_across_documents) * is_scored,
+    )
+
+
+def open_training_corpus(config: Config) -> Corpus:
+    return _open(config, config.data.train_dir, reading_of(config))
+
+
+def open_validation_corpus(config: Config, folder: str) -> Corpus:
+    """Text or tokens; a copy of a shard fails, whatever data.on_bad_shard does with it in training."""
+    return _open(config, folder, reading_of(config).for_validation())
+
+
+def _open(config: Config, folder: str, reading: Reading) -> Corpus:
+    if config.data.format == "chat":
+        return open_chat(folder, chat_template_of(config), reading)
+    return open_corpus(folder, config.data.text_field, reading)
+
+
+def stream_config(config: Config) -> StreamConfig:
+    data = config.data
+    return StreamConfig(
+        seq_len_tokens=config.train.seq_len_tokens,
+        num_lanes=data.num_lanes,
+        seed=data.seed,
+        shuffle_documents=data.shuffle_documents,
+        source_weights=data.source_weights,
+        packing=data.packing,
+        packing_pool_documents=data.packing_pool_documents,
+        reading=reading_of(config),
+        num_workers=data.num_workers,
+        prefetch_blocks=data.prefetch_blocks,
+    )
+
+
+class TrainBatches:
+    """This data-parallel replica's share of each global batch, and the position in the text.
+
+    Args:
+        state: what `state()` returned, to go on from there; None starts at the beginning.
+        accept_new_data: where `state` is of other text or another order, start at the beginning of the config's and
+            go on with the state's counters, instead of refusing it.
+
+    Raises, on every rank alike:
+        StateMismatch: `state` does not fit the config's data.
+        DataFault: the training text cannot be opened, or ranks see other files in its folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parallel: Parallel,
+        tokenizer: Tokenizer,
+        state: dict[str, Any] | None,
+        accept_new_data: bool = False,
+    ) -> None:
+        self._config, self._parallel, self._eos_id = config, parallel, tokenizer.eos_id
+        self._stream: BlockStream | None = None
+        self._epochs = 0 if state is None else whole_epochs(state)
+        self._files: dict[str, Any] = {}
+        """Of the text: gsa_data.content.sample_contents."""
+        self._long_conversations = 0
+        outcome: DataFault | StateMismatch | dict[str, Any] | None = None
+        corpus, changed = self._open_corpus(state)
+        try:
+            if isinstance(corpus, DataFault):
+                outcome = corpus
+            elif corpus is not None and parallel.reads_data:
+                self._stream = self._open(corpus, changed, tokenizer, state, accept_new_data)
+                self._stream.start()  # the first step's text is read while the model is built
+                outcome = self._stream.identity
+        except (DataFault, StateMismatch) as error:
+            outcome = error
+        check_same(gather_outcomes(outcome, parallel), "data.train_dir")
+
+    def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
+        """The text, on the ranks that read it and the main one, and which of its files are others than in `state`, in
+        words. One rank looks at the files for all. Collective."""
+        corpus: Corpus | DataFault | None = None
+        shared: list[Any] = ["", {}]
+        try:
+            if self._parallel.reads_data or self._parallel.is_main:
+                corpus = open_training_corpus(self._config)
+                if self._parallel.is_main:
+                    reads_below = isinstance(corpus, Manifest | ChatFolder)
+                    for field in trained_validation_fields(self._config.data, reads_below):
+                        logger.warning(
+                            "%s: it lies in data.train_dir, so the model is trained on the text that it is scored on",
+                            field,
+                        )
+                    files = sample_contents(corpus, reading_of(self._config))
+                    shared = [changed_files((state or {}).get("files"), files), files]
+        except DataFault as fault:
+            corpus = fault
+        dist.broadcast_object_list(shared, src=0)
+        changed, self._files = shared
+        return corpus, changed
+
+    def _open(
+        self,
+        corpus: Corpus,
+        changed: str,
+        tokenizer: Tokenizer,
+        state: dict[str, Any] | None,
+        accept_new_data: bool,
+    ) -> BlockStream:
+        open_stream = partial(
+            BlockStream,
+            corpus,
+            tokenizer,
+            stream_config(self._config),
+            rank=self._parallel.data_rank,
+            world_size=self._parallel.data_size,
+        )
+        try:
+            stream = open_stream(state=state)
+            if changed:
+                stream.close()
+                message = f"text in {corpus.root} is not that of the saved run: {changed}; restore it"
+                raise StateMismatch(f"{message}, or start a new run", other_data=True)
+        except StateMismatch as error:
+            if state is None or not accept_new_data or not error.other_data:
+                if changed and changed not in str(error):
+                    raise StateMismatch(f"{error}\nOther files: {changed}", error.other_data) from error
+                raise
+            if self._parallel.is_main:
+                logger.warning("--accept-new-data: the text starts at its beginning, as the %s", error)
+            return open_stream(carried_counters=state["counters"])
+        if stream.readers_per_lane > 1 and self._parallel.is_main:
+            logger.info(
+                "data.num_lanes = %d: readers share lanes, %d to each, and each makes %d sequences for one that it "
+                "hands out; the order of the text is the same",
+                self._config.data.num_lanes,
+                stream.readers_per_lane,
+                stream.readers_per_lane,
+            )
+            if self._config.data.on_bad_shard == "skip":
+                logger.warning(
+                    "data.on_bad_shard = skip: where only some readers of a shared lane lose a shard, documents of the "
+                    "lane may be lost or come twice until the next resume; set it to fail, or data.num_workers so that "
+                    "data-parallel ranks x workers divides data.num_lanes"
+                )
+        weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
+        if state is not None and weights != before and self._parallel.is_main:
+            logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
+        if self._parallel.is_main and not tokenizer.keeps_newlines:
+            logger.warning(
+                "data.tokenizer: %s loses newlines, so the model will know none. In natural text and code they mean "
+                "something: docs/how_to/own_data.md has the flags with which sentencepiece keeps them",
+                tokenizer.path,
+            )
+        return stream
+
+    def next_step(self) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step, of whole sequences. Collective over the replica."""
+        train = self._config.train
+        per_rank = train.global_batch_size // self._parallel.data_size
+        blocks = None if self._stream is None else self._stream.next_blocks(per_rank)
+        shared = share_blocks(blocks, (per_rank, train.seq_len_tokens + 1), self._parallel)
+        return [
+            to_micro_batch(part, self._eos_id, self._config.data.attend_across_documents)
+            for part in shared.split(train.micro_batch_size)
+        ]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
+        return {} if self._stream is None else self._stream.counters
+
+    def checksum(self) -> int:
+        """Of this rank's part of the last step's text; the sum over the ranks is the same in every layout."""
+        return 0 if self._stream is None else self._stream.checksum()
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time this process has spent waiting for text."""
+        return 0.0 if self._stream is None else self._stream.wait_seconds
+
+    def state(self) -> dict[str, Any]:
+        """Position in the text over all ranks, for the checkpoint. Collective over all ranks."""
+        local = None if self._stream is None else self._stream.local_state()
+        states: list[Any] = [None] * self._parallel.world_size
+        dist.all_gather_object(states, local)
+        merged = merge_states([state for state in states if state is not None])
+        epochs = whole_epochs(merged)
+        if epochs > self._epochs and self._parallel.is_main:
+            logger.warning("the training text has been read %d times, and its documents come again", epochs)
+        self._epochs = epochs
+        long_conversations = merged["counters"].get(LONG_CONVERSATIONS, 0)
+        if long_conversations > self._long_conversations and self._parallel.is_main:
+            logger.warning(
+                "%d of the %d conversations read so far have more tokens than train.seq_len_tokens = %d and are cut; "
+                "what is behind a cut does not see what is before it",
+                long_conversations,
+                merged["counters"]["documents"],
+                self._config.train.seq_len_tokens,
+            )
+        self._long_conversations = long_conversations
+        unknown = never_met(self._config.data.source_weights, merged["counters"])
+        if unknown and self._parallel.is_main:
+            logger.warning(
+                "data.source_weights: no document of %s among the %d read so far; is the name right?",
+                ", ".join(unknown),
+                merged["counters"].get("documents", 0),
+            )
+        return {**merged, "files": self._files} if self._files else merged
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Parallel) -> torch.Tensor:
+    """Broadcast int32 blocks [n, L + 1] from the reading rank over its data-parallel replica."""
+    if blocks is None:
+        tensor = torch.empty(shape, dtype=torch.int32, device=parallel.device)
+    else:
+        tensor = torch.from_numpy(blocks)
+        if parallel.device.type == "cuda":  # from pageable memory the host would wait for the device
+            tensor = tensor.pin_memory()
+        tensor = tensor.to(parallel.device, non_blocking=True)
+        assert tuple(tensor.shape) == shape
+    groups = parallel.groups
+    if parallel.context_size > 1 and parallel.tensor_rank == parallel.pipeline_rank == 0:
+        dist.broadcast(tensor, group=groups.cp, group_src=0)
+    if groups.mp.size() > 1:
+        dist.broadcast(tensor, group=groups.mp, group_src=0)
+    return tensor
+
+
+def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
+    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each.
+
+    Raises TooLittleText, which names the field, when one is shorter than a sequence or has nothing to score; DataFault
+    when one cannot be read.
+    """
+    data, sets = config.data, []
+    for field, (name, folder) in zip(validation_fields(data), data.validation_folders.items(), strict=True):
+        try:
+            found = read_validation_set(
+                name,
+                open_validation_corpus(config, folder),
+                tokenizer,
+                config.train.seq_len_tokens,
+                config.evaluate.max_blocks,
+                reading_of(config),
+                data.attend_across_documents,
+                config.evaluate.split_by_source,
+            )
+        except TooLittleText as fault:
+            raise TooLittleText(f"{field} = {folder}: {fault}") from fault
+        sets.append(found)
+    return sets
+
+
+def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:
+    """The same. Collective.
+
+    Raises DataFault, on every rank, where one cannot read them, or where ranks have other text or another tokenizer.
+    """
+    sets: list[ValidationSet] = []
+    outcome: DataFault | dict[str, str]
+    try:
+        sets = read_validation_sets(config, tokenizer)
+        outcome = fingerprints(sets, tokenizer)
+    except DataFault as fault:
+        outcome = fault
+    check_same(gather_outcomes(outcome, parallel), "data.tokenizer and the validation folders")
+    return sets
+
+
+def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, str]:
+    """Of what every rank reads for itself."""
+    found = {"tokenizer_fingerprint": tokenizer.fingerprint}
+    for each in sets:
+        digest = hashlib.sha256()
+        for text in (each.text, *each.by_source.values()):
+            digest.update(text.blocks.tobytes())
+            digest.update(text.lengths.tobytes())
+        found[f"validation set {each.name}"] = digest.hexdigest()
+    return found
+
+
+def gather_outcomes(
+    outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
+) -> dict[int, Mapping[str, Any]]:
+    """Rank -> what it found, of those that looked. Raises, on every rank, the first one's error: none waits for one
+    that has given up. Collective."""
+    outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
+    dist.all_gather_object(outcomes, outcome)
+    found: dict[int, Mapping[str, Any]] = {}
+    for rank, each in enumerate(outcomes):
+        if isinstance(each, Exception):
+            raise each
+        if each is not None:
+            found[rank] = each
+    return found
+
+
+def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
+    """Raises DataFault unless all ranks have the same: folders that lie on every node's own disk may differ.
+
+    Args:
+        identities: rank -> what it found.
+        where: the fields of the config to look at.
+    """
+    first, expected = min(identities.items())
+    for rank, identity in identities.items():
+        for name, value in identity.items():
+            if value != expected[name]:
+                raise DataFault(
+                    f"rank {rank} has {name} {value}, rank {first} has {expected[name]}: the nodes see different "
+                    f"files at {where}; copy them again, or use a shared file system"
+                )
+
+
+def replay_training_blocks(
+    config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
+) -> Iterator[np.ndarray]:
+    """The sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
+
+    Raises StateMismatch after the last one, where the run has read others.
+    """
+    return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -1,0 +1,134 @@
+"""What lets megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
+
+megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. Each
+replacement below was found by leaving it out and seeing what broke:
+
+    torch.cuda.current_device()          used as `device=` everywhere
+    device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
+    Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
+    pin_memory=True                      checkpoints
+    ShardedTensor.init_data              loading, where ranks want different tensors: it keeps torch.empty as a default
+    torch.cuda.synchronize()             pipeline sends, checkpoints
+    torch.cuda.Stream()                  gradient buffers of several optimizer instances
+    the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
+
+And gloo's groups, of which megatron-core makes about twenty, share their network device: by itself each opens one,
+whose thread wakes up a hundred times a second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.utils._device import _device_constructors
+
+_CPU = torch.device("cpu")
+_MAKERS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+"""Those that megatron-core gives `device` or `pin_memory`. Replaced one by one: a TorchFunctionMode would see every
+operation and every look at a shape, 340,000 times in 20 steps of the demo's model, a tenth of their time."""
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes tensors, for which "cuda" and pinned memory mean the CPU and its memory."""
+
+    @wraps(make)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return make(*args, **kwargs)
+
+    return call
+
+
+def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, with the name of a tensor on "cuda" where it is asked for one."""
+
+    @wraps(type_of)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    return call
+
+
+class _NoStream:
+    """Where everything runs in one order anyway."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def _shares_devices(gloo: Any) -> Any:
+    """`ProcessGroupGloo` whose later groups have the devices of the first, which torch chooses."""
+    devices: list[Any] = []
+
+    class SharedDevices(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            if devices:
+                options = gloo._Options()
+                options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
+                super().__init__(store, rank, size, options)
+            else:
+                super().__init__(store, rank, size, timeout)
+                devices.extend(self.options._devices)
+
+    return SharedDevices
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, bool) or device is None:
+        return False
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+@cache
+def install() -> None:
+    """Patch torch and megatron-core for this process, before any megatron object is made; a second call does nothing.
+
+    Raises:
+        RuntimeError: the process has a CUDA device, where nothing may be patched.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("gsa_train.distributed.cpu_backend is for processes without a CUDA device")
+    import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.Stream = _NoStream
+    cuda.default_stream = lambda *args, **kwargs: _NoStream()
+    # Not torch.manual_seed, which keeps a stack trace each time for devices that may come.
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, *args, **kwargs: self
+    tracker: Any = megatron_random
+    tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # CPU and "CUDA" are one generator here, so megatron's warning that the CPU state moved says nothing.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must hold torch's own,
+    # which the replacements call: else transformers' models are made on the CPU, not on "meta", and stay unfilled.
+    _device_constructors()
+    for name in _MAKERS:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    sharded_tensor: Any = ShardedTensor
+    sharded_tensor.init_data.__defaults__ = (torch.empty,)
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.type = _named_as_on_cuda(tensor.type)
+    c10d: Any = distributed_c10d
+    c10d.ProcessGroupGloo = _shares_devices(c10d.ProcessGroupGloo)

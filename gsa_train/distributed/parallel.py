@@ -1,0 +1,199 @@
+"""The parallel layout: process groups from megatron-core as one frozen object."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from gsa_train.config import ParallelConfig
+
+
+class DeviceError(ValueError):
+    """A field asks for what this machine does not have, or not in this precision; names value and remedy."""
+
+
+class RendezvousError(RuntimeError):
+    """The ranks of this job cannot meet; says where, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core); for
+    experts those of a stage are also ordered expert-tensor fastest, then expert, then the expert's replicas."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    context_rank: int
+    context_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    expert_rank: int
+    expert_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
+    device: torch.device
+    groups: ProcessGroupCollection
+    """megatron-core's groups: `tp`, `cp`, `pp`, `dp`, `dp_cp`, `mp` (tensor x pipeline), `ep`, `expt_tp`, ..."""
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that prints and writes metrics."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def reads_data(self) -> bool:
+        """The first rank of each data-parallel replica reads the text for the others."""
+        return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline, data and context sizes: what a checkpoint remembers."""
+        return self.tensor_size, self.pipeline_size, self.data_size, self.context_size
+
+    def describe(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        experts = ""
+        if self.expert_size * self.expert_tensor_size > 1:
+            experts = f"; of experts expert {self.expert_size} x tensor {self.expert_tensor_size}"
+        return (
+            f"{ranks} on {self.device.type} = tensor {self.tensor_size} x context "
+            f"{self.context_size} x pipeline {self.pipeline_size} x data {self.data_size}{experts}"
+        )
+
+
+def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
+    """Join the process group of this job, unless this process is in it, and cut it into megatron-core's groups.
+
+    Args:
+        config: sizes, already checked against the world size.
+        seed: seeds torch and megatron-core's random-number tracker, per tensor and pipeline rank.
+    """
+    device = join_world(config)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        # None, not 1, is what megatron-core calls a pipeline that is not interleaved.
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
+        num_distributed_optimizer_instances=config.optimizer_instances,
+        distributed_timeout_minutes=collective_timeout(config).total_seconds() / 60,
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    parallel = Parallel(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=groups.tp.rank(),
+        tensor_size=groups.tp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=groups.cp.size(),
+        pipeline_rank=groups.pp.rank(),
+        pipeline_size=groups.pp.size(),
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        expert_rank=groups.ep.rank(),
+        expert_size=groups.ep.size(),
+        expert_tensor_rank=groups.expt_tp.rank(),
+        expert_tensor_size=groups.expt_tp.size(),
+        device=device,
+        groups=groups,
+    )
+    assert math.prod(parallel.layout) == parallel.world_size
+    return parallel
+
+
+def join_world(config: ParallelConfig) -> torch.device:
+    """Join the process group of this job, unless this process is in it; returns the rank's device."""
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # imports Triton
+
+        refuse_wrong_sums()
+    if not dist.is_initialized():  # a process may change its layout
+        _join_world(use_cuda, device, collective_timeout(config))
+    return device
+
+
+def collective_timeout(config: ParallelConfig) -> timedelta:
+    """A little later than `HangWatchdog`, which says more."""
+    return timedelta(minutes=config.timeout_minutes) * 1.25
+
+
+def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> None:
+    if use_cuda:
+        torch.cuda.set_device(device)
+    else:
+        from gsa_train.distributed import cpu_backend
+
+        cpu_backend.install()
+    backend = "nccl" if use_cuda else "gloo"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun (2.13) keeps its store over restarts, and in it the addresses of the ranks before.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(
+            f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+            dist.TCPStore(address, port, is_master=False, timeout=timeout),
+        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device_id = device if use_cuda else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
+    elif "RANK" in os.environ:
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise RendezvousError(
+                f"RANK = {os.environ['RANK']} in the environment, but no {' and no '.join(missing)}: "
+                "start with torchrun, or unset it"
+            )
+        try:
+            dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
+        except dist.DistNetworkError as error:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            in_use = "EADDRINUSE" in str(error)
+            raise RendezvousError(
+                f"MASTER_ADDR:MASTER_PORT = {place}: "
+                + ("the port is in use" if in_use else f"the ranks cannot meet there ({_first_line(error)})")
+                + "; set MASTER_PORT to a free port, the same on all ranks, or start with torchrun --standalone"
+            ) from error
+    else:  # plain `python launch/pretrain.py`: one rank, no rendezvous to wait for
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def leave_layout() -> None:
+    """End all groups but the world; `init_parallel` may then make others."""
+    mpu.destroy_model_parallel()
+    # megatron-core only forgets its groups. On CPUs each has threads, which go on waking up.
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not world.default_pg]:
+        dist.destroy_process_group(group)
+
+
+def shutdown_parallel() -> None:
+    """Leave all groups, so that a finished job ends without warnings or waiting peers."""
+    leave_layout()
+    dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""What a run notes about its time, on the main rank: lines of goodput.jsonl, and that its process still lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from gsa_train.metrics.goodput.account import Account, Accounting, Line
+from gsa_train.metrics.goodput.ledger import ALIVE, FILE, alive_bytes
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.metrics.goodput.words import in_one_line, start_up_in_words
+from gsa_train.metrics.metrics_file import MetricsFile
+from gsa_train.metrics.record_format import to_json
+
+DIGITS = 4
+"""Of seconds, behind the point."""
+
+
+class GoodputLog:
+    """On other ranks, and before `open`, every method does nothing."""
+
+    def __init__(self, clock: RunClock) -> None:
+        self.clock = clock
+        self.step = 0
+        """Of the newest line."""
+        self._accounting = Accounting()
+        self._file: MetricsFile | None = None
+        self._alive: int | None = None
+        self._alive_lock = threading.Lock()
+        self._newest_beat = (0, clock.began)
+        self._start_up_is_said = False
+        self._over = False
+        """The process has said how it ends, or only writes the end of a complete run again."""
+
+    def open(self, folder: Path, step: int, before: list[Line], lost: list[Line], is_complete: bool) -> None:
+        """On the main rank: go on in a run folder.
+
+        Args:
+            step: behind which this start goes on.
+            before: lines of the run so far.
+            lost: how the process before this one ended, if it could not say so itself.
+            is_complete: the run has no step left.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        self._accounting, self.step = Accounting([*before, *lost]), step
+        if is_complete and self._accounting.is_complete:
+            self._over = True  # nothing is trained, and the account is closed
+            return
+        path = folder / FILE
+        has_moved = not path.exists()
+        self._file = MetricsFile(path, to_json)
+        for line in [*(before if has_moved else []), *lost]:
+            self._file.write(dict(line))
+        (folder / ALIVE).unlink(missing_ok=True)  # what a link there leads to stays as it is
+        self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._note("start", step, began=self.clock.began)
+        self._say_alive(step, self.clock.now())
+
+    def note(self, step: int, phase: str) -> None:
+        """So many steps are done."""
+        self.step = step
+        self._note("steps", step, phase=phase)
+
+    def start_up_in_words(self) -> str | None:
+        """At the end of this process's first step; None of later ones."""
+        said, self._start_up_is_said = self._start_up_is_said, True
+        return None if said else start_up_in_words(self.clock.read()[1])
+
+    def go_back(self, step: int) -> None:
+        """The run stands at an earlier step again."""
+        self.step = step
+        self._note("rewind", step)
+
+    def end(self, reason: str) -> None:
+        """The process leaves on purpose. What it does after this is no part of the run."""
+        self._note("end", self.step, reason=reason)
+        self._over = True
+
+    def account(self) -> Account:
+        return self._accounting.account()
+
+    def metrics(self) -> dict[str, Any]:
+        """For the record of a step."""
+        if self._file is None:
+            return {}
+        account = self.account()
+        lost = {name: seconds for name, seconds in _rounded(account.lost_seconds).items() if seconds}
+        return {"ettr": account.ettr, "lost_seconds": lost}
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json."""
+        account = self.account()
+        seconds = {"wall_seconds": account.wall_seconds, "productive_seconds": account.productive_seconds}
+        return {"ettr": account.ettr, **_rounded(seconds), "lost_seconds": _rounded(account.lost_seconds)}
+
+    def in_words(self) -> str:
+        return in_one_line(self.account())
+
+    def beat(self, step: int, progress: float) -> None:
+        """The process lives. From the watchdog's thread.
+
+        Args:
+            step: done so far.
+            progress: when the main thread last went on, by `time.monotonic`.
+        """
+        self._say_alive(step, self.clock.unix_at(progress))
+
+    def _say_alive(self, step: int, progress: float) -> None:
+        with self._alive_lock:
+            if self._alive is None or self._over:
+                return
+            self._newest_beat = step, progress
+            progress, seconds = self.clock.read(until=progress)
+            content: dict[str, Any] = {
+                "began": self.clock.began,
+                "time": max(progress, self.clock.now()),
+                "progress": progress,
+            }
+            content |= {"step": step, "seconds": _rounded(seconds)}
+            with contextlib.suppress(OSError):  # it grows old, as that of a process that is gone
+                os.pwrite(self._alive, alive_bytes(content), 0)
+
+    def close(self) -> None:
+        """The process leaves, after an `end` or by an error."""
+        self._say_alive(*self._newest_beat)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        with self._alive_lock:
+            if self._alive is not None:
+                os.close(self._alive)
+                self._alive = None
+
+    def _note(self, kind: str, step: int, **more: Any) -> None:
+        if self._file is None or self._over:
+            return
+        now, seconds = self.clock.read()
+        line = {"kind": kind, "step": step, "time": now, **more, "seconds": _rounded(seconds)}
+        self._file.write(line)
+        self._accounting.add(line)
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, DIGITS) for name, value in seconds.items()}

@@ -1,0 +1,107 @@
+"""goodput.jsonl and alive.json of a run folder, as they were left: by a run under way, complete or killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from gsa_train.metrics.goodput.account import Account, Accounting, Line
+from gsa_train.metrics.record_checks import is_number, is_step, is_time
+from gsa_train.metrics.record_format import read_records
+
+logger = logging.getLogger(__name__)
+
+FILE = "goodput.jsonl"
+"""Lines of gsa_train.metrics.goodput.account. Nothing is ever taken out of it."""
+ALIVE = "alive.json"
+"""What the newest process would say in a `lost` line, written again every few seconds."""
+NEEDED: dict[str, tuple[str, ...]] = {
+    "start": ("began",),
+    "steps": (),
+    "rewind": (),
+    "end": (),
+    "lost": ("progress",),
+}
+"""Kind of a line -> moments that it has beside `time`, in Unix seconds, and `step`."""
+ALIVE_BYTES = 1024
+"""Its size, with spaces at the end: written at once in its place, it is whole after any kill."""
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """Of the run so far; empty for one of a version that wrote none. A warning names damaged lines, which are left
+    out: later ones hold what they said."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    lines: list[Line] = []
+    lines += read_records(path, lambda line: "" if is_whole(line) else "is not what lines of its kind are")
+    return lines
+
+
+def is_whole(line: Line) -> bool:
+    """It has what lines of its kind have."""
+    kind, seconds = line.get("kind", ""), line.get("seconds")
+    needed = NEEDED.get(kind) if isinstance(kind, str) else None
+    return (
+        needed is not None
+        and all(is_time(line.get(name)) for name in ("time", *needed))
+        and isinstance(seconds, dict)
+        and all(is_number(each) and math.isfinite(each) for each in seconds.values())
+        and isinstance(line.get("reason", ""), str)
+        and isinstance(line.get("phase", ""), str)
+    )
+
+
+def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
+    """What is known of the end of the newest process; empty where it has said `end` itself, or there is none.
+
+    Its last sign of life is the newest of its last line, its alive.json, and a report of a hang by another rank.
+    """
+    starts = [each for each in lines if each["kind"] == "start"]
+    if not starts or lines[-1]["kind"] in ("end", "lost"):
+        return []
+    newest, began = lines[-1], starts[-1]["began"]
+    line = {**newest, "kind": "lost", "progress": newest["time"]}
+    alive = _read_alive(folder / ALIVE)
+    if alive and alive["began"] == began:
+        line["time"] = max(newest["time"], alive["time"])
+        if alive["progress"] >= newest["time"]:
+            line |= {key: alive[key] for key in ("progress", "step", "seconds")}
+    reports = [path.stat().st_mtime for path in (folder / "faults").glob("*/report.txt")]
+    known = (at for at in reports if began <= at <= time.time())  # later: the clock was set back
+    return [{**line, "time": max([line["time"], *known])}]
+
+
+def alive_bytes(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode().ljust(ALIVE_BYTES - 1) + b"\n"
+
+
+def _read_alive(path: Path) -> dict[str, Any]:
+    """Empty where there is none, or a damaged one, which is named; a kill before its first writing leaves it empty."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_bytes()
+        content = json.loads(text) if text else {}
+    except (OSError, ValueError, RecursionError) as error:
+        content = error
+    if isinstance(content, dict) and (not content or _is_sign_of_life(content)):
+        return content
+    logger.warning("%s is damaged; the newest line of %s counts as the last sign of life", path, FILE)
+    return {}
+
+
+def _is_sign_of_life(content: dict[str, Any]) -> bool:
+    if content.keys() != {"began", "time", "progress", "step", "seconds"}:
+        return False
+    return is_step(content["step"]) and is_time(content["began"]) and is_whole({**content, "kind": "lost"})
+
+
+def read_account(folder: Path) -> Account | None:
+    """Where the time of a run went; None for a run of a version that did not note it."""
+    lines = read_lines(folder)
+    return Accounting([*lines, *lost_line(folder, lines)]).account() if lines else None

@@ -1,0 +1,138 @@
+"""Where the time went, in words: a line for the console, rows for tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from gsa_train.metrics.goodput.account import START_UP, Account, Line
+from gsa_train.metrics.progress import duration
+
+NAMES = {
+    "import": "import",
+    "process_groups": "process groups",
+    "health": "health of devices",
+    "checkpoint": "reading checkpoints",
+    "readers": "opening the text",
+    "model": "model and optimizer",
+    "folder": "run folder, W&B",
+    "first_step": "first steps (compilation)",
+    "repeated": "steps done again",
+    "save": "stalls of saves",
+    "copies": "waiting for their copies",
+    "validation": "validation",
+    "tasks": "tasks",
+    "text": "waiting for text",
+    "stragglers": "waiting for slow ranks",
+    "detection": "faults until exit",
+    "down": "down",
+    "other": "other",
+}
+"""Of losses, for people."""
+MOST_NAMED = 4
+"""Losses, or ranks, in a line of the console."""
+
+
+def in_one_line(account: Account) -> str:
+    """How much was lost so far, and to what above all."""
+    lost = sum(account.lost_seconds.values())
+    largest = sorted(account.lost_seconds.items(), key=lambda each: -each[1])[:MOST_NAMED]
+    named = ", ".join(f"{NAMES[name]} {short(seconds)}" for name, seconds in largest if seconds >= 0.05)
+    return (
+        f"goodput: this run has lost {short(lost)} of {short(account.wall_seconds)} so far "
+        f"(ETTR {account.ettr:.1%}){f': {named}' if named else ''}"
+    )
+
+
+def lost_in_words(line: Line, silent: Sequence[str]) -> str:
+    """Of a start that did not say its end.
+
+    Args:
+        silent: ranks without last words, as of the start before by the same torchrun.
+    """
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+    named = f"; without last words, as if killed: {', '.join(silent[:MOST_NAMED])}" if silent else ""
+    more = f" and {len(silent) - MOST_NAMED} more" if silent[MOST_NAMED:] else ""
+    return (
+        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}"
+        f"{named}{more}"
+    )
+
+
+def start_up_in_words(seconds: Mapping[str, float]) -> str:
+    """From the begin of a process to the end of its first step, by part.
+
+    Args:
+        seconds: by activity, of this process.
+    """
+    parts = {name: seconds.get(name, 0.0) for name in START_UP}
+    named = ", ".join(f"{NAMES[name]} {short(value)}" for name, value in parts.items())
+    first = short(seconds.get("first_step", 0.0))
+    return f"start-up {short(sum(parts.values()))}: {named}; then the first step {first}"
+
+
+def short(seconds: float) -> str:
+    """1.4s, 45s, 2m31s, 3h05m."""
+    return f"{seconds:.1f}s" if abs(seconds) < 9.95 else duration(seconds)
+
+
+def rows_of_losses(account: Account) -> list[tuple[str, str, str]]:
+    """Name, time and share of the wall time of each, productive time first; losses of nothing left out."""
+    wall = account.wall_seconds or 1.0
+    parts = {"productive": account.productive_seconds}
+    parts |= {NAMES[name]: value for name, value in account.lost_seconds.items() if abs(value) >= 0.05}
+    return [(name, short(seconds), f"{seconds / wall:.2%}") for name, seconds in parts.items()]
+
+
+STARTS_HEAD = (
+    "start",
+    "after step",
+    "down before",
+    "start-up",
+    "ended",
+    "at step",
+    "fault until exit",
+    "steps done again",
+)
+
+
+def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
+    """Below STARTS_HEAD: a row for each start of the run."""
+    return [
+        (
+            str(number),
+            f"{start.step:,}",
+            short(start.down_seconds),
+            short(start.start_up_seconds),
+            start.ended or "runs",
+            f"{start.last_step:,}",
+            short(start.detection_seconds),
+            str(start.repeated_steps),
+        )
+        for number, start in enumerate(account.starts, start=1)
+    ]
+
+
+def about_run(name: str, account: Account, ettr_in_fast_motion: float) -> str:
+    """The account of a run, and what the simulation makes of its faults."""
+    lines = [
+        f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
+        *table(("", "time", "share"), rows_of_losses(account)),
+        "",
+        *table(STARTS_HEAD, rows_of_starts(account)),
+        "",
+        f"its faults and start-ups simulated with the mean of all else: ETTR {ettr_in_fast_motion:.2%}",
+    ]
+    return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of equal columns, the first to the left and the others to the right."""
+    cells = [tuple(head), *map(tuple, rows)]
+    widths = [max(len(each[column]) for each in cells) for column in range(len(head))]
+    return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    rest = zip(row[1:], widths[1:], strict=True)
+    return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in rest)]

@@ -1,0 +1,278 @@
+"""Memory of each rank's device in a training step, from a config alone.
+
+Counted tensor by tensor from what the layers keep (layer.py) and what is in use beside it when memory is at its
+peak (moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
+linear layers; the reference core by its large tensors only. It is held against traces of the real step
+(tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a moment,
+buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+
+`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
+(selection.py), experts as grouped products whose loads are even (`worst_expert_load` has what another could take). Of
+context-parallel ranks it is the one with most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.moe_checks import expert_layers
+from gsa_train.config.pipeline_layout import stage_layers
+from gsa_train.model.flops import count_parameters, indexer_layers
+from gsa_train.planning.memory.experts import worst_load_bytes
+from gsa_train.planning.memory.layer import layer_of
+from gsa_train.planning.memory.moments import embedding_bytes, layer_moments, loss_bytes
+from gsa_train.planning.memory.sizes import Sizes, has_graph, sizes_of, uses_indexer
+
+WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS on Hopper (torch's CUDABlas: 32 MiB)."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each rank of one pipeline stage, in one phase."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, over all micro-batches in flight."""
+    working: float
+    """Beside them while a layer (or a recomputed unit) runs forward or backward."""
+    logits: float
+    """Beside them while the output layer and the loss run."""
+    buffers: float
+    """Held all the time."""
+    graph: float
+    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): another time what its pass needs, which logged
+    steps take beside it."""
+
+    @property
+    def total(self) -> float:
+        """At the peak: a layer and the loss never run at once."""
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.graph
+        return held + max(self.working, self.logits)
+
+
+def fields_of(estimate: MemoryEstimate) -> dict[str, float]:
+    """Name -> bytes, the total last."""
+    return {**asdict(estimate), "total": estimate.total}
+
+
+def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
+    """Memory of a stage's ranks in a phase; the module's docstring says what is left out."""
+    parallel, train = config.parallel, config.train
+    sizes = sizes_of(config)
+    weights, gradients, optimizer = _parameters_and_state(config, phase, world_size, stage)
+    replicas = data_parallel_size(config, world_size)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
+    kept = _kept(config, phase, sizes, stage)
+    working = _working(config, phase, sizes, stage)
+    if stage == 0 and has_graph(config, phase):
+        working = max(working, embedding_bytes(config, sizes) - kept / parallel.virtual_pipeline)
+    is_last = stage == parallel.pipeline - 1
+    activations = _in_flight(config, stage, micro_batches) * kept
+    logits = loss_bytes(config, phase, sizes) if is_last else 0.0
+    has_cuda_graph = train.cuda_graphs and has_graph(config, phase)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        working=working,
+        logits=logits,
+        buffers=_buffers(config, phase, sizes, micro_batches)
+        + _passed_on(config, phase, sizes, stage, micro_batches),
+        graph=activations + max(working, logits) if has_cuda_graph else 0.0,
+    )
+
+
+def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
+    """Bytes that a rank of a stage needs beyond an estimate, which takes experts' loads as even, if all tokens of all
+    layers and micro-batches in flight go to its experts."""
+    replicas = data_parallel_size(config, world_size)
+    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
+    layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
+    kept = _in_flight(config, stage, micro_batches) * _mixtures_among(layers, config)
+    if config.train.recompute == "full":  # one unit after the other
+        units = (layers[at : at + recomputed] for at in range(0, len(layers), recomputed))
+        kept = max(_mixtures_among(unit, config) for unit in units)
+    return worst_load_bytes(config, sizes_of(config), kept)
+
+
+# ---- parameters and their state
+
+
+def _parameters_and_state(
+    config: Config, phase: PhaseConfig, world_size: int, stage: int
+) -> tuple[float, float, float]:
+    """Bytes of the weights, of their gradients and of the optimizer's state.
+
+    Weights in the working precision, gradients as they are reduced, and Adam's two moments in fp32 with, under bf16,
+    the fp32 weights. Only what the phase trains has gradients and optimizer state.
+    """
+    parallel, train = config.parallel, config.train
+    base, indexer = _parameters_per_rank(config, stage)
+    experts = _expert_parameters_per_rank(config, stage)
+    trained = {"all": base + indexer, "base": base, "indexer": indexer}[phase.train]
+    trained_experts = 0.0 if phase.train == "indexer" else experts
+    ranks = data_parallel_size(config, world_size) * parallel.context
+    replicas = ranks * parallel.tensor // (parallel.expert * parallel.expert_tensor)
+    shards, expert_shards = (
+        (count // parallel.optimizer_instances if parallel.distributed_optimizer else 1)
+        for count in (ranks, replicas)
+    )
+    zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
+    value, state = (4, 8) if train.precision == "fp32" else (2, 12)
+    gradient = 4 if parallel.grad_reduce_dtype == "fp32" else 2
+    return (
+        value * (base + indexer + experts) / (shards if zero_stage == 3 else 1),
+        gradient * (trained + trained_experts) / (shards if zero_stage > 1 else 1),
+        0.0 if parallel.offload_optimizer else state * (trained / shards + trained_experts / expert_shards),
+    )
+
+
+def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
+    """Of a save in a phase, all ranks together, which hold as much in host memory until it is written: weights in the
+    working precision, and of what the phase trains two moments in fp32 with, under bf16, the fp32 weights."""
+    count = count_parameters(config.model, config.gsa, config.moe)
+    base = count.total - count.indexer
+    trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
+    in_fp32 = config.train.precision == "fp32"
+    return (4 if in_fp32 else 2) * count.total + (8 if in_fp32 else 12) * trained
+
+
+def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
+    """Parameters of the base without its routed experts, and of the indexers, on one rank of a stage; norms, routers
+    and indexers are replicated over tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
+    parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
+    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
+    final_norm = config.model.hidden_size
+    held = stage_layers(config, stage)
+    share = len(held) / config.model.num_layers
+    base = (count.attention + count.gates) / parallel.tensor * share
+    base += (count.norms - final_norm) * share
+    mixtures, dense = _mixtures_among(held, config), config.model.num_layers - len(expert_layers(config))
+    if dense:
+        base += count.mlp / parallel.tensor * (len(held) - mixtures) / dense
+    if mixtures:
+        of_mixtures = count.router + count.shared_experts / parallel.tensor
+        base += of_mixtures * mixtures / len(expert_layers(config))
+    if is_first:
+        base += count.embedding / parallel.tensor
+    if is_last:
+        tied_copy = count.embedding if config.model.tie_embeddings and not is_first else 0
+        base += final_norm + (count.output + tied_copy) / parallel.tensor
+    indexers = indexer_layers(config.model, config.gsa)
+    indexer = count.indexer / indexers * _indexers_among(held, config) if indexers else 0.0
+    return base, indexer
+
+
+def _expert_parameters_per_rank(config: Config, stage: int) -> float:
+    """Of the routed experts."""
+    mixtures = _mixtures_among(stage_layers(config, stage), config)
+    if mixtures == 0:
+        return 0.0
+    held = count_parameters(config.model, config.gsa, config.moe).experts * mixtures
+    return held / len(expert_layers(config)) / (config.parallel.expert * config.parallel.expert_tensor)
+
+
+def _mixtures_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that are mixtures of experts."""
+    return len(set(layers) & set(expert_layers(config)))
+
+
+def _indexers_among(layers: list[int], config: Config) -> int:
+    """Those of `layers` that own an indexer."""
+    if config.gsa.attention == "dense":
+        return 0
+    return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
+
+
+# ---- activations of the micro-batches in flight
+
+
+def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once."""
+    stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if virtual == 1:  # 1F1B
+        return float(min(stages - stage, micro_batches))
+    # Interleaved: chunks in flight (megatron-core's warm-up and one more), of which each has a share of what is kept.
+    ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return min(ahead, micro_batches * virtual) / virtual
+
+
+def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
+    """Bytes that a stage keeps of one micro-batch."""
+    if not has_graph(config, phase):
+        return 0.0
+    recompute, held = config.train.recompute, stage_layers(config, stage)
+    is_last = stage == config.parallel.pipeline - 1
+    # Of each chunk that has a next one the schedule holds what it sent on, [L / shards, B, d].
+    sent = (config.parallel.virtual_pipeline - is_last) * sizes.stream
+    if recompute == "full":
+        return len(held) // config.train.recompute_num_layers * sizes.stream + sent
+    return _kept_by_layers(config, phase, sizes, held) + sent
+
+
+def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: list[int]) -> float:
+    """Without recompute=full."""
+    mixtures = _mixtures_among(layers, config)
+    dense, mixture = (layer_of(config, phase, sizes, kind) for kind in (False, True))
+    selecting = _indexers_among(layers, config) if uses_indexer(config, phase) else 0
+    kept = len(layers) * dense.attention + selecting * dense.indexer
+    kept += (len(layers) - mixtures) * dense.feed_forward + mixtures * mixture.feed_forward
+    if phase.attention == "sparse":
+        kept += selecting * dense.selection  # also under recomputation: choosing again could choose otherwise
+    if config.train.recompute == "none":
+        kept += len(layers) * dense.core
+    return kept
+
+
+def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
+    """Beside what the stage keeps, while its last layer runs that is a mixture of experts, or its last that is none;
+    what the layers behind this one keep is not there yet."""
+    held, found = stage_layers(config, stage), []
+    for mixture in (False, True):
+        of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]
+        if not of_kind:
+            continue
+        layer = layer_of(config, phase, sizes, mixture)
+        most = max(layer_moments(config, phase, sizes, layer, mixture).values())
+        behind = held[of_kind[-1] + 1 :]
+        if has_graph(config, phase) and config.train.recompute != "full":
+            most -= _kept_by_layers(config, phase, sizes, behind)
+        found.append(most)
+    return max(found)
+
+
+# ---- beside them
+
+
+def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: int) -> float:
+    # Of each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
+    text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
+    local_tokens = sizes.tokens // config.train.micro_batch_size
+    # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them: each chunk of the model has its own.
+    angles = 2 * 4 * local_tokens * config.model.head_dim * config.parallel.virtual_pipeline
+    if config.gsa.indexer_rope and uses_indexer(config, phase):
+        # One for all indexers, fp32 [L, d_I], or cos and sin of half of them.
+        angles += 4 * local_tokens * config.gsa.indexer_dim
+    # megatron-core's buffer for an input of all tokens [L, B, d]; products with frozen weights do not take it.
+    gather = sizes.gathered if has_graph(config, phase) else 0.0
+    return WORKSPACE_BYTES + text + angles + gather
+
+
+def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
+    """What the schedule holds beside the micro-batches in flight, [L / shards, B, d] each."""
+    parallel = config.parallel
+    if parallel.pipeline == 1 or micro_batches == 1:
+        return 0.0
+    if not has_graph(config, phase):  # another micro-batch's input, if it was received, and what it sent on
+        receives = stage > 0 or parallel.virtual_pipeline > 1
+        return (receives + (stage < parallel.pipeline - 1)) * sizes.stream
+    if parallel.virtual_pipeline == 1:  # the last gradient sent back
+        return sizes.stream if stage > 0 else 0.0
+    # Inputs and gradients received ahead, outputs and gradients not yet sent: the most that traces have shown.
+    return (5 + parallel.virtual_pipeline) * sizes.stream

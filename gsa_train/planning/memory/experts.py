@@ -1,0 +1,144 @@
+"""What a layer that is a mixture of experts keeps, and what is in use beside it, where all experts get as many tokens.
+
+In shapes, beside those of sizes.py: T = B L / shards tokens that a rank routes to k of E experts each, N = T k copies
+rows that it sends, with as many copies as ranks split an expert's width; R rows that its own experts get, w their width
+on this rank.
+"""
+
+from __future__ import annotations
+
+from gsa_train.config import Config
+from gsa_train.planning.memory.sizes import Sizes
+
+
+def routed_rows(config: Config, sizes: Sizes) -> float:
+    """R, and N: as many as are sent to a rank's experts if all are chosen alike."""
+    return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
+
+
+def most_rows(config: Config, sizes: Sizes) -> float:
+    """R where this rank's experts are the ones that all tokens choose, of all ranks that share the experts out: k for
+    each token, or fewer where it has fewer experts, or as many as they have room for."""
+    moe, parallel = config.moe, config.parallel
+    own = moe.experts // parallel.expert
+    choices = routed_rows(config, sizes) * parallel.expert
+    most = choices * min(moe.top_k, own) / moe.top_k
+    if moe.capacity_factor > 0:
+        most = min(most, moe.capacity_factor * choices / parallel.expert)
+    return most
+
+
+def sends(config: Config) -> bool:
+    """Whether choices go to other ranks."""
+    return config.parallel.expert * config.parallel.expert_tensor > 1
+
+
+def matrix_elements(config: Config, sizes: Sizes) -> float:
+    """Of one of the three matrices of all a layer's experts on this rank."""
+    moe, parallel = config.moe, config.parallel
+    width = moe.expert_ffn_hidden_size / parallel.expert_tensor
+    return moe.experts / parallel.expert * width * sizes.hidden
+
+
+def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
+    """Name and shape -> bytes, behind the norm before it."""
+    return {
+        **_kept_by_router(config, sizes),
+        **_kept_by_exchange(config, sizes),
+        **kept_by_experts(config, sizes, routed_rows(config, sizes)),
+        **_kept_by_shared(config, sizes),
+    }
+
+
+def _kept_by_router(config: Config, sizes: Sizes) -> dict[str, float]:
+    moe, tokens = config.moe, sizes.tokens / sizes.shards
+    copies = {"router's input, fp32 [T, d]": 4 * tokens * sizes.hidden} if sizes.value == 2 else {}
+    if sizes.value == 4 or moe.shared_expert_ffn_hidden_size:
+        copies["normed input [T, d]"] = sizes.stream
+    return copies | {
+        "router's weight, fp32 [E, d]": (sizes.value == 2) * 4 * moe.experts * sizes.hidden,
+        "logits and scores, fp32, 2 x [T, E]": 4 * (1 + (moe.z_loss_coeff > 0)) * tokens * moe.experts,
+        "chosen experts, int64, and their scores, fp32 [T, k]": (8 + 4) * tokens * moe.top_k,
+    }
+
+
+def _kept_by_exchange(config: Config, sizes: Sizes) -> dict[str, float]:
+    rows = routed_rows(config, sizes)
+    kept = {"rows of a choice and tokens of a row, int64, 2 x [N]": 2 * 8 * rows}
+    if sends(config):
+        kept["order by expert and by rank, int64, 2 x [R]"] = 2 * 8 * rows
+    return kept
+
+
+def kept_by_experts(config: Config, sizes: Sizes, rows: float) -> dict[str, float]:
+    """
+    Args:
+        rows: R.
+    """
+    width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
+    plain = config.train.fused_ops == "none"
+    return {
+        "rows of the experts [R, d]": sizes.value * rows * sizes.hidden,
+        "both halves of SwiGLU's input [R, 2 w]": sizes.value * rows * 2 * width,
+        "SwiGLU's output, weighted [R, w]": sizes.value * rows * width,
+        "weights of the outputs, fp32 [R]": 4 * rows,
+        "SiLU, and SwiGLU's output without weights, 2 x [R, w]": plain * sizes.value * rows * 2 * width,
+    }
+
+
+def _kept_by_shared(config: Config, sizes: Sizes) -> dict[str, float]:
+    width = config.moe.shared_expert_ffn_hidden_size / config.parallel.tensor
+    halves = 2 if config.train.fused_ops == "none" else 0
+    return {"shared expert's SwiGLU, as of a dense layer [L, B, 3 f]": sizes.bytes((3 + halves) * width)}
+
+
+def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
+    """Name -> bytes beside what is kept."""
+    rows, width = (
+        routed_rows(config, sizes),
+        config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
+    )
+    of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
+    weight = sizes.value * matrix_elements(config, sizes)
+    stream = sizes.stream
+    plain = config.train.fused_ops == "none"
+    shared = sum(_kept_by_shared(config, sizes).values())
+    return {
+        # Forward: what W_2 gives [R, d], the same at home [N, d] and in the order of the tokens [N, d], and its sum
+        # for each token [T, d]; the shared expert has not run.
+        "outputs come home": stream + (3 if sends(config) else 2) * of_rows - shared,
+        # Gradients of the layer's output [T, d], and of the rows [R, d] as they came and sorted by expert.
+        "rows' gradients arrive": stream + (2 if sends(config) else 1) * of_rows,
+        # Of the rows, of what is weighted [R, w] and of W_2 [experts, d, w].
+        "experts' W_2's backward": stream + of_rows + inner + weight,
+        # One by one: the last in fp32, times the weights and times the output itself, fp32 [R, w] each, and the first
+        # product in the working precision, where W_2's input was. Fused: of SwiGLU's input [R, 2 w] beside the last.
+        "weighting's backward": stream + (3 * 4 * rows * width if plain else 2 * inner),
+        # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]; all that SwiGLU kept
+        # has gone.
+        "experts' W_1's backward": stream + 2 * inner + of_rows + 2 * weight - (5 if plain else 3) * inner,
+    }
+
+
+def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
+    """Name -> bytes of a forward pass that keeps nothing."""
+    rows, width = (
+        routed_rows(config, sizes),
+        config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
+    )
+    of_rows, inner = sizes.value * rows * sizes.hidden, sizes.value * rows * width
+    plain = config.train.fused_ops == "none"
+    return {
+        "experts' W_1": of_rows + 2 * inner,
+        "weighting": of_rows + 3 * inner + (4 * rows * width if plain else 0),
+        # Beside the rows themselves, as in `mixture_moments`.
+        "outputs come home": sizes.stream + (4 if sends(config) else 3) * of_rows,
+    }
+
+
+def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
+    """More than at even loads, where all tokens go to this rank's experts: what is kept of so many layers' rows, and
+    the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
+    more = most_rows(config, sizes) - routed_rows(config, sizes)
+    kept = sum(kept_by_experts(config, sizes, more).values())
+    return layers * kept + 2 * sizes.value * more * sizes.hidden

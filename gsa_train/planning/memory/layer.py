@@ -1,0 +1,192 @@
+"""What one layer keeps of one micro-batch from its forward to its backward pass, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.config.gate_shapes import has_paper_form
+from gsa_train.planning.memory.experts import kept_by_mixture
+from gsa_train.planning.memory.selection import fuses_indexer_loss, selection_bytes, turned_lists_bytes
+from gsa_train.planning.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels
+
+Tensors = dict[str, float]
+"""Name and shape -> bytes."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one micro-batch; of all B sequences on this rank."""
+
+    attention: float
+    """Around the attention core, its inputs included."""
+    core: float
+    """Of the attention core; calculated again with recompute=selective."""
+    feed_forward: float
+    """With the norm before it."""
+    indexer: float
+    """0 where the phase runs none."""
+    selection: float
+    """The same."""
+
+
+def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
+    """Of a layer that owns an indexer, if the config has any.
+
+    Args:
+        mixture: its feed-forward layer is a mixture of experts.
+    """
+    indexes = uses_indexer(config, phase)
+    core = _core(config, sizes)
+    selection = 0.0
+    if indexes and uses_kernels(config):
+        selection = selection_bytes(config, sizes) + turned_lists_bytes(config, phase, sizes)
+    elif indexes:
+        selection = sizes.pairs  # bool [B, L, Lw]
+        core |= _reference_indexer(config, sizes)
+    return Layer(
+        attention=sum(_attention(config, sizes).values()),
+        core=sum(core.values()),
+        feed_forward=sum(_feed_forward(config, sizes, mixture).values()),
+        indexer=sum(_indexer(config, phase, sizes).values()) if indexes else 0.0,
+        selection=selection,
+    )
+
+
+def _attention(config: Config, sizes: Sizes) -> Tensors:
+    gsa = config.gsa
+    # Under context parallelism attention reads the K and V of the whole sequence, which are the core's; a recomputed
+    # core gathers them again. The fused G2 keeps the gated V in any case, whose memory K shares
+    # (fused/split_rotate_gate/op.py).
+    reads_own = config.parallel.context == 1 or config.train.recompute == "selective"
+    keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
+    kept = {
+        "layer's input [L / shards, B, d]": sizes.stream,
+        "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
+        "gates' logits [L, B, columns of the gates of heads]": sizes.bytes(sizes.gates),
+        "Q, rotated [L, B, q]": sizes.bytes(sizes.query),
+        "K, rotated, and gated V, 2 x [L, B, kv]": sizes.bytes(2 * keeps_both * sizes.key_value),
+        "input of linear_proj [L, B, q]": sizes.bytes(sizes.query),
+    }
+    # The gates' projection gathers what all projections read, and keeps that instead.
+    if sizes.shards > 1 and sizes.gates_gather:
+        kept["normed input, gathered [L, B, d]"] = sizes.gathered
+    else:
+        kept["normed input [L / shards, B, d]"] = sizes.stream
+    kept |= _gate_variants(config, sizes)
+    if config.model.sandwich_norm:
+        kept["attention's result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
+            sizes.stream + 4 * sizes.tokens / sizes.shards
+        )
+    if fuses_heads(config):
+        return kept
+    if gsa.value_gate:
+        kept["V and sigmoid of G2, fp32, 2 x [L, B, kv]"] = 2 * 4 * sizes.tokens * sizes.key_value
+    if config.model.qk_norm:  # norms keep their inputs: a copy of Q, and K where the projection left it
+        heads = sizes.heads * (1 + sizes.key_value / sizes.query)
+        kept["Q before its norm [L, B, q]"] = sizes.bytes(sizes.query)
+        kept["1 / rms of heads, fp32 [L, B, n_h + n_kv]"] = 4 * sizes.tokens * heads
+    v_is_view = reads_own and not gsa.value_gate  # of QKV, and counted above
+    if config.model.qk_norm or v_is_view:
+        kept["QKV [L, B, q + 2 kv]"] = sizes.bytes(sizes.query + (2 - v_is_view) * sizes.key_value)
+    local_tokens = sizes.tokens // config.train.micro_batch_size
+    turned = config.model.rotary_channels
+    kept["cos and sin for Q and K, 4 x [L, turned channels of d_k]"] = sizes.value * 4 * local_tokens * turned
+    return kept
+
+
+def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
+    """What gates in plain torch keep: their input and the gate in fp32, and G1 in another form than the core has also
+    the core's output. Those of the paper's form are counted where they act."""
+    gsa, kept = config.gsa, {}
+    gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
+    if gsa.output_gate and not has_paper_form(gsa):
+        gated["output of G1"] = sizes.query
+    kept = {
+        f"{name} and its gate, fp32, 2 x [L, B, columns]": 2 * 4 * sizes.tokens * columns
+        for name, columns in gated.items()
+        if columns
+    }
+    if "output of G1" in gated or gsa.output_transform != "none":
+        kept["output before G1, or what has its place [L, B, q]"] = sizes.bytes(sizes.query)
+    if gsa.projection_gate:
+        share = sizes.tokens * sizes.projection_gate / sizes.shards
+        kept["result, logits of G5 and both in fp32 [L / shards, B, d]"] = (2 * sizes.value + 2 * 4) * share
+    return kept
+
+
+def _core(config: Config, sizes: Sizes) -> Tensors:
+    kept = {}
+    if uses_kernels(config):
+        kept["log-sum-exp, fp32 [B, n_h, L]"] = 4 * sizes.tokens * sizes.heads
+    else:
+        kept["Q, K, V, fp32 [B, L, q + 2 kv]"] = 4 * sizes.tokens * (sizes.query + 2 * sizes.key_value)
+        kept["softmax and its masked copy, fp32, 2 x [B, n_h, L, Lw]"] = 2 * 4 * sizes.heads * sizes.pairs
+        kept["visible, bool [B, L, Lw]"] = sizes.pairs
+        if config.gsa.output_gate and has_paper_form(config.gsa):
+            kept["output before G1 [B, L, q]"] = sizes.bytes(sizes.query)
+            kept["the same and sigmoid of G1, fp32, 2 x [B, L, q]"] = 2 * 4 * sizes.tokens * sizes.query
+    if config.parallel.context > 1:
+        kept["K and V of the whole sequence, 2 x [B, Lw, kv]"] = (
+            sizes.value * 2 * sizes.key_value * sizes.all_tokens
+        )
+        kept["outputs of the chunks before they are joined [B, L, q]"] = sizes.bytes(sizes.query)
+    return kept
+
+
+def _feed_forward(config: Config, sizes: Sizes, mixture: bool) -> Tensors:
+    kept = {
+        "stream after attention [L / shards, B, d]": sizes.stream,
+        "1 / rms, fp32 [L / shards, B]": 4 * sizes.tokens / sizes.shards,
+        **(kept_by_mixture(config, sizes) if mixture else _kept_by_dense(config, sizes)),
+    }
+    if config.model.sandwich_norm:
+        kept["its result, normed, and 1 / rms, fp32 [L / shards, B]"] = (
+            sizes.stream + 4 * sizes.tokens / sizes.shards
+        )
+    return kept
+
+
+def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
+    kept = {
+        "normed input [L / shards, B, d]": sizes.stream,
+        "both halves of SwiGLU's input [L, B, 2 f]": sizes.bytes(2 * sizes.ffn),
+        "SwiGLU's output [L, B, f]": sizes.bytes(sizes.ffn),
+    }
+    if config.train.fused_ops == "none":
+        kept["SiLU and the other factor, 2 x [L, B, f]"] = sizes.bytes(2 * sizes.ffn)
+    return kept
+
+
+def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
+    """The gradients of its queries, weights and keys, which the loss makes in the forward pass; with selective
+    recomputation these projections themselves, as many, and keys of the whole sequence. Replicated over
+    tensor-parallel ranks."""
+    gsa, train = config.gsa, config.train
+    recomputes = train.recompute == "selective"
+    if phase.train == "base" and not recomputes:
+        return {}
+    # Of the first queries of blocks a view is kept, where the loss waits for attention's backward pass.
+    keeps_all = gsa.selection_query == "first" and fuses_indexer_loss(config, phase, sizes)
+    queries = sizes.tokens / (1 if keeps_all else gsa.selection_block)
+    keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
+    kept = {
+        "of queries and weights [B, L / selection_block, H_I (d_I + 1)]": sizes.value
+        * queries
+        * gsa.indexer_heads
+        * (gsa.indexer_dim + 1),
+        "of keys, each chunk's [B, keys, d_I]": sizes.value * keys * gsa.indexer_dim,
+    }
+    if sizes.shards > 1 and not sizes.gates_gather:
+        kept["its input, gathered [L, B, d]"] = sizes.gathered
+    return kept
+
+
+def _reference_indexer(config: Config, sizes: Sizes) -> Tensors:
+    per_head = config.gsa.indexer_heads
+    return {
+        "activations, I, target and log softmax(I), fp32 [B, H_I + 3, L / selection_block, Lw]": 4
+        * sizes.pairs
+        / config.gsa.selection_block
+        * (per_head + 3)
+    }

@@ -1,0 +1,157 @@
+"""The moments of a step at which memory may be at its peak, and what is in use then beside what is kept.
+
+Bytes are relative to all that the stage's layers keep of the micro-batches in flight: what a moment has not made yet,
+or has let go of, counts negative. Only the last layer of a stage matters: when the others run, less is kept. Moments at
+which traces never had their peak are left out: attention's projections, norms, sums.
+"""
+
+from __future__ import annotations
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.planning.memory.experts import mixture_moments, mixture_without_graph
+from gsa_train.planning.memory.layer import Layer
+from gsa_train.planning.memory.selection import (
+    attending_bytes,
+    fused_loss_bytes,
+    fuses_indexer_loss,
+    key_gradients,
+    learning_bytes,
+    selecting_bytes,
+)
+from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_indexer, uses_kernels
+
+
+def layer_moments(
+    config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
+) -> dict[str, float]:
+    """Name -> bytes, of the layers' own work.
+
+    Args:
+        mixture: the layer is a mixture of experts.
+    """
+    if not has_graph(config, phase):
+        return _without_graph(config, phase, sizes, layer, mixture)
+    moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)
+    before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
+    if uses_kernels(config) and uses_indexer(config, phase):
+        before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
+        if not fuses_indexer_loss(config, phase, sizes):
+            before["indexer loss"] = _learning(config, phase, sizes)
+    moments |= {name: size - layer.feed_forward for name, size in before.items()}
+    recomputed = _recomputed(config, sizes, layer)
+    return {name: size + recomputed for name, size in moments.items()}
+
+
+def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
+    stream, ffn, hidden = sizes.stream, sizes.bytes(sizes.ffn), sizes.bytes(sizes.hidden)
+    # Where the product itself adds a weight's gradient to its buffer, what stands for it in autograd is as large.
+    weight = sizes.value * sizes.ffn * sizes.hidden
+    kept_by_swiglu = (5 if config.train.fused_ops == "none" else 3) * ffn
+    part = stream if sizes.shards > 1 else 0.0
+    return {
+        # Gradients of the layer's output [L / shards, B, d], the same gathered [L, B, d], of SwiGLU's output [L, B, f]
+        # and of W_2 [d, f].
+        "W_2's backward": stream + sizes.gathered + ffn + weight,
+        # Gradients of the layer's output, of SwiGLU's output and input [L, B, 2 f]; the output itself has gone.
+        "SwiGLU's backward": stream + ffn + 2 * ffn - ffn,
+        # Gradients of the layer's output, of SwiGLU's input, of the normed input [L, B, d] and its part
+        # [L / shards, B, d], and of W_1 [2 f, d]; all that SwiGLU kept has gone.
+        "W_1's backward": stream + 2 * ffn + hidden + part + 2 * weight - kept_by_swiglu,
+    }
+
+
+def _selecting(config: Config, sizes: Sizes) -> float:
+    """Forward: scores and a selection; what linear_proj is to read [L, B, q] is not there yet."""
+    return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
+
+
+def _learning(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """Forward: the indexer loss and its gradients."""
+    return _indexed(config, sizes) + learning_bytes(config, phase, sizes)
+
+
+def _indexed(config: Config, sizes: Sizes) -> float:
+    """What the indexer made of the tokens, queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]; and the
+    normed input [L / shards, B, d] beside the gathered one, where the gates' projection keeps only this."""
+    gsa = config.gsa
+    queries = sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1))
+    keys = sizes.value * sizes.all_tokens * gsa.indexer_dim
+    return queries + keys + (sizes.stream if sizes.shards > 1 and sizes.gates_gather else 0.0)
+
+
+def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:
+    """From the gradient of linear_proj's input to those of Q, K, V and of the gates' logits."""
+    gsa = config.gsa
+    output = sizes.bytes(sizes.query)  # gradient of the gated output [B, L, q]
+    attended = output if gsa.output_gate else 0.0  # the same before G1
+    logits = 0.0
+    if gsa.output_gate:  # with room for G2's where one projection has both
+        logits = sizes.bytes(sizes.gates if fuses_heads(config) else sizes.query)
+    queries = output  # gradient of Q [B, L, q]
+    keys = key_gradients(sizes)
+    if not uses_kernels(config):
+        keys += layer.core  # gradients of what is L x L
+    elif phase.attention == "sparse":
+        loss = keys + fused_loss_bytes(config, sizes) if fuses_indexer_loss(config, phase, sizes) else 0.0
+        keys = max(attending_bytes(config, sizes), loss)
+        # delta and log-sum-exp, fp32 [B, n_h, L].
+        queries += 2 * 4 * sizes.tokens * sizes.heads / sizes.query_chunks
+    return sizes.stream + output + attended + logits + queries + keys
+
+
+def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
+    """What is made again and kept until the backward pass has been through it."""
+    recompute = config.train.recompute
+    if recompute == "selective":
+        return layer.core
+    if recompute == "none":
+        return 0.0
+    one = layer.attention + layer.core + layer.feed_forward + layer.indexer + layer.selection
+    # The unit's input is kept already, its output is made anew [L / shards, B, d].
+    return config.train.recompute_num_layers * one
+
+
+def _without_graph(
+    config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
+) -> dict[str, float]:
+    """An indexer warm-up, in which nothing is kept: what a layer makes stays while its part of the layer runs."""
+    stage_input = sizes.stream  # held by the schedule
+    made = stage_input + layer.attention + layer.selection
+    ffn = sizes.bytes(sizes.ffn)
+    # Stream and normed input [L / shards, B, d]; the selection waits for the next layer's.
+    normed = stage_input + 2 * sizes.stream + layer.selection
+    if mixture:
+        moments = {name: normed + size for name, size in mixture_without_graph(config, sizes).items()}
+    else:
+        moments = {"W_1": normed + sizes.gathered + 2 * ffn, "SwiGLU": normed + 2 * ffn + ffn}
+    if not uses_kernels(config):
+        return moments | {"attention": made + 2 * layer.core + layer.indexer}
+    return moments | {
+        "selection": made + _selecting(config, sizes),
+        "indexer loss": made + layer.core + layer.indexer + _learning(config, phase, sizes),
+    }
+
+
+def embedding_bytes(config: Config, sizes: Sizes) -> float:
+    """Last in a micro-batch's backward pass, when nothing of it is kept: gradients of the embedding's weight
+    [V / tp, d] and of its output, [L / shards, B, d], gathered [L, B, d] and turned [B, L, d]."""
+    vocabulary = config.model.vocab_size / config.parallel.tensor
+    return sizes.value * vocabulary * sizes.hidden + sizes.stream + sizes.gathered + sizes.bytes(sizes.hidden)
+
+
+def loss_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """From the last norm to the loss and back."""
+    vocabulary = config.model.vocab_size / config.parallel.tensor
+    logits = sizes.tokens * vocabulary  # [L, B, V / tp]
+    normed = 2 * sizes.stream  # the last layer's output and the normed one
+    if not has_graph(config, phase):
+        normed += sizes.gathered
+    # Gradients of the output layer's input [L, B, d] and its part [L / shards, B, d], and of its weight [V / tp, d].
+    backward = 0.0
+    if has_graph(config, phase):
+        backward = sizes.bytes(sizes.hidden) + (sizes.stream if sizes.shards > 1 else 0.0)
+        backward += sizes.value * vocabulary * sizes.hidden
+    # The fused loss writes the logits' gradient over them; megatron-core's has their softmax in fp32 beside them, which
+    # goes when the gradient is there.
+    softmax = 4 * logits if config.train.fused_ops == "none" else 0.0
+    return normed + sizes.value * logits + max(softmax, backward)

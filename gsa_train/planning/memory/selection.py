@@ -1,0 +1,278 @@
+"""Memory of selections, and what the fused kernels take while they select, attend over a selection, or learn from it.
+
+Lists of keys are counted at their longest: neighbouring queries select nothing in common, as an untrained indexer does
+on random tokens. A trained one's are a tenth to a half as long.
+"""
+
+from __future__ import annotations
+
+from gsa_kernels import limits
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
+from gsa_train.model.flops import sampled_row_share
+from gsa_train.planning.memory.sizes import Sizes, gathers
+
+
+def selection_bytes(config: Config, sizes: Sizes) -> float:
+    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word; with
+    groups of keys also a packed mask of them."""
+    if config.gsa.selection_block > 1 and gathers(config):
+        return 4 * sizes.tokens * sum(_block_entries(config))
+    of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
+    if gathers(config):
+        return 8 * _list_entries(config) + of_groups
+    return sizes.pairs / 8 + of_groups
+
+
+def selecting_bytes(config: Config, sizes: Sizes) -> float:
+    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
+    the lists of a chunk of queries in pieces, before they are joined; of blocks the mask of some chunks, with that of
+    the chunks before, and what long rows are searched by."""
+    block, pool = config.gsa.selection_block, config.gsa.indexer_pool
+    scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
+    if pool > 1:
+        return max(scores + _of_groups(config, sizes), _listing_groups(config, sizes))
+    if block > 1:
+        length = config.train.seq_len_tokens
+        of_row = limits.long_row_bytes(length, most_keys(config)) if length > limits.REGISTER_KEYS else 0
+        mask = min(sizes.pairs_of_chunk / 8 / block, 2 * limits.SELECTION_CHUNK_BYTES)
+        return scores + mask + scores / (4 * length) * of_row
+    if not gathers(config):
+        return scores
+    lists = selection_bytes(config, sizes) / sizes.query_chunks
+    if config.train.seq_len_tokens <= limits.PACKED_MASK_MAX_TOKENS:
+        return scores + limits.SELECTION_CHUNK_BYTES / 16 + lists
+    return max(
+        listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
+    )
+
+
+def _of_groups(config: Config, sizes: Sizes) -> float:
+    """Queries, weights and keys in the order of the groups' rows (gsa_kernels/selection/groups.py)."""
+    gsa = config.gsa
+    return sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1) + gsa.indexer_dim)
+
+
+def _listing_groups(config: Config, sizes: Sizes) -> float:
+    """Two chunks' packed masks of keys, and the lists in pieces."""
+    if not gathers(config):
+        return 0.0
+    return min(sizes.pairs / 8, limits.SELECTION_CHUNK_BYTES / 2) + 8 * _list_entries(config)
+
+
+def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
+    """While the key lists of these queries are made, some rows at a time, beside them: scores of the rows with few
+    keys, two packed masks, and the candidates of some of the other rows, whose lists are not there yet, or all lists in
+    pieces."""
+    batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
+    turn = (
+        min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
+        if room <= limits.MOST_CANDIDATES
+        else queries.end
+    )
+    scored, guessed = turn - queries.start, queries.end - turn
+    scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
+    chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
+    # Of a row a score and a key each; before them the scores of a sample of the keys, one of 32; two sums for each
+    # program's keys.
+    program_keys = limits.SCORED_KEYS[sizes.value]
+    candidates = (
+        batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
+    )
+    waiting = lists * chunk / (queries.end - queries.start)
+    bits = max(scores / 32, batch * chunk * queries.end / 8)
+    return scores + (1 if scored == 0 and chunk == guessed else 2) * bits + max(candidates - waiting, lists)
+
+
+def attending_bytes(config: Config, sizes: Sizes) -> float:
+    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and their parts, and its bits turned round; or
+    partial gradients of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a
+    number for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what
+    programs leave that share a list has gone."""
+    keys = key_gradients(sizes)
+    if not gathers(config):
+        return keys + _key_parts(config, sizes) + sizes.pairs / 8
+    block, longest = config.gsa.selection_block, _longest_list(config)
+    if block > 1:
+        entries, queries = float(longest), min(block, limits.TILE_QUERIES)
+    else:
+        entries, queries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES, limits.TILE_QUERIES
+    row = 2 * config.model.head_dim * sizes.value
+    room = limits.GATHERED_GRADIENT_BYTES
+    of_head = min(sizes.tokens / sizes.query_chunks / queries * entries * row, room)
+    heads = round(sizes.key_value / config.model.head_dim)
+    together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * of_head <= room))
+    sums = 4 * 2 * sizes.key_value * sizes.all_tokens
+    last = max(keys, limits.segments_bytes(longest, limits.MULTIPROCESSORS))
+    return of_head * (together + 4 / row) + sums + last
+
+
+def key_gradients(sizes: Sizes) -> float:
+    """Of K and V, [B, Lw, kv] each."""
+    return 2 * sizes.value * sizes.key_value * sizes.all_tokens
+
+
+def _key_parts(config: Config, sizes: Sizes) -> float:
+    """The same of parts of the query heads, before they are summed: fp32, 2 x [parts, B, keys, kv], for the keys of the
+    chunk of queries with most of that."""
+    model, batch = config.model, config.train.micro_batch_size
+    heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
+
+    def of_chunk(keys: int) -> float:
+        programs = batch * heads * limits.ceil_div(keys, limits.GRADIENT_KEYS[sizes.value])
+        parts = limits.count_key_parts(programs, group, limits.MULTIPROCESSORS)
+        return 2 * 4 * parts * batch * keys * sizes.key_value if parts > 1 else 0.0
+
+    return max(of_chunk(queries.end) for rank in _chunks_of_ranks(config) for queries in rank)
+
+
+def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """The indexer loss of one chunk of queries: the target and partial gradients of a chunk of rows."""
+    gsa = config.gsa
+    if phase.train == "base":
+        return 0.0
+    # Beside the chunk's: the keys' gradients summed up, fp32 [B, Lw, d_I].
+    heads = gathered_heads(sizes) + 4 * sizes.all_tokens * gsa.indexer_dim
+    # Before it Q of this rank, of all ranks as they sent it, and in the order of the heads.
+    gathering = (
+        sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
+    )
+    share = gsa.indexer_loss_row_fraction / sizes.tensor
+    if gsa.indexer_pool > 1:
+        return max(gathering, heads + _of_groups(config, sizes) + _group_learning_bytes(config, sizes, share))
+    if phase.attention == "sparse" and gathers(config):
+        entries, per_entry = _loss_entries(config, sizes)
+        return max(gathering, heads + min(entries * per_entry * share, limits.GATHERED_LOSS_BYTES))
+    # Per pair: the target, fp16 in bf16 runs, and partial gradients.
+    target = 2 if sizes.value == 2 and gsa.selection_block == 1 else 4
+    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    pairs = min(limits.LOSS_CHUNK_BYTES // 4, sizes.pairs_of_chunk / gsa.selection_block * share)
+    return max(gathering, heads + pairs * (target + gradients))
+
+
+def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
+    """Entries of the lists of a chunk of queries, each with room for the longest, and bytes of the loss for an entry:
+    the target of each query that has one of its own, and the key's gradient, fp32."""
+    gsa = config.gsa
+    rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
+    lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
+    return lists * _longest_list(config), 4 * (rows + gsa.indexer_dim)
+
+
+def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
+    """Shared lists turned round, which the indexer loss leaves to attention's backward pass if it has all tiles of a
+    chunk of queries at once (`KeptHits`): a row for each entry and a start for each key, int32."""
+    gsa = config.gsa
+    learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
+    tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
+    all_rows = gsa.indexer_loss_row_fraction == 1 and sizes.tensor == 1
+    entries, per_entry = _loss_entries(config, sizes)
+    if not (learns and tile_by_tile and all_rows and entries * per_entry <= limits.GATHERED_LOSS_BYTES):
+        return 0.0
+    return 4 * (entries * sizes.query_chunks + config.train.micro_batch_size * sizes.keys_of_chunks)
+
+
+def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
+    """Of a chunk of rows: probabilities of single keys, their sums over groups in fp32, as added up and in the order of
+    the rows, and partial gradients; and the gradients of what the rows are made of."""
+    gsa, pool = config.gsa, config.gsa.indexer_pool
+    pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
+    gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    probabilities = pool * (2 if sizes.value == 2 else 4)
+    return pairs * max(probabilities + 4, 8, 4 + gradients) + _of_groups(config, sizes)
+
+
+def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
+    """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
+    model, queries_of_chunk = (
+        config.model,
+        sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,
+    )
+    return (
+        phase.attention == "sparse"
+        and phase.train == "all"
+        and not gathers(config)
+        and config.gsa.indexer_pool == 1
+        and sizes.value == 2
+        and sampled_row_share(config.gsa, queries_of_chunk) == 1
+        and config.parallel.tensor == 1
+        and model.num_heads // model.num_kv_heads % limits.FUSED_LOSS_HEADS == 0
+    )
+
+
+def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
+    """The indexer loss in attention's backward pass, of one chunk of queries: the target of a chunk of rows in fp16, as
+    partial sums, and the partial gradients of `learning_bytes`."""
+    gsa, block = config.gsa, config.gsa.selection_block
+    target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
+    of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
+    if block > 1:
+        of_row += 4  # the target summed over the block
+    pairs = min(limits.FUSED_LOSS_CHUNK_BYTES / target, sizes.pairs_of_chunk)
+    return 4 * sizes.all_tokens * gsa.indexer_dim + pairs * (target + of_row / block)
+
+
+def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
+    """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
+    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/indexer_loss/triton_launch.py). As on Hopper,
+    where bf16 has the stacked kernels."""
+    tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
+    dim = max(16, limits.next_power_of_2(dim))
+    if tile.stacked:
+        heads = limits.next_power_of_2(heads)
+    return (2 if tile.stacked else 4) * dim / tile.rows + 4 * heads * dim / tile.segment
+
+
+def gathered_heads(sizes: Sizes) -> float:
+    """Of all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp], K [B, Lw, kv tp], and
+    log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
+    if sizes.tensor == 1:
+        return 0.0
+    queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
+    return queries + sizes.value * sizes.all_tokens * sizes.tensor * sizes.key_value
+
+
+def _list_entries(config: Config) -> float:
+    """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
+    Of the context-parallel ranks that of the one with most."""
+    most = _longest_list(config)
+
+    def entries(queries: QueryChunk) -> float:
+        turn = min(max(most, queries.start), queries.end)  # up to here the keys that are there are the limit
+        return (turn**2 - queries.start**2) / 2 + (queries.end - turn) * most
+
+    per_query = max(sum(entries(queries) for queries in rank) for rank in _chunks_of_ranks(config))
+    return config.train.micro_batch_size * per_query / limits.TILE_QUERIES
+
+
+def _longest_list(config: Config) -> int:
+    """Keys of a tile whose queries select nothing in common; of a shared list its room for the largest budget."""
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    if gsa.selection_block > 1:
+        return min(most_keys(config) + _near(config), length)
+    return min(max(limits.TILE_QUERIES * (gsa.k_base + gsa.local_window), gsa.dense_below), length)
+
+
+def most_keys(config: Config) -> int:
+    """The largest budget of a query."""
+    return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
+
+
+def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
+    """The chunks of queries of each context-parallel rank."""
+    ranks, chunks = config.parallel.context, config.parallel.context_chunks
+    held = config.train.seq_len_tokens // ranks
+    return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
+
+
+def _block_entries(config: Config) -> tuple[float, float]:
+    """Keys and words of shared lists, per query."""
+    block, room = config.gsa.selection_block, _longest_list(config)
+    # Without documents only the window has words.
+    words = _near(config) if config.data.attend_across_documents else room
+    return room / block, words / min(block, limits.TILE_QUERIES)
+
+
+def _near(config: Config) -> int:
+    """Keys of a shared list in the windows of the block's queries."""
+    return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)

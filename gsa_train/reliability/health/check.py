@@ -1,0 +1,177 @@
+"""The health of all devices of a job before it trains: which is bad, by host, index and UUID."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.files import own_file
+from gsa_train.reliability.health.device_checks import faults_of_device
+from gsa_train.reliability.health.driver import (
+    LOST,
+    MISSING,
+    XidWatch,
+    faults_by_driver,
+    open_driver,
+    uuid_of,
+)
+from gsa_train.reliability.health.findings import Exchange, Finding, nodes_of_bad_devices, nodes_of_bad_links
+from gsa_train.reliability.health.links import faults_of_neighbours, faults_of_sums, first_line
+from gsa_train.reliability.last_words import SUBMISSION
+
+if TYPE_CHECKING:  # megatron-core, which a look at a node does not need
+    from gsa_train.distributed.parallel import Parallel
+
+BAD_NODES = "bad_nodes"
+"""In the folder of a Slurm submission: names of nodes, a line each, which the job is not to come back to."""
+
+logger = logging.getLogger(__name__)
+
+
+class UnhealthyDevice(RuntimeError):
+    """A device, or the links of one, do not do what they should; says which, on all ranks alike."""
+
+
+def check_device(device: torch.device, index: int, seconds: float) -> Finding:
+    """One device alone."""
+    here, faults = device_here(device, index), []
+    nvml = open_driver() if here.uuid else None
+    xids = None
+    if nvml is not None:
+        try:
+            xids = XidWatch(nvml, here.uuid)
+        except nvml.NVMLError_GpuIsLost:
+            faults.append(LOST)
+        except nvml.NVMLError:  # a container that may not, a part of a device
+            pass
+    try:
+        faults += faults_of_device(device, seconds)
+    except RuntimeError as error:  # the device's own: most bad ones do not multiply wrongly, but not at all
+        faults.append(f"its check failed: {first_line(error)}")
+    if nvml is not None and xids is not None:
+        faults += [*faults_by_driver(nvml, here.uuid), *xids.faults()]
+    without_driver = bool(here.uuid) and xids is None and LOST not in faults
+    return replace(here, faults=list(dict.fromkeys(faults)), without_driver=without_driver)
+
+
+def device_here(device: torch.device, index: int) -> Finding:
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return Finding(node, index, uuid_of(device))
+
+
+def check_presence() -> None:
+    """This rank's GPU is there and answers. Before the ranks meet, who would wait for one that cannot.
+
+    Raises:
+        UnhealthyDevice: it is lost, or fails at once; on this rank alone.
+        DeviceError: the node has fewer GPUs than ranks.
+    """
+    index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # A job of launch/slurm/submit.py has one task on a node, which sees all GPUs that Slurm has given.
+    given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if SUBMISSION in os.environ else 0
+    fault = None
+    if found < given and torch.backends.cuda.is_built():
+        fault = f"of {given} GPUs that Slurm has given {found} are found"
+    elif 0 < found <= index:
+        from gsa_train.distributed.parallel import DeviceError
+
+        raise DeviceError(
+            f"local rank {index} has no GPU of its own, as this machine shows {found}: start no more ranks than GPUs "
+            "on it (--nproc_per_node), or look whether one is lost (nvidia-smi)"
+        )
+    elif found:
+        try:
+            torch.cuda.set_device(index)
+            torch.ones(1, device="cuda").sum().item()
+        except RuntimeError as error:
+            fault = f"it fails at once: {first_line(error)}"
+    if fault is not None:
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        note_bad_nodes([node])
+        raise UnhealthyDevice(
+            f"GPU {index} on {node}: {fault}. Leave out {node} and start the same command again"
+        )
+
+
+def check_health(parallel: Parallel, seconds: float) -> None:
+    """Of all devices of a run. Collective.
+
+    Raises:
+        UnhealthyDevice: something is wrong somewhere.
+    """
+    began = time.monotonic()
+    found = check_ranks(parallel.device, seconds)
+    if parallel.is_main and parallel.device.type == "cuda":
+        count = "1 GPU is" if parallel.world_size == 1 else f"{parallel.world_size} GPUs are"
+        logger.info("%s healthy: products, memory and links, in %.1f s", count, time.monotonic() - began)
+        not_asked = [each.node for each in found if each.without_driver]
+        if not_asked:
+            where = "" if len(not_asked) == len(found) else f" on {', '.join(dict.fromkeys(not_asked))}"
+            logger.warning("health: %s%s", MISSING, where)
+
+
+def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
+    """Each rank its own device, then the links between them; what each found of its device, by rank. Collective over
+    the world.
+
+    Raises:
+        UnhealthyDevice: something is wrong somewhere; no device may be used then.
+    """
+    here = device_here(device, int(os.environ.get("LOCAL_RANK", "0")))
+    exchange = Exchange(here)
+    found = _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
+    if dist.get_world_size() > 1:
+        # One after the other: where a neighbour cannot be reached, a sum over all ends nowhere.
+        neighbours = replace(here, faults=faults_of_neighbours(device))
+        _tell_all(exchange, "neighbours", neighbours, nodes_of_bad_links)
+        _tell_all(exchange, "sums", replace(here, faults=faults_of_sums(device)), lambda _: [])
+    return found
+
+
+def _tell_all(
+    exchange: Exchange,
+    stage: str,
+    mine: Finding,
+    at_fault: Callable[[Sequence[Finding]], list[str]],
+) -> list[Finding]:
+    """
+    Args:
+        at_fault: which nodes it is; none where nothing tells.
+    """
+    found = exchange.tell_all(stage, mine, lambda findings: note_bad_nodes(at_fault(findings)))
+    bad = [each for each in found if each.faults]
+    if bad:
+        lines = "\n".join(f"  {each.in_words()}" for each in bad)
+        nodes = ", ".join(at_fault(found))
+        raise UnhealthyDevice(
+            f"{len(bad)} of {len(found)} devices are not healthy:\n{lines}\n"
+            + (f"Leave out {nodes}" if nodes else "Which node is at fault this does not tell: find it")
+            + " and start the same command again (launch/check_node.py looks at a node alone; "
+            "run.health_check_seconds = 0 looks at none)"
+        )
+    return found
+
+
+def note_bad_nodes(nodes: Sequence[str]) -> None:
+    """In a job of launch/slurm/submit.py: for job.sh, which asks Slurm for other nodes."""
+    folder = os.environ.get(SUBMISSION)
+    if not folder or not nodes:
+        return
+    path = Path(folder) / BAD_NODES
+    with contextlib.suppress(OSError):  # the message has them
+        known = path.read_text(encoding="utf-8").split() if path.exists() else []
+        new = [name for name in dict.fromkeys(nodes) if name not in known]
+        with open(
+            path, "a", encoding="utf-8", opener=own_file
+        ) as file:  # behind what other nodes note at the same moment
+            file.write("".join(f"{name}\n" for name in new))

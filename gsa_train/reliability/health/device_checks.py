@@ -1,0 +1,73 @@
+"""What is wrong with one device, in words: its products, its memory, and what its driver says of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from gsa_train.reliability.health.products import make_problem, wrong_products
+
+GPU_SIZES = {torch.bfloat16: (8192, 4096, 256), torch.float32: (4096, 2048, 256)}
+"""Size, inner size and signs: enough for all multiprocessors, and below a GB."""
+CPU_SIZES = {torch.float32: (256, 128, 64)}
+MEMORY_SHARE = 0.8
+"""Of what is free."""
+BLOCK_BYTES = 1 << 30
+CPU_MEMORY_BYTES = 1 << 22
+PATTERNS = (0x55, 0xAA)
+"""Every bit once 0 and once 1, its neighbours otherwise."""
+
+
+def faults_of_device(device: torch.device, seconds: float) -> list[str]:
+    """
+    Args:
+        seconds: of matrix products on a GPU; a CPU makes two of each.
+    """
+    return [*_product_faults(device, seconds), *_memory_faults(device)]
+
+
+def _product_faults(device: torch.device, seconds: float) -> Iterator[str]:
+    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    for dtype, size in sizes.items():
+        problem = make_problem(*size, dtype, device)
+        share = seconds / len(sizes) if device.type == "cuda" else 0.0
+        wrong, count = wrong_products(problem, share, least=2)
+        if wrong:
+            name = str(dtype).removeprefix("torch.")
+            yield f"{wrong} wrong elements in {count} products of {name} matrices of {size[0]} x {size[0]}"
+
+
+def _memory_faults(device: torch.device) -> Iterator[str]:
+    """Write a pattern into what is free, then read all of it."""
+    if device.type == "cuda":
+        free = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
+        sizes = [BLOCK_BYTES] * (free // BLOCK_BYTES)
+    else:
+        sizes = [CPU_MEMORY_BYTES]
+    blocks: list[torch.Tensor] = []
+    with contextlib.suppress(torch.OutOfMemoryError):  # someone else has taken some of it meanwhile
+        for size in sizes:
+            blocks.append(torch.empty(size // 8, dtype=torch.int64, device=device))
+    for pattern in PATTERNS:
+        word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
+        for number, block in enumerate(blocks):
+            write(block, word ^ number)  # also in the right place
+        wrong = [_wrong_words(block, word ^ number) for number, block in enumerate(blocks)]
+        count = sum(int(each) for each in wrong)
+        if count:
+            size = sum(block.nbytes for block in blocks) >> 20
+            yield f"{count} wrong words of memory behind the pattern {pattern:#x}, in {size} MiB"
+    del blocks
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is that of its training
+
+
+def write(block: torch.Tensor, word: int) -> None:
+    block.fill_(word)
+
+
+def _wrong_words(block: torch.Tensor, word: int) -> torch.Tensor:
+    return torch.stack([(part != word).sum() for part in block.chunk(16)]).sum()

@@ -1,0 +1,257 @@
+"""Silent data corruption: a device that computes something else than it should, or a weight that changed in memory.
+
+Two checks, each as often as `monitor` says. A step's forward and backward pass is run a second time, from the same
+weights, micro-batches and random numbers: its loss and the bits of each rank's gradients before their reduction must be
+the same. And data-parallel replicas must have the same weights, to the last bit. Both are exact, because our kernels
+repeat bit for bit; what does not is refused (gsa_train.config.monitor_checks).
+
+What neither can see: an error that repeats itself, and one in a shard of the distributed optimizer, of which there is
+no second copy.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gsa_train.checkpoint.load import local_rng, set_local_rng
+from gsa_train.config import MonitorConfig
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.model.mcore.build import Model
+from gsa_train.model.mcore.expert_mark import is_of_expert
+from gsa_train.optimizer.mcore import bucket_groups
+from gsa_train.reliability.monitor.spikes import Verdict
+
+
+class CorruptionFound(RuntimeError):
+    """A computation or a weight is not what it should be; names step, ranks and hosts."""
+
+
+class Computed(NamedTuple):
+    """A forward and backward pass over a step's micro-batches, reduced."""
+
+    loss_sum: torch.Tensor
+    """0-d: this rank's share, as in `StepResult`."""
+    grad_norm: torch.Tensor
+    loss: torch.Tensor
+    """0-d, like the norm over all ranks."""
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    host: str
+    tensor_rank: int
+    pipeline_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
+
+    @property
+    def of_dense_weights(self) -> tuple[int, int]:
+        return self.tensor_rank, self.pipeline_rank
+
+    @property
+    def of_expert_weights(self) -> tuple[int, int, int]:
+        return self.expert_tensor_rank, self.expert_rank, self.pipeline_rank
+
+
+class CorruptionCheck:
+    """Of one phase. Its methods are collective where they compare."""
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        model: Model,
+        modules: Sequence[Any],
+        parallel: Parallel,
+        log: Callable[[dict[str, Any]], None],
+        phase: str,
+    ) -> None:
+        """
+        Args:
+            modules: megatron-core's data-parallel wrappers; their reductions are watched from now on.
+            log: takes events for metrics.jsonl.
+        """
+        self._config, self._model, self._parallel, self._log = config, model, parallel, log
+        self._phase = phase
+        self._gradient_bits = torch.zeros((), dtype=torch.int64, device=parallel.device)
+        places: list[Any] = [None] * parallel.world_size
+        own = Place(
+            socket.gethostname(),
+            parallel.tensor_rank,
+            parallel.pipeline_rank,
+            parallel.expert_rank,
+            parallel.expert_tensor_rank,
+        )
+        dist.all_gather_object(places, own)
+        self._places: list[Place] = places
+        self._compared_step: int | None = None
+        self._noting = self._rechecked = False
+        if config.recheck_every_steps or config.recheck_spikes:
+            for group in (group for module in modules for group in bucket_groups(module)):
+                group.start_grad_sync = partial(self._note_and_reduce, group, group.start_grad_sync)
+
+    # --- a step, twice ---------------------------------------------------------------------------------------
+
+    def compute(self, step: int, compute: Callable[[], Computed]) -> Computed:
+        """Run a step's forward and backward pass, and again if this step is one of those.
+
+        Args:
+            step: counted from 1.
+            compute: leaves the reduced gradients in their buffers.
+
+        Raises:
+            CorruptionFound: the two differ, and `monitor.on_corruption` is stop.
+        """
+        every = self._config.recheck_every_steps
+        self._rechecked = every > 0 and step % every == 0
+        self._noting = self._rechecked or self._config.recheck_spikes
+        if self._noting:
+            self._before = local_rng(), self._model.runtime.stats.copy()
+            self._gradient_bits.zero_()
+        first = compute()
+        return self._again(step, first, compute) if self._rechecked else first
+
+    def suspects(self, verdict: Verdict) -> bool:
+        """Whether a step has to be computed again because of what it seems to be. Waits for the device."""
+        if not self._config.recheck_spikes or self._rechecked:
+            return False
+        loss_spikes, norm_spikes, finite, _ = verdict.row[4:].tolist()
+        return bool(loss_spikes or norm_spikes or not finite)
+
+    def compute_again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
+        """The step that `suspects` asked for; the second numbers count. Raises as `compute` does."""
+        return self._again(step, first, compute)
+
+    def _again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
+        rng, stats = self._before
+        seen = self._bits(first)
+        set_local_rng(rng)
+        self._model.runtime.stats.restore(stats)
+        for attention in self._model.attentions:
+            if attention.variance is not None:
+                attention.variance.step_sum.zero_()
+        for router in self._model.routers:
+            router.counts.zero_()
+        self._gradient_bits.zero_()
+        second = compute()
+        rows = self._gather(torch.cat([seen, self._bits(second)]))
+        differing = {rank: _difference(row) for rank, row in enumerate(rows) if row[:2] != row[2:]}
+        if differing:
+            what = "the same step computed twice gave different numbers"
+            if self._parallel.tensor_size * self._parallel.pipeline_size * self._parallel.context_size > 1:
+                what += " (ranks of one replica pass an error on to each other)"
+            self._found(step, "recheck", what, differing)
+        return second
+
+    def _note_and_reduce(self, group: Any, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._noting and group.grad_reduce_handle is None
+        ):  # else this reduction is under way, and the call does nothing
+            gradients = (bucket.grad_data for bucket in group.buckets)
+            self._gradient_bits += bits_of(gradients, self._parallel.device)
+        return reduce(*args, **kwargs)
+
+    def _bits(self, computed: Computed) -> torch.Tensor:
+        """int64 [loss, gradients] of this rank."""
+        loss = computed.loss_sum.detach().float().reshape(1).view(torch.int32).long()
+        return torch.cat([loss, self._gradient_bits.reshape(1)])
+
+    # --- the weights of replicas -----------------------------------------------------------------------------
+
+    def compare_replicas(self, step: int, saves: bool) -> None:
+        """Compare the weights that a step was computed with, if this step is one of those or will be saved.
+
+        Call it before the update, when all weights are where the forward pass needed them; or before a save that no
+        step knew of, with whole weights.
+
+        Raises:
+            CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.
+        """
+        every = self._config.compare_replicas_every_steps
+        if every == 0 or (step % every != 0 and not saves):
+            return
+        parameters = [p for chunk in self._model.chunks for p in chunk.parameters()]
+        dense = [p.detach() for p in parameters if not is_of_expert(p)]
+        dense += [a.variance.ema for a in self._model.attentions if a.variance is not None]
+        dense += [held for router in self._model.routers for held in router.balance()]
+        experts = [p.detach() for p in parameters if is_of_expert(p)]
+        bits = torch.stack([bits_of(each, self._parallel.device) for each in (dense, experts)])
+        sums = self._gather(bits)
+        differing = self._odd_ones_out([row[0] for row in sums], [p.of_dense_weights for p in self._places])
+        if self._model.mcore_config.moe.experts > 0:
+            of_experts = [place.of_expert_weights for place in self._places]
+            differing |= self._odd_ones_out([row[1] for row in sums], of_experts)
+        if differing:
+            since = "the start" if self._compared_step is None else f"step {self._compared_step}"
+            what = f"replicas have different weights; what was saved after {since} may hold them"
+            self._found(step, "weights", what, dict(sorted(differing.items())))
+        self._compared_step = step
+
+    @staticmethod
+    def _odd_ones_out(sums: Sequence[int], places: Sequence[tuple[int, ...]]) -> dict[int, str]:
+        """Of all ranks; those at one place are replicas."""
+        differing: dict[int, str] = {}
+        for place in set(places):
+            differing |= odd_ones_out({rank: sums[rank] for rank, own in enumerate(places) if own == place})
+        return differing
+
+    # --- what is found ---------------------------------------------------------------------------------------
+
+    def _gather(self, values: torch.Tensor) -> list[list[int]]:
+        """Those of every rank. Waits for the device."""
+        rows = [torch.empty_like(values) for _ in range(self._parallel.world_size)]
+        dist.all_gather(rows, values)
+        return [row.tolist() for row in rows]
+
+    def _found(self, step: int, kind: str, what: str, differing: dict[int, str]) -> None:
+        named = "; ".join(
+            f"rank {rank} on {self._places[rank].host}: {detail}" for rank, detail in differing.items()
+        )
+        text = f"silent data corruption at step {step}: {what}. {named}"
+        event = {"event": "corruption", "step": step, "phase": self._phase, "corruption": kind}
+        self._log({**event, "ranks": list(differing), "reason": text, "action": self._config.on_corruption})
+        if self._config.on_corruption == "stop":
+            raise CorruptionFound(text)
+
+
+def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """int64, 0-d, on `device`: sum of the bit patterns of all elements as integers; 0 of none. Nothing is copied."""
+    sums = [torch.zeros((), dtype=torch.int64, device=device)]
+    for tensor in tensors:
+        integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
+        sums.append(tensor.view(integers).sum(dtype=torch.int64))
+    return torch.stack(sums).sum()
+
+
+def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:
+    """Rank -> what is wrong with its sum, beside those of its replicas; empty if all are the same.
+
+    More than half of them are believed; without such a majority every rank is suspect.
+    """
+    (most, count), *others = Counter(sums.values()).most_common()
+    if not others:
+        return {}
+    if 2 * count <= len(sums):
+        return {rank: f"weights {value:#x}, no majority" for rank, value in sums.items()}
+    return {
+        rank: f"weights {value:#x}, {count} others {most:#x}" for rank, value in sums.items() if value != most
+    }
+
+
+def _difference(row: list[int]) -> str:
+    first_loss, first_gradients, second_loss, second_gradients = row
+    names = ["loss"] if first_loss != second_loss else []
+    names += ["gradients"] if first_gradients != second_gradients else []
+    return " and ".join(names)
+
+
+def needs_check(config: MonitorConfig) -> bool:
+    """Whether any of the checks is on."""
+    return config.recheck_spikes or config.recheck_every_steps > 0 or config.compare_replicas_every_steps > 0

@@ -1,0 +1,196 @@
+"""A new run from the weights of another one: `checkpoint.initial_weights`.
+
+As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, optimizer and schedules begin anew,
+and so does the text, unless `checkpoint.initial_text` says else. So a run goes on at another length, rotary base or
+budget of keys, or with YaRN, or a dense model gets gates and an indexer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gsa_data.tokenize import Tokenizer
+from gsa_train.checkpoint.damage import find_damage
+from gsa_train.checkpoint.load import (
+    RunState,
+    load_main_weights,
+    load_weights,
+    read_run_state,
+    saved_weights,
+    weights_to_load,
+)
+from gsa_train.config import Config, saved_sections
+from gsa_train.config.gate_shapes import FORM, POSITIONS
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.model.mcore.build import Model
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.run_folder.resume import ResumeError, named_checkpoint
+
+logger = logging.getLogger(__name__)
+
+FIELD = "checkpoint.initial_weights"
+
+NEW = tuple(
+    f".self_attention.{part}."
+    for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
+)
+"""Parts of the names of what a dense model has not, and a sparse one may begin with."""
+
+MEANING = {
+    "model": (
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rotary_percent",
+        "qkv_bias",
+        "qk_norm",
+        "sandwich_norm",
+        "tie_embeddings",
+    ),
+    "moe": ("experts", "top_k", "router_score", "routed_scale"),
+    "gsa": (
+        *(f"{position}_gate" for position in POSITIONS),
+        *FORM,
+        "indexer_heads",
+        "indexer_activation",
+        "indexer_rope",
+        "indexer_norm",
+        "selection_reuse",
+    ),
+}
+"""Fields that give weights their meaning without always changing their shapes; those of `gsa` where the checkpoint has
+such weights."""
+
+SIZES = {
+    "model": ("hidden_size", "ffn_hidden_size", "vocab_size"),
+    "moe": ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
+    "gsa": ("indexer_dim",),
+}
+"""Fields that a weight of another size may come from, beside those of MEANING."""
+
+WITHOUT_WEIGHTS = ("output_transform",)
+"""The same of `gsa`, of every checkpoint."""
+
+
+def find_initial_weights(config: Config, parallel: Parallel) -> Path:
+    """The checkpoint of `checkpoint.initial_weights`, once for all that read it: a folder's newest may soon be another.
+    Collective.
+
+    Raises:
+        ResumeError: there is none.
+    """
+    folder = Path(config.checkpoint.initial_weights)
+    return named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
+
+
+def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
+    """Position in the text with which a run begins; None for its beginning.
+
+    Args:
+        checkpoint: of `find_initial_weights`; None where the run begins without.
+
+    Raises:
+        ResumeError: `checkpoint.initial_text=continue`, and the checkpoint has no position.
+    """
+    if checkpoint is None or config.checkpoint.initial_text == "anew":
+        return None
+    try:
+        data = read_run_state(checkpoint).data
+    except ValueError as error:
+        raise ResumeError(f"{FIELD} = {config.checkpoint.initial_weights}: {error}") from error
+    if "cursors" not in data:
+        raise ResumeError(
+            f"checkpoint.initial_text = continue: {checkpoint} has weights alone, and no position in a text; set "
+            "checkpoint.initial_text=anew"
+        )
+    return data
+
+
+def load_initial_weights(
+    config: Config, checkpoint: Path, model: Model, tokenizer: Tokenizer, parallel: Parallel
+) -> None:
+    """Fill a model that has just been built. Collective.
+
+    Args:
+        checkpoint: of `find_initial_weights`.
+
+    Raises:
+        ResumeError: the checkpoint is damaged, of another tokenizer, or of a model that this one cannot take
+            over: weights that are left, missing (other than NEW) or of another size.
+    """
+    folder = config.checkpoint.initial_weights
+    fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
+    if fault is not None:
+        raise ResumeError(f"{FIELD} = {folder}: {checkpoint} is damaged: {fault}. Give another checkpoint.")
+    try:
+        state = read_run_state(checkpoint)
+    except ValueError as error:
+        raise ResumeError(f"{FIELD} = {folder}: {error}") from error
+    if state.data["tokenizer_fingerprint"] != tokenizer.fingerprint:
+        raise ResumeError(
+            f"{FIELD} = {folder}: {checkpoint} was trained with another tokenizer: "
+            f"{tokenizer.differs_from(state.data['tokenizer_fingerprint'])}"
+        )
+    saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
+    others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
+    fresh = sorted(set(wanted) - set(saved))
+    problems = [
+        *_other_meaning(config, state, set(saved)),  # first, for they often are why tensors are others
+        *(_differing(config, state, SIZES) if others else ()),
+        *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
+        *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
+        *(f"{name}: {wanted[name]} here, {saved[name]} in the checkpoint" for name in others),
+    ]
+    if problems:
+        shown = "".join(f"\n  {line}" for line in problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if problems[8:] else ""
+        raise ResumeError(
+            f"{FIELD} = {folder}: {checkpoint} holds another model:{shown}{more}\nSet model, moe and gsa as they were "
+            "(gates and indexer may be new)."
+        )
+    load_weights(checkpoint, model, parallel, names=saved.keys())
+    if parallel.is_main:
+        logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
+        if fresh:
+            logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
+
+
+def load_initial_main_weights(
+    checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
+) -> None:
+    """Let the first phase begin with the fp32 weights of what it trains, where that checkpoint has them: the model's
+    lack what the other run's updates had not yet added up to a step of bf16. Collective."""
+    others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
+    if others and parallel.is_main:
+        logger.warning(
+            "%s: the optimizer's fp32 weights of %d parameters (%s, ...) are not those of the model, so none is taken: "
+            "the run begins with the model's",
+            checkpoint,
+            len(others),
+            others[0],
+        )
+
+
+def _other_meaning(config: Config, state: RunState, saved_names: set[str]) -> list[str]:
+    fields = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
+    if any(part in name for name in saved_names for part in NEW):
+        fields["gsa"] += MEANING["gsa"]
+    return _differing(config, state, fields)
+
+
+def _differing(config: Config, state: RunState, fields: Mapping[str, tuple[str, ...]]) -> list[str]:
+    saved = saved_sections(state.config_yaml)
+    lines = []
+    for section, names in fields.items():
+        part = getattr(config, section)
+        for name in names:
+            value = getattr(part, name)
+            # Before a field was there, every model had what is now its default.
+            before = saved.get(section, {}).get(name, getattr(type(part)(), name))
+            if before != value:
+                lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")
+    return lines

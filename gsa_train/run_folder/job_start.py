@@ -1,0 +1,80 @@
+"""Which job a start belongs to: torchrun and Slurm start the ranks of a job again, a user starts a new job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.files import write_atomically
+from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
+from gsa_train.reliability.stop_signals import job_start_time
+
+JOB_START = "launch.txt"
+"""In the run folder: which job opened it last, when (Unix seconds), and the checksum of both lines."""
+
+logger = logging.getLogger(__name__)
+
+
+def job_id() -> str:
+    """The same for every start by one submission, one Slurm job or one torchrun; torchrun's may be another's, too."""
+    names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def note_job_start(run_folder: Path) -> None:
+    lines = f"{job_id()}\n{time.time()}\n"
+    write_atomically(run_folder / JOB_START, f"{lines}{_checksum(lines)}\n")
+
+
+def is_restart(run_folder: Path, parallel: Parallel) -> bool:
+    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective.
+
+    Of a submission every start but the first is one; others count theirs, as a user may start two runs in one job.
+    """
+    by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
+    own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
+    found: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(found, own)  # a node that has just joined counts from 0
+    opened_by, opened_at = found[0][:2]
+    if opened_by != job_id():
+        return False
+    # Without --rdzv-id all jobs over several nodes are called "none": then a launcher that ran before the folder was
+    # opened tells. Those of nodes that were replaced did not.
+    return any(each[2] for each in found) or (
+        any(each[3] for each in found) and opened_at > min(each[4] for each in found)
+    )
+
+
+def _restarts(launcher: str) -> int:
+    return int(os.environ.get(f"{launcher}_RESTART_COUNT", "0"))
+
+
+def _last_opened(run_folder: Path) -> tuple[str | None, float]:
+    """By which job, and when."""
+    path = run_folder / JOB_START
+    if not path.is_file():
+        return None, 0.0
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if len(lines) != 4 or lines[3]:
+            raise ValueError("it has not three whole lines")
+        job, at, checksum = lines[:3]
+        if _checksum(f"{job}\n{at}\n") != checksum:
+            raise ValueError("its checksum is not that of its content")
+        return job, float(at)
+    except ValueError as error:  # also of a text that is not UTF-8
+        logger.warning(
+            "%s is damaged (%s): this start counts as the first of its job, and writes it again", path, error
+        )
+        return None, 0.0
+
+
+def _checksum(lines: str) -> str:
+    return f"{zlib.crc32(lines.encode()):08x}"

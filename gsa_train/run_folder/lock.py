@@ -1,0 +1,149 @@
+"""One run at a time writes a run folder: a second one would delete the first one's unfinished save, and mix its lines.
+
+A POSIX lock, which the system drops with the process however it dies, and which forked readers do not inherit. On NFS
+and Lustre it holds between nodes, too; where a file system has none, the run says so and goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.files import NO_LOCKS, own_file
+from gsa_train.run_folder.file_names import LOCK as FILE
+
+PATIENCE_SECONDS = 10.0
+"""For a holder on this host, whose ranks see within five seconds that their torchrun is gone."""
+REMOTE_PATIENCE_SECONDS = 120.0
+"""For one on another host: a file server may have to find out that it is dead (NFSv4: after 90 seconds)."""
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolderError(ValueError):
+    """The run folder cannot be written, or another run writes it."""
+
+
+class RunLock:
+    """Held by the main rank until its process ends. What a start reads of the folder, above all the step to go on from,
+    it reads with the lock held: until then another run may write there."""
+
+    def __init__(self, folder: Path, parallel: Parallel) -> None:
+        self._folder, self._parallel = folder, parallel
+        self._file: IO[str] | None = None
+        self._made_folder = self._made_file = False
+        self._made_parents: list[Path] = []
+
+    def take(self) -> None:
+        """Lock the folder, which is made where it is missing. Collective.
+
+        Raises:
+            RunFolderError: on all ranks alike.
+        """
+        fault: list[Any] = [None]
+        if self._parallel.is_main and self._file is None:
+            made = not self._folder.is_dir()
+            self._made_parents = [each for each in self._folder.parents if not each.exists()]
+            try:
+                self._file = _lock(self._folder / FILE)
+                # Of two starts that made them at once the second one finds what the first has written.
+                self._made_file = not _holder(self._file)
+                self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
+                self._file.truncate(0)
+                self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                self._file.flush()
+            except RunFolderError as error:
+                fault = [str(error)]
+            except OSError as error:
+                self.take_back()
+                fault = [
+                    f"the run folder {self._folder} cannot be written: {error}; mend that, or set run.dir and run.name"
+                ]
+        dist.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise RunFolderError(fault[0])
+
+    def take_back(self) -> None:
+        """For a start that is refused: remove folder and lock again if this start made them."""
+        if self._made_folder:
+            # A file server keeps what is open, as the lock is.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run is in one of them
+                for parent in self._made_parents:
+                    parent.rmdir()
+        elif self._made_file:
+            (self._folder / FILE).unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Another run may take the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lock(path: Path) -> IO[str]:
+    began, told = time.monotonic(), False
+    file = _open(path)
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_of(file, path):
+                break
+            file.close()  # a start that was refused has removed it meanwhile
+            file = _open(path)
+            continue
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                logger.warning(
+                    "%s: no locks on this file system (%s); start no second run there", path, error
+                )
+                break
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        holder = _holder(file)
+        is_here = holder.endswith(f" on {socket.gethostname()}")
+        patience = PATIENCE_SECONDS if is_here else REMOTE_PATIENCE_SECONDS
+        if time.monotonic() - began > patience:
+            file.close()
+            raise RunFolderError(
+                f"another run writes {path.parent}: {holder or 'unknown'}. Stop it, or give this one another run.name. "
+                f"If its node has died and the file server does not know, delete {path}."
+            )
+        if not told:
+            logger.warning("%s is held by %s; waiting up to %.0f s for it", path, holder, patience)
+            told = True
+        time.sleep(0.5)
+    return file
+
+
+def _holder(file: IO[str]) -> str:
+    """Empty in a new lock. Not by the file's buffer, which would not see what others write."""
+    return os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip()
+
+
+def _open(path: Path) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (held while the run lasts)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.close()
+        raise OSError(errno.EPERM, "it is a hard link to another file; delete it", str(path))
+    return file
+
+
+def _is_of(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,392 @@
+"""Where a run starts: at step 0, or at a checkpoint that fits its config."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_data.stream import StateMismatch
+from gsa_data.tokenize import Tokenizer
+from gsa_train.arguments import Arguments
+from gsa_train.checkpoint.damage import find_damage
+from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
+from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
+from gsa_train.config import Config, saved_sections
+from gsa_train.data.batches import TrainBatches
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.phases import PhaseRange
+from gsa_train.reliability.monitor.monitor import MonitorState, state_of
+from gsa_train.run_folder.job_start import is_restart
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.run_folder.spike_stop import refuse_same_spike
+from gsa_train.run_folder.starts import run_id_of
+
+logger = logging.getLogger(__name__)
+
+
+class ResumeError(ValueError):
+    """A checkpoint that cannot continue this config; says what differs and what to do."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of this process's part of the run."""
+
+    checkpoint: Path | None = None
+    state: RunState | None = None
+    phase_index: int = 0
+    """Phase to enter first."""
+    inside_phase: bool = False
+    """The checkpoint was written in that phase, so its optimizer goes on, too."""
+    same_run: bool = False
+    """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
+    damaged: tuple[tuple[str, str], ...] = ()
+    """Newer checkpoints that were passed over: name, and what is wrong with it."""
+    same_job: bool = False
+    """At step 0: an earlier start of this job had come to no checkpoint."""
+    unchecked: bool = False
+    """The checkpoint's files with tensors are to be checked while they are read."""
+    by_name: bool = False
+    """The checkpoint was asked for, by --resume-from."""
+
+    @property
+    def step(self) -> int:
+        return self.state.step if self.state else 0
+
+    @property
+    def tokens(self) -> int:
+        return self.state.tokens if self.state else 0
+
+    @property
+    def saved_phase(self) -> str:
+        """Name of the phase that the checkpoint was written in; empty at step 0."""
+        return self.state.phase_name if self.state else ""
+
+    @property
+    def monitor(self) -> MonitorState:
+        return state_of(self.state.monitor) if self.state else MonitorState()
+
+    @property
+    def data_state(self) -> dict[str, Any] | None:
+        return self.state.data if self.state else None
+
+    def restore_rng(self, parallel: Parallel) -> None:
+        """Random numbers go on where they were, if every rank finds its own."""
+        assert self.state is not None
+        if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
+            what = "the checkpoint is of another kind of device"
+            before, now = ("x".join(map(str, each)) for each in (self.state.layout, parallel.layout))
+            if before != now:
+                what = f"the checkpoint's layout was tensor x pipeline x data x context = {before}, now it is {now}"
+            logger.warning("%s: random-number generators start from run.seed", what)
+
+
+def choose_start(
+    config: Config,
+    arguments: Arguments,
+    ranges: list[PhaseRange],
+    parallel: Parallel,
+    tensors_later: bool = False,
+) -> Start:
+    """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
+
+    What is damaged keeps its name until nothing refuses the start (`set_damaged_aside`). These options are for a
+    job's first start; its restarts go on from the run folder once that has a checkpoint.
+
+    Args:
+        tensors_later: leave the checksums of its files with tensors to who loads them, which is to come back by
+            `choose_again` where they are not good.
+
+    Raises:
+        SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
+        ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
+    """
+    own = run_dir(config)
+    if parallel.is_main:
+        put_back(own / "checkpoints")
+    dist.barrier()
+    resume_from = arguments.resume_from
+    restarted = is_restart(own, parallel)
+    if restarted:
+        arguments = dataclasses.replace(arguments, resume_from=None, no_resume=False, resume_after_stop=False)
+        has_own: list[Any] = [bool(resume_candidates(own / "checkpoints")) if parallel.is_main else None]
+        dist.broadcast_object_list(has_own, src=0)
+        if has_own[0]:
+            resume_from = None
+    refuse_same_spike(own, config, arguments, parallel)
+    if arguments.no_resume:
+        return Start()
+    checksums = config.checkpoint.verify == "full"
+    damaged: list[tuple[str, str]] = []
+    checkpoint: Path | None
+    if resume_from:
+        checkpoint = named_checkpoint(f"--resume-from {resume_from}", Path(resume_from), parallel)
+        fault = find_damage(checkpoint, parallel, checksums, tensors_later=tensors_later)
+        if fault is not None:
+            raise _refused_by_name(checkpoint, fault)
+    else:
+        run_id = run_id_of(own) if parallel.is_main else ""
+        checkpoint, damaged = _newest_intact(
+            own / "checkpoints", parallel, checksums, run_id, tensors_later=tensors_later
+        )
+    if checkpoint is None:
+        return Start(same_job=restarted)
+    start = start_from(checkpoint, config, ranges, damaged)
+    start = dataclasses.replace(start, unchecked=checksums and tensors_later, by_name=resume_from is not None)
+    if not start.same_run and (own / "checkpoints").resolve() in checkpoint.resolve().parents:
+        raise ResumeError(
+            f"--resume-from {resume_from}: lies in {own / 'checkpoints'}, which moves to previous/ when the run starts "
+            "from elsewhere. Copy it to another folder, or give another run.name."
+        )
+    return start
+
+
+def choose_again(
+    start: Start, fault: str, config: Config, ranges: list[PhaseRange], parallel: Parallel
+) -> Start:
+    """Where to start instead of `start`, whose checkpoint was found damaged while it was read. Collective.
+
+    Raises:
+        ResumeError: it was asked for by name; or no other one is intact.
+    """
+    assert start.checkpoint is not None
+    if start.by_name:
+        raise _refused_by_name(start.checkpoint, fault)
+    own = run_dir(config)
+    run_id = run_id_of(own) if parallel.is_main else ""
+    known = [*start.damaged, (start.checkpoint.name, fault)]
+    checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, True, run_id, known)
+    assert checkpoint is not None  # or `known` would have been all, which is refused
+    return start_from(checkpoint, config, ranges, damaged)
+
+
+def _refused_by_name(checkpoint: Path, fault: str) -> ResumeError:
+    return ResumeError(f"--resume-from: {checkpoint} is damaged: {fault}. Give another checkpoint.")
+
+
+def start_from(
+    checkpoint: Path, config: Config, ranges: list[PhaseRange], damaged: Sequence[tuple[str, str]]
+) -> Start:
+    """The start that a checkpoint means.
+
+    Args:
+        damaged: newer ones that were passed over.
+
+    Raises:
+        ResumeError: it is of another model or sequence of phases.
+    """
+    try:
+        state = read_run_state(checkpoint)
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
+    _check_same_model(config, state, checkpoint)
+    _check_same_phases(state, ranges, checkpoint)
+    finished = state.step == ranges[state.phase_index].end
+    stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
+    # A checkpoint in the run's folder is its own, whatever link names it; also where the folder or the checkpoint is
+    # itself a link, as to a larger disk.
+    own = run_dir(config) / "checkpoints"
+    if checkpoint.resolve().parent == own.resolve():
+        checkpoint = own / checkpoint.resolve().name
+    return Start(
+        checkpoint=checkpoint,
+        state=state,
+        phase_index=state.phase_index + 1 if finished and not stays else state.phase_index,
+        inside_phase=stays or not finished,
+        same_run=checkpoint.parent.resolve() == own.resolve(),
+        damaged=tuple(damaged),
+    )
+
+
+def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
+    """The checkpoint that a user's folder means to rank 0, since its newest may soon be another. Collective.
+
+    Args:
+        option: with its value, for the message.
+
+    Raises:
+        ResumeError: there is none, on all ranks alike.
+    """
+    shared: list[Any] = [
+        None,
+        f"{option}: no complete checkpoint there; give a step_* folder, or a run folder",
+    ]
+    if parallel.is_main:
+        try:
+            shared[0] = find_checkpoint(folder)
+        except OSError as error:
+            shared[1] = f"{option}: {error}"
+    dist.broadcast_object_list(shared, src=0)
+    checkpoint: Path | None = shared[0]
+    if checkpoint is None:
+        raise ResumeError(shared[1])
+    return checkpoint
+
+
+def _newest_intact(
+    checkpoints: Path,
+    parallel: Parallel,
+    checksums: bool,
+    run_id: str,
+    known: Sequence[tuple[str, str]] = (),
+    tensors_later: bool = False,
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
+
+    Args:
+        known: that are damaged, newest first.
+
+    Raises:
+        ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
+    """
+    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    names = [name for name, _ in known]
+    others = [each for each in shared[0] if each.name not in names]
+    candidate, found = first_intact(others, parallel, checksums, run_id, tensors_later)
+    damaged = [*known, *found]
+    if candidate is None and damaged:
+        raise ResumeError(
+            f"{checkpoints} has no intact checkpoint to resume from:\n"
+            + "\n".join(f"  {name}: {fault}" for name, fault in damaged)
+            + f"\nRepair one of them, name another in {checkpoints / 'latest'}, or start again at step 0 with "
+            "--no-resume (which keeps all of this in previous/)."
+        )
+    return candidate, damaged
+
+
+def first_intact(
+    candidates: Sequence[Path],
+    parallel: Parallel,
+    checksums: bool,
+    run_id: str = "",
+    tensors_later: bool = False,
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
+
+    Args:
+        run_id: on the main rank, of the run that they must be of; "" for any.
+        tensors_later: see `choose_start`.
+    """
+    damaged: list[tuple[str, str]] = []
+    for candidate in candidates:
+        fault = find_damage(candidate, parallel, checksums, run_id, tensors_later)
+        if fault is None:
+            return candidate, damaged
+        damaged.append((candidate.name, fault))
+    return None, damaged
+
+
+def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
+    """Rename the damaged checkpoints and let `latest` name the chosen one beside them, so that the next start finds it,
+    too. On the main rank."""
+    if not damaged:
+        return
+    renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
+    for name, fault in damaged:
+        logger.warning("checkpoint %s is damaged: %s", name, fault)
+    kept = f"; kept as {', '.join(path.name for path in renamed)}" if renamed else ""
+    logger.warning("going back to the newest intact checkpoint, %s%s", chosen.name, kept)
+
+
+def open_batches(
+    config: Config,
+    arguments: Arguments,
+    start: Start,
+    tokenizer: Tokenizer,
+    parallel: Parallel,
+    begins_at: dict[str, Any] | None = None,
+) -> TrainBatches:
+    """The text from where the run stands. Collective.
+
+    With --accept-new-data, a checkpoint of other text or of another order (shards, text_field, seed, num_lanes,
+    shuffle_documents) goes on from epoch 0 of the config's; step, schedule, optimizer and counters go on. Where the
+    text is the checkpoint's, the option does nothing, so a job that starts itself again may keep it.
+
+    Args:
+        begins_at: where another run stood in the text, with which a run at step 0 goes on (`checkpoint.initial_text`).
+
+    Raises:
+        ResumeError: the checkpoint's position is of other text, or of another tokenizer.
+        DataFault: the text cannot be opened.
+    """
+    if begins_at is not None:
+        try:
+            return TrainBatches(config, parallel, tokenizer, begins_at)
+        except StateMismatch as error:
+            raise ResumeError(
+                f"checkpoint.initial_text = continue: {config.checkpoint.initial_weights} cannot go on with this "
+                f"data:\n{error}\nTo begin with the beginning of the config's text, set checkpoint.initial_text=anew."
+            ) from error
+    try:
+        return TrainBatches(config, parallel, tokenizer, start.data_state, arguments.accept_new_data)
+    except StateMismatch as error:
+        remedy = (
+            "\nTo go on at this step from the beginning of the config's text, add --accept-new-data."
+            if error.other_data and not arguments.accept_new_data
+            else ""
+        )
+        raise ResumeError(f"{start.checkpoint} cannot go on with this data:\n{error}{remedy}") from error
+
+
+MAY_CHANGE: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "gsa": ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction"),
+    "moe": ("balance_coeff", "bias_update_rate", "z_loss_coeff", "experts_impl"),
+}
+"""Fields that say who computes, how exactly the indexer loss is estimated, or how strongly routers are balanced."""
+
+
+def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
+    """Everything that shapes the weights or gives them their meaning must be as it was. A field that the checkpoint
+    does not know is younger than it, and stood at its default."""
+    saved = saved_sections(state.config_yaml)
+    lines = []
+    for section, may_change in MAY_CHANGE.items():
+        kind = type(getattr(config, section))
+        now, younger = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(kind())
+        for name, value in now.items():
+            before = saved.get(section, {}).get(name, younger[name])
+            if before != value and name not in may_change:
+                lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
+    if lines:
+        raise ResumeError(
+            f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "
+            "start a new run (another run.name, or --no-resume)."
+        )
+
+
+def _check_same_phases(state: RunState, ranges: list[PhaseRange], checkpoint: Path) -> None:
+    remedy = (
+        "Keep the phases up to this one as they were, or start a new run (another run.name, or --no-resume)."
+    )
+    if state.phase_index >= len(ranges):
+        raise ResumeError(
+            f"{checkpoint} was written in phase {state.phase_index} ({state.phase_name}), but the config has "
+            f"{len(ranges)} phases. {remedy}"
+        )
+    phase_range = ranges[state.phase_index]
+    phase = phase_range.phase
+    if phase.name != state.phase_name or phase_range.start != state.phase_start:
+        raise ResumeError(
+            f"{checkpoint} was written in phase {state.phase_name}, which began at step {state.phase_start}; "
+            f"in the config phase {state.phase_index} is {phase.name} and begins at step {phase_range.start}. "
+            f"{remedy}"
+        )
+    trained = saved_sections(state.config_yaml)["phases"][state.phase_index]["train"]
+    if trained != phase.train:
+        raise ResumeError(
+            f"{checkpoint} was written while phase {state.phase_name} trained {trained}; in the config "
+            f"phases.{state.phase_index}.train = {phase.train}, which its optimizer does not fit. {remedy}"
+        )
+    if state.step > phase_range.end:
+        raise ResumeError(
+            f"{checkpoint} stands at step {state.step}, but phase {phase.name} now ends at {phase_range.end}. "
+            f"{remedy}"
+        )

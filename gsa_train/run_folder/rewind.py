@@ -1,0 +1,150 @@
+"""Back to an earlier checkpoint, and on without the batches around a spike.
+
+What a rewind leaves out is written beside the checkpoints, so that a run killed right after it goes on as it would
+have, and into every later checkpoint, so that a copy elsewhere does, too. Loading is the start of a run from that
+checkpoint: a rewind in the process equals a restart from it with `train.iterations_to_skip`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_data.whole_files import parse_json
+from gsa_train.checkpoint.files import go_back_to, resume_candidates, step_of
+from gsa_train.config import Config
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.files import read_checked, write_checked
+from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound
+from gsa_train.run_folder.resume import Start, first_intact, set_damaged_aside
+
+FILE = "rewinds.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """One rewind; steps are counted from 1."""
+
+    checkpoint_step: int
+    """Step of the checkpoint that the run went back to."""
+    spike_step: int
+    """First step of the spike."""
+    first_skipped: int
+    last_skipped: int
+    """Batches of these steps are read and not trained on."""
+    spikes: int
+    """Of the run up to then; the checkpoint has counted fewer."""
+
+
+def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
+    """A checkpoint's monitor state with what has happened since: the run has seen the spikes that it went back for."""
+    spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in a version before
+    return replace(state, rewinds=list(rewinds), spikes=spikes)
+
+
+def skipped_steps(config: Config, rewinds: Sequence[dict[str, Any]]) -> frozenset[int]:
+    """Steps whose batches are left out, by the user or by rewinds."""
+    ranges = [range(each["first_skipped"], each["last_skipped"] + 1) for each in rewinds]
+    return frozenset(config.train.iterations_to_skip).union(*ranges)
+
+
+def rewind(
+    found: SpikeFound,
+    checkpoints: Path,
+    rewinds: Sequence[dict[str, Any]],
+    config: Config,
+    parallel: Parallel,
+    last_step: int,
+    known: Sequence[tuple[str, str]] = (),
+) -> tuple[Path, Rewind, list[tuple[str, str]]]:
+    """Make the newest intact checkpoint that is old enough the latest one, and note what is to be left out. Collective.
+
+    Newer checkpoints move to `checkpoints/set_aside`. No save may be under way.
+
+    Args:
+        rewinds: those before.
+        last_step: of the run.
+        known: checkpoints found damaged before this, newest first: name, and what is wrong with it.
+
+    Returns:
+        The checkpoint, what is left out, and newer ones old enough that are damaged: name, and what is wrong with it.
+
+    Raises:
+        MonitorStop: `max_rewinds` are done, or no intact checkpoint is old enough.
+    """
+    monitor = config.monitor
+    spike = f"step {found.first_step}: a spike ({found.signal.replace('_', ' ')} {found.value:g})"
+    if len(rewinds) >= monitor.max_rewinds:
+        raise MonitorStop(
+            f"{spike} after {len(rewinds)} rewinds (monitor.max_rewinds); nothing of it was saved",
+            found.first_step,
+            found.last_step,
+        )
+    newest = found.first_step - monitor.rewind_min_steps
+    shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    names = [name for name, _ in known]
+    fitting = [
+        path
+        for path in shared[0]
+        if (step := step_of(path.name)) is not None and step <= newest and path.name not in names
+    ]
+    checkpoint, found_damaged = first_intact(fitting, parallel, config.checkpoint.verify == "full")
+    damaged = [*known, *found_damaged]
+    if checkpoint is None:
+        faults = "".join(f"; {name} is damaged: {fault}" for name, fault in damaged)
+        raise MonitorStop(
+            f"{spike}: no checkpoint of step {newest} or before to go back to (monitor.rewind_min_steps = "
+            f"{monitor.rewind_min_steps}{faults}); save more often (checkpoint.every_steps) or keep more "
+            "(checkpoint.keep_last)",
+            found.first_step,
+            found.last_step,
+        )
+    step = step_of(checkpoint.name)
+    assert step is not None
+    done = Rewind(
+        checkpoint_step=step,
+        spike_step=found.first_step,
+        first_skipped=max(step + 1, found.first_step - monitor.rewind_skip_before_steps),
+        last_skipped=min(last_step, found.last_step + monitor.rewind_skip_after_steps),
+        spikes=found.spikes,
+    )
+    if parallel.is_main:
+        set_damaged_aside(checkpoint, damaged)
+        # In this order: killed in between, the run starts from the same checkpoint and finds the same spike.
+        go_back_to(checkpoint)
+        write_checked(checkpoints / FILE, {"rewinds": [*rewinds, asdict(done)]})
+    dist.barrier()
+    return checkpoint, done, damaged
+
+
+def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[dict[str, Any]]:
+    """Those of the run that starts, in order: of its folder, or of the checkpoint from elsewhere. Collective."""
+    shared: list[list[dict[str, Any]]] = [start.monitor.rewinds]
+    path = checkpoints / FILE
+    if parallel.is_main and start.same_run and path.exists():
+        try:
+            shared = [_read_rewinds(path)]
+        except (ValueError, TypeError) as error:
+            logger.warning(
+                "%s is damaged (%s): the checkpoint's %d rewinds count, and a spike after it is found again",
+                path,
+                error,
+                len(shared[0]),
+            )
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _read_rewinds(path: Path) -> list[dict[str, Any]]:
+    """Raises ValueError or TypeError for a damaged file. Early versions wrote the list alone."""
+    content = parse_json(path.read_bytes())
+    rewinds = content if isinstance(content, list) else read_checked(path, ["rewinds"])["rewinds"]
+    return [asdict(Rewind(**{"spikes": 0, **each})) for each in rewinds]

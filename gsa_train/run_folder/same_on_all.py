@@ -1,0 +1,78 @@
+"""What must be the same on all ranks that train together, and may not be: each node reads a config file of its own, and
+finds the run folder by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_train.config import Config
+from gsa_train.config.load import as_written, flat_fields
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.run_folder.lock import RunFolderError
+from gsa_train.run_folder.starts import run_id_of
+
+OWN_OF_A_NODE = ("data.train_dir", "data.validation_dir", "data.validation_sets", "data.tokenizer")
+"""Begins of fields: places of copies, whose contents are compared when they are opened."""
+MOST_NAMED = 4
+"""Fields in the message."""
+SEEN_AFTER_SECONDS = 90.0
+"""A client of NFS may take a folder for missing for so long after another one made it (nfs(5): acdirmax, 60 s)."""
+
+
+class OtherConfig(ValueError):
+    """A rank has read another config than the main rank."""
+
+
+def check_same_config(config: Config) -> None:
+    """Collective, in the world's group: groups are cut by the config.
+
+    Raises:
+        OtherConfig: on all ranks alike.
+    """
+    mine = dict(flat_fields(dataclasses.asdict(config)))
+    shared: list[Any] = [mine]
+    dist.broadcast_object_list(shared, src=0)
+    main: dict[str, Any] = shared[0]
+    differ = [
+        f"{field} = {as_written(mine.get(field))}, on rank 0 {as_written(main.get(field))}"
+        for field in {**main, **mine}
+        if not field.startswith(OWN_OF_A_NODE) and mine.get(field) != main.get(field)
+    ]
+    more = f" and {len(differ) - MOST_NAMED} more" if differ[MOST_NAMED:] else ""
+    named = "; ".join(differ[:MOST_NAMED]) + more
+    line = f"rank {dist.get_rank()} on {socket.gethostname()} has another config: {named}"
+    if (found := _first(line if differ else None)) is not None:
+        raise OtherConfig(f"{found}. Give all nodes the same config file and key=value.")
+
+
+def check_folder_is_shared(folder: Path, run_id: str, parallel: Parallel) -> None:
+    """Collective.
+
+    Args:
+        run_id: that the main rank has just noted in the folder.
+
+    Raises:
+        RunFolderError: on all ranks alike.
+    """
+    deadline = time.monotonic() + SEEN_AFTER_SECONDS
+    while not (is_seen := run_id_of(folder) == run_id) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    host = socket.gethostname()
+    line = f"rank {parallel.rank} on {host} does not see the run folder of rank 0, {folder.absolute()}"
+    if (found := _first(None if is_seen else line)) is not None:
+        raise RunFolderError(
+            f"{found}: each rank writes its part of a checkpoint there. Set run.dir to a folder that all nodes share."
+        )
+
+
+def _first(line: str | None) -> str | None:
+    """The line of the first rank that has one. Collective."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, line)
+    return next((each for each in found if each is not None), None)

@@ -1,0 +1,77 @@
+"""A run that the monitor stopped does not start again into the same spike.
+
+The same command would train the same batches from the same checkpoint, and torchrun or Slurm give it by themselves. A
+note in the run folder makes every such start refuse, until something is different.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gsa_train.arguments import Arguments
+from gsa_train.config import Config
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.files import read_checked, write_checked
+from gsa_train.reliability.monitor.monitor import MonitorStop
+from gsa_train.run_folder.file_names import MONITOR_STOP as FILE
+
+KEYS = ("first_step", "last_step", "saved_step", "reason")
+
+
+class SpikeAhead(ValueError):
+    """The start would run into the spike that ended the run; says what to do."""
+
+
+def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:
+    """On the main rank.
+
+    Args:
+        saved_step: of the newest checkpoint; 0 if there is none.
+    """
+    facts = {"first_step": stop.first_step, "last_step": stop.last_step, "saved_step": saved_step}
+    write_checked(run_dir / FILE, {**facts, "reason": str(stop)})
+
+
+def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, parallel: Parallel) -> None:
+    """Go on only if the spike's batches are left out, or if the user says so. Collective.
+
+    Args:
+        arguments: of a new start; without the options of a launch's first start if this is its restart.
+
+    Raises:
+        SpikeAhead: neither, on all ranks alike.
+    """
+    path = run_dir / FILE
+    goes_on = arguments.resume_after_stop or arguments.no_resume or arguments.resume_from
+    shared: list[Any] = [None, None]
+    if parallel.is_main and path.exists():
+        try:
+            shared[0] = read_checked(path, KEYS)
+        except ValueError as error:
+            shared[1] = error
+    dist.broadcast_object_list(shared, src=0)
+    stop, damage = shared
+    if damage is not None and not goes_on:
+        raise SpikeAhead(
+            f"the monitor stopped this run, and {path}, which says where, is damaged ({damage}): see the log for the "
+            "spike, and add --resume-after-stop, or start from an earlier checkpoint (--resume-from DIR)"
+        )
+    if stop is None:
+        return
+    spike = [*range(stop["first_step"], stop["last_step"] + 1)]  # none where no batch is known (`NotFinite`)
+    left_out = bool(spike) and set(spike) <= set(config.train.iterations_to_skip)
+    if left_out or goes_on:
+        return
+    skip = str(sorted({*config.train.iterations_to_skip, *spike})).replace(" ", "")
+    leave_out = f"  - leave out its batches: train.iterations_to_skip={skip}\n" if spike else ""
+    raise SpikeAhead(
+        f"the monitor stopped this run ({path}):\n  {stop['reason']}\n"
+        f"From step {stop['saved_step']} on, the same command would run into the same spike. Instead\n"
+        f"{leave_out}"
+        "  - or change what made it (phases.*.lr, the text, monitor.action=rewind), or nothing if it was the hardware, "
+        "and add --resume-after-stop\n"
+        "  - or start from an earlier checkpoint (--resume-from DIR), or from step 0 (--no-resume)."
+    )

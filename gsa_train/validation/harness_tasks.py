@@ -1,0 +1,282 @@
+"""Tasks of lm-evaluation-harness: found by their names or files, and prepared for scoring between training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from gsa_data.chat_template import ChatEncoder, ChatTemplate, TemplateRefused
+from gsa_data.faults import warn_once
+from gsa_data.tokenize import Tokenizer
+from gsa_data.whole_files import MOST_LEVELS, read_whole
+from gsa_train.config.load import MOST_YAML_BYTES
+from gsa_train.validation.loop_tasks import PreparedTask
+from gsa_train.validation.requests import Request
+
+YAML = (".yaml", ".yml")
+METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
+"""The harness' name -> ours; both normalise by characters."""
+FEWSHOT_SEED = 1234
+"""The harness' own default."""
+TASK_ERRORS = (
+    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
+    DatasetsError, TemplateError,
+)  # fmt: skip
+"""What the harness raises of a task with a mistake in it, beside OSError, whose message names a file."""
+
+
+@contextmanager
+def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> Iterator[None]:
+    """
+    Raises:
+        ValueError: instead of what the harness raises of a task that it cannot use.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, OSError):
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ValueError(
+            f"{task}: lm-evaluation-harness cannot use it ({said}); mend the file, or name other tasks"
+        ) from error
+
+
+class NamingManager(TaskManager):  # type: ignore[misc]
+    """Its errors name tasks."""
+
+    def load(self, task_list: Any) -> Any:
+        given = [
+            each.get("task", each.get("group")) if isinstance(each, dict) else each for each in task_list
+        ]
+        names = [each if isinstance(each, str) else "a task without a name" for each in given]
+        with task_errors(", ".join(names)):
+            return super().load(task_list)
+
+
+def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
+    """What `TaskManager.load` takes.
+
+    Args:
+        tasks: the harness' names, or YAML files of one's own.
+
+    Raises:
+        ValueError: there is no such task, its file is damaged, or a pattern means all tasks.
+    """
+    # To look for the harness' own tasks takes ten seconds.
+    manager = NamingManager(include_defaults=not all(task.endswith(YAML) for task in tasks))
+    wanted: list[Any] = []
+    for task in tasks:
+        if task.endswith(YAML):
+            if not Path(task).is_file():
+                raise ValueError(f"{task}: no such file; give a YAML file of a task")
+            try:
+                _check_depth(task, read_whole(task, MOST_YAML_BYTES))
+                with task_errors(task):
+                    wanted.append(load_yaml(Path(task).absolute(), resolve_func=True))
+            except yaml.YAMLError as error:
+                place = getattr(error, "problem_mark", None)
+                line = "" if place is None else f", line {place.line + 1}"
+                wrong = getattr(error, "problem", None) or "cannot be read"
+                raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
+        elif matching := manager.match_tasks([task]):
+            if len(matching) > 1 and len(matching) == len(manager.all_tasks):
+                raise ValueError(
+                    f"{task}: means all {len(matching)} tasks of lm-evaluation-harness; name tasks, or give a pattern "
+                    "with a part of their names"
+                )
+            wanted += matching
+        else:
+            raise ValueError(f"{task}: lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them")
+    return manager, wanted
+
+
+def _check_depth(task: str, content: bytes) -> None:
+    """By what the parser finds one after another: the harness' loader calls itself."""
+    levels = 0
+    for event in yaml.parse(content, yaml.SafeLoader):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if levels > MOST_LEVELS:
+            raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; mend the file")
+
+
+def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
+    """A task of multiple choices, or a group of such, over all its questions.
+
+    Args:
+        max_tokens: inputs of a forward pass.
+        limit: questions of each task of a group, the first; None: all.
+
+    Raises:
+        ValueError: there is no such task, or it needs more than log-likelihoods.
+    """
+    manager, wanted = find_tasks([task])
+    loaded = manager.load(wanted)["tasks"]
+    encoder = _Encoder(tokenizer)
+    questions: list[tuple[Any, Any, int]] = []  # task, document, its requests
+    pairs: list[Any] = []
+    for each in loaded.values():
+        metrics = [name for name in METRICS if name in each.aggregation()]
+        if each.OUTPUT_TYPE != "multiple_choice" or not metrics or callable(each.config.process_results):
+            raise ValueError(
+                f"{task}: {each.config.task} is of {each.OUTPUT_TYPE} with {', '.join(each.aggregation())}, and "
+                "between training steps only multiple choices with acc or acc_norm are scored; give it to "
+                "launch/evaluate.py"
+            )
+        each.set_fewshot_seed(seed=FEWSHOT_SEED)
+        with task_errors(task):
+            each.build_all_requests(limit=limit, rank=0, world_size=1)
+        of_document: dict[int, list[Any]] = {}
+        for instance in each.instances:
+            of_document.setdefault(instance.doc_id, []).append(instance)
+        for instances in of_document.values():
+            ordered = sorted(instances, key=lambda instance: instance.idx)
+            questions.append((each, ordered[0].doc, len(ordered)))
+            pairs += ordered
+    encoder.loglikelihood(pairs, disable_tqdm=True)
+
+    def scores(log_likelihoods: Sequence[float]) -> dict[str, float]:
+        values: dict[str, list[float]] = {}
+        first = 0
+        for each, document, count in questions:
+            # Whether an answer is the greedy one, which no metric of METRICS reads, is not known.
+            results = [(nats, False) for nats in log_likelihoods[first : first + count]]
+            first += count
+            for name, value in each.process_results(document, results).items():
+                if name in METRICS:
+                    values.setdefault(METRICS[name], []).append(float(value))
+        return {name: sum(each) / len(each) for name, each in values.items()}
+
+    requests = [encoder.request(*pair, max_tokens, task) for pair in encoder.encoded]
+    name = Path(task).name.removesuffix(".yaml").removesuffix(".yml")
+    return PreparedTask(name, requests, scores, len(questions))
+
+
+class EncodingLM(TemplateLM):  # type: ignore[misc]
+    """What the harness asks of a model, in training's tokens. Where a context has none, an EOS stands in, as it opens a
+    document.
+
+    Args:
+        template: of a model of conversations. Text that spells a special token is that token for it, as in training.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        super().__init__()
+        self._tokenizer, self._template = tokenizer, template
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode_prompt(string).tolist()
+        return tokens
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pairs = [(each.args, *self._encode_pair(*each.args)) for each in requests]
+        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """
+        Raises:
+            ValueError: the continuation has no tokens; it would have the probability 1.
+        """
+        if context.strip():
+            before, behind = super()._encode_pair(context, continuation)
+        else:  # white space in front belongs to the continuation, as the harness has it
+            before, behind = [], self.tok_encode(context + continuation)
+        if not before:
+            # A text that begins with an EOS has its own.
+            own = behind[:1] == [self.eot_token_id] and len(behind) > 1
+            before, behind = (behind[:1], behind[1:]) if own else ([self.eot_token_id], behind)
+        if not behind:
+            raise ValueError(
+                f"the continuation {continuation!r} of {context[-20:]!r} has no tokens of its own: the tokenizer "
+                "joins the two, or has none for it; let the task's target_delimiter be a space"
+            )
+        return before, behind
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """
+        Raises:
+            ValueError: there is none, or one is asked for by name.
+        """
+        if not chat_template:
+            return ""
+        if self._template is None:
+            raise ValueError(
+                "--apply_chat_template: the model has no chat template; leave the option out, or give hf=DIR with a "
+                "chat_template.jinja in it"
+            )
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"--apply_chat_template {chat_template}: the model has one template, without a name; leave the name out"
+            )
+        return self._template.source
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Without an answer's beginning the last message is left open.
+
+        Raises:
+            ValueError: there is no template, or it cannot write such a conversation.
+        """
+        self.chat_template(chat_template=True)
+        encoder = self._chat_encoder
+        try:
+            return encoder.prompt(chat_history, add_generation_prompt)
+        except TemplateRefused as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise ValueError(f"--apply_chat_template: {error}; leave the option out") from error
+            # As the harness' own class does.
+            warn_once("the chat template refuses a system message; it is left out")
+            return encoder.prompt(others, add_generation_prompt)
+
+    @cached_property
+    def _chat_encoder(self) -> ChatEncoder:
+        assert self._template is not None
+        return ChatEncoder(self._template, self._tokenizer, trains=False)
+
+
+class _Encoder(EncodingLM):
+    """Notes the tokens of requests as the harness makes them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.encoded: list[tuple[list[int], list[int]]] = []
+
+    def request(self, context: list[int], continuation: list[int], max_tokens: int, where: str) -> Request:
+        if len(continuation) > max_tokens:
+            raise ValueError(
+                f"{where}: a continuation has {len(continuation)} tokens; the context length {max_tokens} must hold it"
+            )
+        return Request(np.array([*context, *continuation][-max_tokens - 1 :], np.int32), len(continuation))
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        self.encoded += [(context, continuation) for _, context, continuation in requests]
+        return [(0.0, False)] * len(requests)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        raise NotImplementedError
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        raise NotImplementedError

@@ -1,0 +1,63 @@
+"""Tasks that a run scores between its steps: as tokens, with what makes scores of their log-likelihoods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gsa_data.request_files import is_request_file, read_requests, score
+from gsa_data.tokenize import Tokenizer
+from gsa_train.validation.requests import Request, encode_requests
+
+
+class TaskError(ValueError):
+    """A task of `evaluate.tasks` that cannot be scored in this run."""
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    name: str
+    requests: list[Request]
+    scores: Callable[[Sequence[float]], dict[str, float]]
+    """Of the requests' log-likelihoods in nats: some of gsa_data.request_files.SCORES."""
+    questions: int
+
+
+def prepare_tasks(
+    tasks: Sequence[str], tokenizer: Tokenizer, max_tokens: int, max_questions: int
+) -> list[PreparedTask]:
+    """
+    Args:
+        tasks: `evaluate.tasks`
+        max_tokens: inputs of a sequence.
+        max_questions: of each task; 0: all.
+
+    Raises:
+        TaskError: there is no such task, its file is damaged, or it cannot be scored here.
+    """
+    found: dict[str, PreparedTask] = {}
+    for number, task in enumerate(tasks):
+        try:
+            prepared = _prepare(task, tokenizer, max_tokens, max_questions or None)
+            if prepared.name in found:
+                raise ValueError(
+                    f"{task}: a task {prepared.name} is there already; rename its folder or file"
+                )
+        except ValueError as error:
+            raise TaskError(f"evaluate.tasks.{number} = {error}") from error
+        except OSError as error:  # as of a data set that the harness does not find
+            raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
+        found[prepared.name] = prepared
+    return list(found.values())
+
+
+def _prepare(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
+    if not is_request_file(task):
+        # Here: a run without such tasks needs no lm-evaluation-harness.
+        from gsa_train.validation.harness_tasks import prepare_harness_task
+
+        return prepare_harness_task(task, tokenizer, max_tokens, limit)
+    read = read_requests(task, limit)
+    requests = encode_requests(read.requests, tokenizer, max_tokens, task)
+    return PreparedTask(read.name, requests, partial(score, read), len(read.questions))

@@ -1,0 +1,179 @@
+"""Validation: perplexities and attention statistics on fixed text, and what n-gram models reach on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsa_data.faults import printable
+from gsa_data.ngram import fit_ngrams
+from gsa_data.tokenize import Tokenizer
+from gsa_data.validation import ScoredText, ValidationSet
+from gsa_train.config import Config
+from gsa_train.data.batches import MicroBatch, replay_training_blocks, to_micro_batch
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.metrics.panels import PICTURES
+from gsa_train.metrics.record import Reduced, attention_metrics, reduce_step
+from gsa_train.model.mcore.build import Model
+from gsa_train.step import evaluation_step
+
+ROUND_MICRO_BATCHES = 32
+"""Per replica and pass through the pipeline, or fewer where these are no whole groups: seconds, so that a validation of
+hours can be stopped."""
+
+SCORES = ("loss", "perplexity", "bits_per_byte")
+
+
+def evaluate(
+    model: Model,
+    sets: list[ValidationSet],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
+
+    Nothing of the training changes: no random number is drawn, no moving average moves.
+
+    Args:
+        before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
+
+    Returns:
+        Of the first set `validation_loss` (nats per scored token), `validation_perplexity` and
+        `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text, of
+        which an EOS has none), and the statistics of the attention (model/stats.py) as `validation_recall`,
+        `validation_random_recall`, ... (overall values; a sequence that fills up the last round counts there). Of
+        each other set `validation_<name>_loss` and so on. Where a set was split by source also
+        `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
+    """
+    record: dict[str, Any] = {"validation_set": sets[0].name}
+    for each in sets:
+        is_first = each is sets[0]
+        prefix = "validation" if is_first else f"validation_{each.name}"
+        reduced = _score(model, each.text, eos_id, config, parallel, before_each, measures=is_first)
+        scores = _scores(reduced.loss, each.text)
+        record |= {f"{prefix}_{score}": scores[score] for score in SCORES}
+        if is_first:
+            record |= {"validation_recall": None, "validation_random_recall": None}
+            record |= {
+                f"validation_{name}": value
+                for name, value in attention_metrics(reduced.layers).items()
+                if not name.startswith("layer_") and name not in PICTURES
+            }
+        if each.by_source:
+            by_source = {
+                source: _scores(_score(model, text, eos_id, config, parallel, before_each).loss, text)
+                for source, text in each.by_source.items()
+            }
+            for score in SCORES:
+                record[f"{prefix}_{score}_by_source"] = {
+                    source: scores[score] for source, scores in by_source.items()
+                }
+    return record
+
+
+def describe(each: ValidationSet) -> str:
+    """What a set amounts to: a source with few tokens has a perplexity that says little."""
+    sources = ", ".join(
+        f"{printable(source)} {text.scored_tokens}" for source, text in each.by_source.items()
+    )
+    return (
+        f"validation set {each.name}: {len(each.text.blocks)} sequences, {each.text.scored_tokens} scored tokens"
+        f"{f' ({sources})' if sources else ''}"
+    )
+
+
+def scores_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What `evaluate` says about the text, without the statistics of the attention."""
+    endings = tuple(f"_{score}{by_source}" for score in SCORES for by_source in ("", "_by_source"))
+    return {name: value for name, value in record.items() if name.endswith(endings)}
+
+
+def _score(
+    model: Model,
+    text: ScoredText,
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None],
+    measures: bool = False,
+) -> Reduced:
+    """`loss` is the mean over all scored labels of the text, however they are dealt."""
+    micro_batches = _deal(text, eos_id, config, parallel)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    group = schedule_group(config, parallel)
+    most = max(ROUND_MICRO_BATCHES // group, 1) * group
+    for first in range(0, len(micro_batches), most):
+        before_each()
+        part = micro_batches[first : first + most]
+        loss_sum += evaluation_step(model, part, config, parallel, measures)[0]
+    return reduce_step(model.runtime.stats, loss_sum, text.scored_tokens, None, parallel)
+
+
+def _scores(loss: float, text: ScoredText) -> dict[str, float | None]:
+    bits = loss * text.scored_tokens / math.log(2)
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": bits / text.text_bytes if text.text_bytes > 0 else None,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
+def schedule_group(config: Config, parallel: Parallel) -> int:
+    """Interleaved stages take micro-batches in groups of as many as there are stages."""
+    return parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
+
+
+def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
+    """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
+    count for nothing in the loss."""
+    size = config.train.micro_batch_size
+    missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
+    blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
+    lengths = np.concatenate([text.lengths, np.zeros(missing, np.int64)])
+    mine = slice(parallel.data_rank, None, parallel.data_size)
+    places = torch.arange(config.train.seq_len_tokens, device=parallel.device)
+    micro_batches = []
+    for part, part_lengths in zip(
+        torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
+        torch.from_numpy(lengths[mine]).to(parallel.device).split(size),
+        strict=True,
+    ):
+        batch = to_micro_batch(part, eos_id, config.data.attend_across_documents)
+        is_text = places < part_lengths[:, None]
+        micro_batches.append(dataclasses.replace(batch, loss_mask=batch.loss_mask * is_text))
+    return micro_batches
+
+
+def ngram_perplexities(
+    blocks: np.ndarray, tokenizer: Tokenizer, text: Mapping[str, Any], config: Config
+) -> dict[str, float]:
+    """Perplexity on the same text of a unigram and a bigram model of the run's training sequences.
+
+    Args:
+        text: the position behind them.
+
+    Raises:
+        StateMismatch: the config makes other sequences of the text than those of the run.
+    """
+    model = fit_ngrams(
+        replay_training_blocks(config, tokenizer, text),
+        config.model.vocab_size,
+        tokenizer.eos_id,
+        config.data.attend_across_documents,
+    )
+    return {
+        "unigram_perplexity": model.unigram_perplexity([blocks]),
+        "bigram_perplexity": model.bigram_perplexity([blocks]),
+    }

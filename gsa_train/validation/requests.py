@@ -1,0 +1,92 @@
+"""Scores of request files: their tokens, and a model's log-likelihoods of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gsa_data.request_files import SCORES, RequestTask, read_requests
+from gsa_data.tokenize import Tokenizer
+
+
+class Request(NamedTuple):
+    tokens: NDArray[np.int32]
+    """[context + continuation]"""
+    scored: int
+    """The last so many, which are the continuation."""
+
+
+def encode_requests(
+    requests: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_tokens: int, where: str
+) -> list[Request]:
+    """Contexts that are too long lose their beginning. An empty one becomes an EOS.
+
+    Context and continuation are encoded apart, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of each
+    text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are those behind
+    the context's, where the whole text begins with these. It does not where a context ends in white space that becomes
+    part of the next token: that white space then belongs to the continuation.
+
+    Args:
+        max_tokens: inputs of a forward pass, one less than tokens.
+
+    Raises:
+        ValueError: a continuation is longer.
+    """
+    adds_space = tokenizer.front_bytes > 0
+
+    @lru_cache(maxsize=2)
+    def context_tokens(context: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(context).tolist()
+        return tokens
+
+    encoded = []
+    for context, continuation in requests:
+        before = context_tokens(context)
+        behind: list[int] = []
+        if adds_space:
+            whole: list[int] = tokenizer.encode(context + continuation).tolist()
+            pairs = zip(before, whole, strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if alike < len(before) and not tokenizer.decode(before[alike:]).strip():
+                before = before[:alike]
+            behind = whole[len(before) :] if whole[: len(before)] == before else []
+        behind = behind or tokenizer.encode(continuation).tolist()
+        if not 0 < len(behind) <= max_tokens:
+            raise ValueError(
+                f"{where}: a continuation has {len(behind)} tokens; it needs at least 1, and the context length "
+                f"{max_tokens} must hold it"
+            )
+        tokens = [*(before or [tokenizer.eos_id]), *behind][-max_tokens - 1 :]
+        encoded.append(Request(np.array(tokens, np.int32), min(len(behind), len(tokens) - 1)))
+    return encoded
+
+
+def read_tasks(tasks: Sequence[str], limit: int | None = None) -> list[RequestTask]:
+    """
+    Raises:
+        ValueError: one cannot be read, or two have one name.
+    """
+    found: dict[str, RequestTask] = {}
+    for task in tasks:
+        read = read_requests(task, limit)
+        if read.name in found:
+            raise ValueError(
+                f"{task}: {read.name} is there already, from {found[read.name].file}; rename a folder"
+            )
+        found[read.name] = read
+    return list(found.values())
+
+
+def requests_table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """For results.table."""
+    rows = [
+        [name, *(f"{each[key]:.4f}" if key in each else "" for key in SCORES), str(each["questions"])]
+        for name, each in found.items()
+    ]
+    head = ["task", *(key.replace("_", " ") for key in SCORES), "questions"]
+    return {"title": "Request files:", "head": head, "rows": rows}

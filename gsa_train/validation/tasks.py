@@ -1,0 +1,243 @@
+"""Tasks between training steps: log-likelihoods of continuations, by the training's own forward pass.
+
+Requests stand one after the other in sequences of the training's length, each a document that sees no other. An
+indexer over groups of keys gets each in a sequence of its own, as short as it can be: its kernels take one document per
+sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
+validation: scores are those of one rank, and nothing of the training changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from gsa_data.marks import INSIDE
+from gsa_data.pack import FILLER
+from gsa_data.tokenize import Tokenizer
+from gsa_kernels.limits import KEY_POOLS
+from gsa_train.config import Config
+from gsa_train.data.batches import MicroBatch, check_same, gather_outcomes, to_micro_batch
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.model.mcore.build import Model
+from gsa_train.step import owners_losses
+from gsa_train.validation.loop_tasks import PreparedTask, TaskError, prepare_tasks
+from gsa_train.validation.perplexity import ROUND_MICRO_BATCHES, schedule_group
+from gsa_train.validation.requests import Request
+
+NOBODY = -1
+FORWARD_SHARE = 1 / 3
+"""Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
+COMPILATION_SECONDS = 10.0
+"""Of the first scoring on a GPU: where training attends across documents, tasks need kernels that it does not."""
+LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)
+"""Of a sequence with one request: two whole groups of any size, the least that the kernels take. Each length is a part
+of its own, with kernels of its own."""
+
+
+def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
+    """`evaluate.tasks`. Collective.
+
+    Raises, on every rank:
+        TaskError: one cannot read or score them.
+        DataFault: ranks have other requests.
+    """
+    tasks: list[PreparedTask] = []
+    outcome: TaskError | dict[str, str]
+    evaluate, length = config.evaluate, config.train.seq_len_tokens
+    try:
+        tasks = prepare_tasks(evaluate.tasks, tokenizer, length, evaluate.tasks_max_questions)
+        outcome = {f"requests of {task.name}": _fingerprint(task) for task in tasks}
+    except TaskError as error:
+        outcome = error
+    check_same(gather_outcomes(outcome, parallel), "evaluate.tasks")
+    return tasks
+
+
+def _fingerprint(task: PreparedTask) -> str:
+    digest = hashlib.sha256()
+    for tokens, scored in task.requests:
+        digest.update(np.array([len(tokens), scored]).tobytes())
+        digest.update(tokens.tobytes())
+    return digest.hexdigest()
+
+
+def score_tasks(
+    model: Model,
+    tasks: Sequence[PreparedTask],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """`eval_<score>`: task -> value, the same on every rank. Collective.
+
+    Args:
+        before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
+    """
+    record: dict[str, dict[str, float]] = {}
+    for task in tasks:
+        found = log_likelihoods(model, task.requests, eos_id, config, parallel, before_each)
+        for score, value in task.scores(found).items():
+            record.setdefault(f"eval_{score}", {})[task.name] = value
+    return record
+
+
+def log_likelihoods(
+    model: Model,
+    requests: Sequence[Request],
+    eos_id: int,
+    config: Config,
+    parallel: Parallel,
+    before_each: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Nats of each request's continuation, on every rank. Collective."""
+    group = schedule_group(config, parallel)
+    most = max(ROUND_MICRO_BATCHES // group, 1) * group
+    losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
+    for rows in place_requests(requests, eos_id, config):
+        batches = _deal(rows, eos_id, config, parallel)
+        for first in range(0, len(batches), most):
+            before_each()
+            losses += owners_losses(model, batches[first : first + most], len(requests), config, parallel)
+    dist.all_reduce(losses)
+    return (-losses).tolist()
+
+
+@dataclass(frozen=True)
+class PlacedRequests:
+    """In sequences of one length L: that of training, or a part of it."""
+
+    blocks: NDArray[np.int32]
+    """[n, L + 1]"""
+    owners: NDArray[np.int64]
+    """[n, L] of each label: the number of the request whose continuation it is in, else NOBODY"""
+    one_document: bool
+    """Each sequence is one, of one request: what fills it up stands behind, where no query of the request looks."""
+
+
+def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
+    """Packed; or one in each sequence for an indexer over groups of keys, whatever core it runs on."""
+    if not _needs_own_rows(config):
+        return [pack_requests(requests, eos_id, config.train.seq_len_tokens)]
+    by_length: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        by_length.setdefault(row_tokens(request, config), []).append(number)
+    return [_place_alone(requests, by_length[length], eos_id, length) for length in sorted(by_length)]
+
+
+def _needs_own_rows(config: Config) -> bool:
+    """The kernels for groups of keys take one document per sequence (gsa_kernels/selection/groups.py)."""
+    return config.gsa.indexer_pool > 1
+
+
+def row_tokens(request: Request, config: Config) -> int:
+    """L of a sequence with this request alone: the training's length, halved as long as the request has room and each
+    tensor-parallel rank, of those that share a sequence's tokens out, has whole groups of keys."""
+    unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
+    least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is a label alone
+    while length % (2 * unit) == 0 and length // 2 >= least:
+        length //= 2
+    return length
+
+
+def _place_alone(
+    requests: Sequence[Request], numbers: Sequence[int], eos_id: int, length: int
+) -> PlacedRequests:
+    blocks = np.full((len(numbers), length + 1), FILLER, np.int32)
+    owners = np.full((len(numbers), length), NOBODY)
+    for row, number in enumerate(numbers):
+        tokens, scored = requests[number]
+        blocks[row, : len(tokens)] = np.where(tokens == eos_id, tokens | INSIDE, tokens)
+        owners[row, len(tokens) - 1 - scored : len(tokens) - 1] = number
+    return PlacedRequests(blocks, owners, one_document=True)
+
+
+def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
+    """The longest first, each with an EOS behind it where there is room, so that what follows is another document."""
+    order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
+    blocks: list[NDArray[np.int32]] = []
+    owners: list[NDArray[np.int64]] = []
+    start = seq_len_tokens + 1
+    for number in order:
+        tokens, scored = requests[number]
+        if start + len(tokens) > seq_len_tokens + 1:
+            blocks.append(np.full(seq_len_tokens + 1, FILLER, np.int32))
+            owners.append(np.full(seq_len_tokens, NOBODY))
+            start = 0
+        end = start + len(tokens)
+        blocks[-1][start:end] = np.where(tokens == eos_id, tokens | INSIDE, tokens)  # it ends no document
+        owners[-1][end - 1 - scored : end - 1] = number
+        blocks[-1][end : end + 1] = eos_id
+        start = end + 1
+    return PlacedRequests(np.stack(blocks), np.stack(owners), one_document=False)
+
+
+def _deal(
+    placed: PlacedRequests, eos_id: int, config: Config, parallel: Parallel
+) -> list[tuple[MicroBatch, torch.Tensor]]:
+    """This replica's micro-batches and their owners. All replicas get as many, filled up with sequences of nobody; each
+    has as many tokens as one of training."""
+    length = placed.owners.shape[1]
+    size = config.train.micro_batch_size * (config.train.seq_len_tokens // length)
+    missing = -len(placed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
+    blocks = np.concatenate([placed.blocks, np.repeat(placed.blocks[:1], missing, axis=0)])
+    owners = np.concatenate([placed.owners, np.full((missing, length), NOBODY)])
+    mine = slice(parallel.data_rank, None, parallel.data_size)
+    return [
+        (to_micro_batch(part, eos_id, attend_across_documents=placed.one_document), numbers)
+        for part, numbers in zip(
+            torch.from_numpy(blocks[mine]).to(parallel.device).split(size),
+            torch.from_numpy(owners[mine]).to(parallel.device).split(size),
+            strict=True,
+        )
+    ]
+
+
+@dataclass
+class TaskClock:
+    """What tasks have taken of the run's time, all starts together; checkpoints keep it."""
+
+    train_seconds: float = 0.0
+    """Of logged steps, without validation, tasks and saves."""
+    train_steps: int = 0
+    task_seconds: float = 0.0
+    newest_seconds: float = 0.0
+    """Of all tasks the last time; 0: never."""
+
+    def of_main_rank(self, device: torch.device) -> TaskClock:
+        """Ranks measure the same work a little differently, and a checkpoint wants one clock. Collective."""
+        values = torch.tensor(astuple(self), dtype=torch.float64, device=device)
+        dist.broadcast(values, src=0)
+        train_seconds, train_steps, *of_tasks = values.tolist()
+        return TaskClock(train_seconds, int(train_steps), *of_tasks)
+
+    def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
+        """Of scoring all tasks once: as the last time, or by the time of training steps; infinite before any."""
+        if self.newest_seconds:
+            return self.newest_seconds
+        if not self.train_steps:
+            return math.inf
+        length, train = config.train.seq_len_tokens, config.train
+        requests = [request for task in tasks for request in task.requests]
+        if _needs_own_rows(config):
+            tokens = sum(row_tokens(request, config) for request in requests)
+        else:
+            tokens = sum(len(request.tokens) + 1 for request in requests)
+        step_seconds = self.train_seconds / self.train_steps
+        compilation_seconds = COMPILATION_SECONDS if parallel.device.type == "cuda" else 0.0
+        return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
+
+    def has_room(self, expected_seconds: float, max_percent: float) -> bool:
+        """Whether tasks stay within their share of the time of steps and tasks; at 100 they always do."""
+        if max_percent >= 100:
+            return True
+        room_seconds = self.train_seconds * max_percent / (100 - max_percent)
+        return self.task_seconds + expected_seconds <= room_seconds
