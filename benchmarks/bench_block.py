@@ -162,7 +162,7 @@ def is_correct(
             k_base=K_BASE,
             k_min=K_MIN,
             k_max=k_max,
-            mode="inverse",
+            adaptive_k="inverse",
         )
         wanted = select_top_k(scores, visible, budget)
         found = unpack_mask(top_k.packed_mask[:, rows], length)

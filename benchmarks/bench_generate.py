@@ -95,10 +95,10 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         index_n_heads=gsa["indexer_heads"],
         index_head_dim=gsa["indexer_dim"],
         index_topk=gsa["k_base"],
-        index_topk_min=gsa["k_min"],
-        index_topk_max=gsa["k_max"],
-        index_block_size=BLOCK if shared else 1,
-        index_local_window=WINDOW if shared else 0,
+        k_min=gsa["k_min"],
+        k_max=gsa["k_max"],
+        selection_block=BLOCK if shared else 1,
+        local_window=WINDOW if shared else 0,
     )
 
 
@@ -153,7 +153,7 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     row = 0
     if config.indexer_layer(0) is not None:
         row = config.index_head_dim
-        if config.index_block_size > 1:
+        if config.selection_block > 1:
             row += config.index_n_heads * (config.index_head_dim + 1) + 16
     weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
     cache = batch * room * (2 * config.num_key_value_heads * config.head_dim + row)
@@ -235,7 +235,7 @@ def capture(
         decoder.slot.fill_(filled + tokens)
         decoder.lengths.fill_(filled + 1 + tokens)
 
-    kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
+    kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
     return {"select" if kind else "keep": partial(graphs.step, kind) for kind in kinds}, place
 
 
@@ -350,8 +350,8 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)
     if decoder._selections:
-        indexed = batch * filled * 2 * config.index_head_dim / config.index_block_size
-        per_layer = batch * (selected(decoder) + config.index_local_window) * token + indexed
+        indexed = batch * filled * 2 * config.index_head_dim / config.selection_block
+        per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
     return weight_bytes(decoder) + config.num_hidden_layers * per_layer
 
 

@@ -36,7 +36,7 @@ class Indexer:
     window: int = 0
     """Last keys of each query that belong to every selection."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
-    mode: Literal["inverse", "direct", "off"] = "inverse"
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     pool: int = 1
     """Neighbouring keys that are selected together."""
 
@@ -61,8 +61,8 @@ class Indexer:
     @property
     def _arguments(self) -> tuple[SelectionInputs, BudgetRule, torch.Tensor, Geometry]:
         indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        geometry = Geometry(selection_block=self.block, local_window=self.window, key_pool=self.pool)
-        return indexer, BudgetRule(*self.budget, self.mode), self.ema, geometry
+        geometry = Geometry(selection_block=self.block, local_window=self.window, indexer_pool=self.pool)
+        return indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry
 
 
 def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:

@@ -18,11 +18,11 @@ if torch.cuda.is_available():
     refuse_wrong_sums()  # Triton compiles some sums wrongly on some GPUs
     device = "cuda"
 CONFIG = GSAConfig(
-    d_model=64,
-    n_heads=4,
-    n_kv_heads=1,
-    d_head=32,
-    d_indexer=16,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=32,
+    indexer_dim=16,
     k_base=16,
     k_min=8,
     k_max=32,

@@ -160,9 +160,9 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
         hidden: [1, L, d], the layer's input.
         given: its other arguments.
     """
-    if attention.config.index_pool > 1:
+    if attention.config.indexer_pool > 1:
         raise ValueError(
-            f"gsa.indexer_pool = {attention.config.index_pool}: the indexer scores groups of keys, of which there is "
+            f"gsa.indexer_pool = {attention.config.indexer_pool}: the indexer scores groups of keys, of which there is "
             "no map; give a run with 1"
         )
     indexer, leaders, positions = attention.indexer, None, given["position_ids"]

@@ -190,8 +190,8 @@ def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[
 
 def _check_may_pack(model: ScoredModel) -> None:
     """In training blocks of queries are aligned to the sequence, in transformers to each document."""
-    if not isinstance(model, TrainedModel) and model.config.index_block_size > 1:
+    if not isinstance(model, TrainedModel) and model.config.selection_block > 1:
         raise ValueError(
-            f"gsa.selection_block = {model.config.index_block_size} with isolated documents in one sequence: blocks of "
+            f"gsa.selection_block = {model.config.selection_block} with isolated documents in one sequence: blocks of "
             "queries would not be those of training; give --stride, which scores each document by itself"
         )

@@ -61,10 +61,10 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         else:
             content[GSA_FIELDS[key.partition(".")[2]]] = value
     content["rope_parameters"] = _scaled(content, scaling)
-    if not content["index_topk_min"] <= content["index_topk"] <= content["index_topk_max"]:
+    if not content["k_min"] <= content["index_topk"] <= content["k_max"]:
         raise ValueError(
-            f"gsa.k_base = {content['index_topk']}: outside of gsa.k_min = {content['index_topk_min']} and gsa.k_max = "
-            f"{content['index_topk_max']}, which bound every budget; set these, too"
+            f"gsa.k_base = {content['index_topk']}: outside of gsa.k_min = {content['k_min']} and gsa.k_max = "
+            f"{content['k_max']}, which bound every budget; set these, too"
         )
     try:
         changed: GSAConfig = GSAConfig.from_dict(content)

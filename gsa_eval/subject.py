@@ -96,7 +96,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
-        attention = chosen_attention(attention, device, hf_config.index_pool)
+        attention = chosen_attention(attention, device, hf_config.indexer_pool)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}

@@ -188,27 +188,23 @@ class GSAAttention(nn.Module):
         assert attention_mask is not None
         loss = first = leaders = None
         attended = attention_mask
-        if (
-            self.indexer is not None
-            and not output_indexer_loss
-            and k.shape[2] < self.config.index_dense_below
-        ):
+        if self.indexer is not None and not output_indexer_loss and k.shape[2] < self.config.dense_below:
             selection = attention_mask[:, 0]
         elif self.indexer is not None:
             assert tokens is not None
             assert rows is not None
             order = None
-            if max(self.config.index_block_size, self.config.index_pool) > 1:
+            if max(self.config.selection_block, self.config.indexer_pool) > 1:
                 order = token_order(attention_mask[:, 0], slots)
-            if order is not None and self.config.index_block_size > 1:
-                first = (order.numbers[:, slots] - position_ids % self.config.index_block_size).clamp(min=0)
+            if order is not None and self.config.selection_block > 1:
+                first = (order.numbers[:, slots] - position_ids % self.config.selection_block).clamp(min=0)
                 leaders = order.slots_of(first)
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
-                in_first_block = position_ids < self.config.index_block_size
+                in_first_block = position_ids < self.config.selection_block
                 selecting = self.indexer.from_cache(tokens, rows, first, in_first_block, order)
                 groups = None
-                if order is not None and self.config.index_pool > 1:
-                    groups = key_groups(self.config.index_pool, slots, position_ids, order)
+                if order is not None and self.config.indexer_pool > 1:
+                    groups = key_groups(self.config.indexer_pool, slots, position_ids, order)
                     selecting = selecting._replace(keys=groups.mean(selecting.keys))
                 scores = self.indexer.scores(selecting)
             selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders, groups)
@@ -271,10 +267,10 @@ class GSAAttention(nn.Module):
     ) -> torch.Tensor:
         """Arguments and result as in `indexer_loss`."""
         assert self.indexer is not None
-        if self.config.index_pool > 1:
+        if self.config.indexer_pool > 1:
             raise ValueError(
-                f"index_pool is {self.config.index_pool}: the loss of an indexer over groups of keys is in gsa_train "
-                "alone; pass indexer_loss_coef=0 and no output_indexer_loss"
+                f"indexer_pool is {self.config.indexer_pool}: the loss of an indexer over groups of keys is in "
+                "gsa_train alone; pass indexer_loss_coef=0 and no output_indexer_loss"
             )
         check_no_past(q.shape[2], k.shape[2])
         probs = mean_attention(q, k, attended, self.scaling)

@@ -28,6 +28,21 @@ SIZES = (
     "moe_intermediate_size",
 )
 """Fields that are at least 1."""
+RENAMED = {
+    "index_topk_min": "k_min",
+    "index_topk_max": "k_max",
+    "index_dense_below": "dense_below",
+    "index_adaptive": "adaptive_k",
+    "index_activation": "indexer_activation",
+    "index_norm": "indexer_norm",
+    "index_rope": "indexer_rope",
+    "index_temperature": "indexer_temperature",
+    "index_local_window": "local_window",
+    "index_block_size": "selection_block",
+    "index_block_query": "selection_query",
+    "index_pool": "indexer_pool",
+}
+"""Name before -> name now, which is the name in training. Names that transformers has for other models stay its own."""
 
 
 @strict
@@ -86,32 +101,32 @@ class GSAConfig(PreTrainedConfig):
             Size of an indexer head.
         index_topk (`int`, *optional*, defaults to 2048):
             Keys per query, before the budget adapts.
-        index_topk_min (`int`, *optional*, defaults to 256):
+        k_min (`int`, *optional*, defaults to 256):
             Smallest budget of a query, in keys.
-        index_topk_max (`int`, *optional*, defaults to 4096):
+        k_max (`int`, *optional*, defaults to 4096):
             Largest budget of a query, in keys.
-        index_dense_below (`int`, *optional*, defaults to 0):
+        dense_below (`int`, *optional*, defaults to 0):
             Queries that see fewer keys than this attend to all of them, whatever their budget.
-        index_adaptive (`str`, *optional*, defaults to `"inverse"`):
+        adaptive_k (`str`, *optional*, defaults to `"inverse"`):
             How the variance v of a query's scores scales its budget, with its moving average a from training:
             `"inverse"` topk * a / v, `"direct"` topk * v / a, `"off"` topk.
-        index_activation (`str`, *optional*, defaults to `"sigmoid"`):
+        indexer_activation (`str`, *optional*, defaults to `"sigmoid"`):
             Activation of the indexer's scores: `"sigmoid"` (GSA) or `"relu"` (DeepSeek's indexer); `"plain"` and
             `"qsa"` are these two without head weights.
-        index_norm (`bool`, *optional*, defaults to `False`):
+        indexer_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm on each head's query and on the key of the indexer, before the rotary embedding.
-        index_rope (`bool`, *optional*, defaults to `False`):
+        indexer_rope (`bool`, *optional*, defaults to `False`):
             Rotary embedding on the indexer's queries and keys.
-        index_temperature (`float` or `str`, *optional*, defaults to 1.0):
+        indexer_temperature (`float` or `str`, *optional*, defaults to 1.0):
             beta in softmax(beta * scores) of the indexer loss: a number, or `"learned"`.
-        index_local_window (`int`, *optional*, defaults to 0):
+        local_window (`int`, *optional*, defaults to 0):
             Latest keys that are always selected, beside the budget.
-        index_block_size (`int`, *optional*, defaults to 1):
+        selection_block (`int`, *optional*, defaults to 1):
             Queries in aligned blocks of this many share the selection of the first of them.
-        index_block_query (`str`, *optional*, defaults to `"first"`):
+        selection_query (`str`, *optional*, defaults to `"first"`):
             What scores the keys for a block: its `"first"` query, or `"previous_mean"`, the mean of the queries and
             head weights over the block before it.
-        index_pool (`int`, *optional*, defaults to 1):
+        indexer_pool (`int`, *optional*, defaults to 1):
             Keys in groups of this many, counted from the beginning of their document: the indexer scores the mean of a
             group, and the budget is spent on whole groups before the query's own, which it reads up to itself.
         index_topk_freq (`int`, *optional*, defaults to 1):
@@ -173,22 +188,24 @@ class GSAConfig(PreTrainedConfig):
     index_n_heads: int = 4
     index_head_dim: int = 64
     index_topk: int = 2048
-    index_topk_min: int = 256
-    index_topk_max: int = 4096
-    index_dense_below: int = 0
-    index_adaptive: Literal["inverse", "direct", "off"] = "inverse"
-    index_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
-    index_norm: bool = False
-    index_rope: bool = False
-    index_temperature: float | int | str = 1.0
-    index_local_window: int = 0
-    index_block_size: int = 1
-    index_block_query: Literal["first", "previous_mean"] = "first"
-    index_pool: int = 1
+    k_min: int = 256
+    k_max: int = 4096
+    dense_below: int = 0
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
+    indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
+    indexer_norm: bool = False
+    indexer_rope: bool = False
+    indexer_temperature: float | int | str = 1.0
+    local_window: int = 0
+    selection_block: int = 1
+    selection_query: Literal["first", "previous_mean"] = "first"
+    indexer_pool: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if renamed := [f"{old} is now {new}" for old, new in RENAMED.items() if old in kwargs]:
+            raise ValueError(f"{'; '.join(renamed)}: rename it in config.json or in the call")
         if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype is {self.dtype!r}; pass one of torch, such as 'bfloat16' or 'float32'")
         if self.layer_types is None:
@@ -268,49 +285,48 @@ class GSAConfig(PreTrainedConfig):
 
 
 def validate_indexer(config: Any) -> None:
-    """Bounds of the `index_*` fields.
+    """Bounds of the fields of indexer and selection.
 
     Raises:
         ValueError: it names the field, its value and what to pass.
     """
-    for name in ("index_n_heads", "index_head_dim", "index_topk", "index_topk_min", "index_topk_max"):
+    for name in ("index_n_heads", "index_head_dim", "index_topk", "k_min", "k_max"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; pass at least 1")
-    for name in ("index_block_size", "index_pool", "index_topk_freq"):
+    for name in ("selection_block", "indexer_pool", "index_topk_freq"):
         if getattr(config, name) < 1:
             raise ValueError(
                 f"{name} is {getattr(config, name)}; pass 1, or a number of queries, keys or layers"
             )
-    if 1 < config.index_pool > config.index_topk_min:
+    if 1 < config.indexer_pool > config.k_min:
         raise ValueError(
-            f"index_topk_min is {config.index_topk_min}; pass at least index_pool {config.index_pool}, so that each "
+            f"k_min is {config.k_min}; pass at least indexer_pool {config.indexer_pool}, so that each "
             "query selects a group of keys"
         )
-    if config.index_pool > 1 and config.index_block_size > 1:
+    if config.indexer_pool > 1 and config.selection_block > 1:
         raise ValueError(
-            f"index_pool is {config.index_pool} with index_block_size {config.index_block_size}; pass 1 for one of them"
+            f"indexer_pool is {config.indexer_pool} with selection_block {config.selection_block}; pass 1 for one "
+            "of them"
         )
-    if config.index_topk_min > config.index_topk_max:
-        raise ValueError(
-            f"index_topk_min is {config.index_topk_min}; pass at most index_topk_max {config.index_topk_max}"
-        )
-    if config.index_rope and config.index_head_dim % 2:
-        raise ValueError(f"index_head_dim is {config.index_head_dim} with index_rope; pass an even number")
-    for name in ("index_local_window", "index_dense_below"):
+    if config.k_min > config.k_max:
+        raise ValueError(f"k_min is {config.k_min}; pass at most k_max {config.k_max}")
+    if config.indexer_rope and config.index_head_dim % 2:
+        raise ValueError(f"index_head_dim is {config.index_head_dim} with indexer_rope; pass an even number")
+    for name in ("local_window", "dense_below"):
         if getattr(config, name) < 0:
             raise ValueError(f"{name} is {getattr(config, name)}; pass 0 or a number of keys")
-    if 1 < config.index_block_size > config.index_local_window:
+    if 1 < config.selection_block > config.local_window:
         raise ValueError(
-            f"index_local_window is {config.index_local_window}; pass at least index_block_size "
-            f"{config.index_block_size}, so that each query attends to the keys of its own block"
+            f"local_window is {config.local_window}; pass at least selection_block "
+            f"{config.selection_block}, so that each query attends to the keys of its own block"
         )
-    if config.index_block_query != "first" and config.index_block_size == 1:
+    if config.selection_query != "first" and config.selection_block == 1:
         raise ValueError(
-            f"index_block_query is {config.index_block_query!r} with index_block_size 1; pass 'first', or a block"
+            f"selection_query is {config.selection_query!r} with selection_block 1; pass 'first', or a block"
         )
-    temperature = config.index_temperature
+    temperature = config.indexer_temperature
     if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):
-        raise ValueError(f"index_temperature is {temperature!r}; pass a positive number or 'learned'")
+        raise ValueError(f"indexer_temperature is {temperature!r}; pass a positive number or 'learned'")
     if config.indexer_loss_coef < 0:
         raise ValueError(f"indexer_loss_coef is {config.indexer_loss_coef}; pass 0 or a positive number")
 

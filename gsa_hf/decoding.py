@@ -65,7 +65,7 @@ quantisation and parametrisation put in its place, or derive from it, calculates
 def not_fused(model: GSAForCausalLM) -> str | None:
     """What of a model fused steps do not have, `field is value`; None: nothing."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False, "index_block_query": "first", "index_pool": 1}
+    other = {"num_experts": 0, "sandwich_norm": False, "selection_query": "first", "indexer_pool": 1}
     for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
@@ -213,7 +213,7 @@ class FusedDecoder:
         self.slot.fill_(filled)
         self.starts.copy_(starts)
         self.lengths.copy_(filled + 1 - self.starts)
-        block = self.config.index_block_size
+        block = self.config.selection_block
         if block == 1 or self._workspace is None:
             return
         last = (self.lengths - 2).clamp(min=0)
@@ -234,7 +234,7 @@ class FusedDecoder:
         """`tokens` one slot further -> logits of those after them [B, vocab]. Advances `slot` and `lengths`.
 
         Args:
-            refresh: with `index_block_size` b, whether some sequence is at a multiple of b tokens; the other sequences
+            refresh: with `selection_block` b, whether some sequence is at a multiple of b tokens; the other sequences
                 keep their selection. Without blocks every step selects.
         """
         model, layers = self.model.model, self.layers
@@ -294,9 +294,9 @@ class FusedDecoder:
         config = self.config
         leader = config.indexer_layer(place)
         assert leader is not None
-        selects = leader == place and (refresh or config.index_block_size == 1)
+        selects = leader == place and (refresh or config.selection_block == 1)
         # With blocks, a step that keeps selections makes none; another one, and `place`, come behind ordinary kernels.
-        keeps = not (refresh or config.index_block_size == 1)
+        keeps = not (refresh or config.selection_block == 1)
         # Attention that reads ahead has one program on a multiprocessor for four of the other's: one sequence fits.
         settled = selects or (keeps and self.batch == 1)
         held = self._layer_cache(place, leader, self.lengths, settled)
@@ -322,13 +322,13 @@ class FusedDecoder:
         self, place: int, module: Any, projected: Any, held: Any, selects: bool
     ) -> torch.Tensor:
         config = self.config
-        window = config.index_local_window
+        window = config.local_window
         decode = kernel_module("decode.op")
         if not selects:
             return decode.decode_attend(projected.q, held, window, projected.gate)
         applied = self._applied(place, projected.index_queries, projected.index_weights)
         geometry = kernel_module("types").Geometry(
-            selection_block=config.index_block_size, local_window=window
+            selection_block=config.selection_block, local_window=window
         )
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
@@ -358,7 +358,7 @@ class FusedDecoder:
             self._layer_cache(place, place, lengths, settled=False),
             kernel_rule(self.config),
             self.model.model.layers[place].self_attn.indexer.variance_ema,
-            self.config.index_block_size,
+            self.config.selection_block,
         )
 
     def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:

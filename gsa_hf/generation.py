@@ -200,7 +200,7 @@ class Generator:
             return lambda _, tokens: decoder.step(tokens)
         if self._graphs is None:
             self._graphs = DecodingGraphs(decoder)
-        graphs, block = self._graphs, self.model.config.index_block_size
+        graphs, block = self._graphs, self.model.config.selection_block
 
         def step(index: int, tokens: torch.Tensor) -> torch.Tensor:
             decoder.tokens.copy_(tokens)
@@ -222,7 +222,7 @@ class DecodingGraphs:
         """The decoder stands where its next token goes; after this it stands there again, as if nothing had run."""
         filled, starts = int(decoder.slot), decoder.starts.clone()
         self._captured = {}
-        kinds = (True, False) if decoder.config.index_block_size > 1 else (True,)
+        kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(

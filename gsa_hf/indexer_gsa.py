@@ -108,18 +108,18 @@ class GSAIndexer(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
-        self.activation = "sigmoid" if config.index_activation in ("sigmoid", "plain") else "relu"
-        self.block_size, self.temperature = config.index_block_size, config.index_temperature
-        self.by_previous_block = config.index_block_query == "previous_mean"
-        self.weight_logit = WEIGHT_LOGITS.get(config.index_activation)
+        self.activation = "sigmoid" if config.indexer_activation in ("sigmoid", "plain") else "relu"
+        self.block_size, self.temperature = config.selection_block, config.indexer_temperature
+        self.by_previous_block = config.selection_query == "previous_mean"
+        self.weight_logit = WEIGHT_LOGITS.get(config.indexer_activation)
         biased = self.activation == "sigmoid"
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
         self.weights_proj = None
         if self.weight_logit is None:
             self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=biased)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.index_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.index_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.indexer_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.indexer_norm else None
         self.score_bias = nn.Parameter(torch.zeros(self.heads)) if biased else None
         learned = self.temperature == "learned"
         self.log_inverse_temperature = nn.Parameter(torch.zeros(1)) if learned else None
@@ -223,7 +223,7 @@ class GSAIndexer(nn.Module):
         Args:
             tokens: of this forward pass
             leaders: int64 [B, L], number of the first query of each query's block; None where blocks are of one
-            in_first_block: bool [B, L], of a sequence; what `index_block_query: previous_mean` asks for
+            in_first_block: bool [B, L], of a sequence; what `selection_query: previous_mean` asks for
             order: of the tokens; None: their numbers are their slots
         """
         if leaders is None:
@@ -288,7 +288,7 @@ def select_keys(
     """S_t: the k_t visible keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
 
     Args:
-        config: its `index_*` fields
+        config: its fields of indexer and selection
         scores: fp32 [B, L, Lk]; of the first query of each query's block, where blocks share
         visible: bool [B, L, Lk], the keys that each query itself may see
         leaders: int64 [B, L], slot of that first query, or None
@@ -308,17 +308,17 @@ def select_keys(
     selected = torch.zeros_like(visible).scatter(-1, order, within) & candidates
     if groups is not None:
         selected = groups.keys_of(selected, visible)
-    if config.index_local_window > 0:
+    if config.local_window > 0:
         # The last visible keys of the query, its own included: counted from the end.
         from_end = visible.flip(-1).cumsum(-1).flip(-1)
-        selected = selected | (visible & (from_end <= config.index_local_window))
+        selected = selected | (visible & (from_end <= config.local_window))
     return selected
 
 
 def budgets(
     scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
 ) -> torch.Tensor:
-    """k_t of equation 8: int64 [B, L], at most the number of visible keys; all of fewer than `index_dense_below`.
+    """k_t of equation 8: int64 [B, L], at most the number of visible keys; all of fewer than `dense_below`.
 
     The population variance is over what is scored, in two passes, summed in fp64: it neither cancels nor depends on how
     many later keys there are.
@@ -332,15 +332,15 @@ def budgets(
     deviation = torch.where(visible, scores - mean[..., None], 0)
     variance = (deviation.square().sum(-1, dtype=torch.float64) / size).float().double()
     average = ema.double()
-    if config.index_adaptive == "inverse":
+    if config.adaptive_k == "inverse":
         raw = config.index_topk * average / variance
-    elif config.index_adaptive == "direct":
+    elif config.adaptive_k == "direct":
         raw = config.index_topk * variance / average
     else:
         raw = torch.full_like(variance, config.index_topk)
     raw = torch.where((average == 0) | raw.isnan(), float(config.index_topk), raw)
-    budget = raw.floor().clamp(config.index_topk_min, config.index_topk_max).long()
-    return torch.where(count < config.index_dense_below, count, torch.minimum(budget, count))
+    budget = raw.floor().clamp(config.k_min, config.k_max).long()
+    return torch.where(count < config.dense_below, count, torch.minimum(budget, count))
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     row = 0
     if indexer is not None:
         row = parts[5]
-        if config.index_block_size > 1:
+        if config.selection_block > 1:
             row += parts[6] + indexer.heads
             row += -row % 16
     logit = None if indexer is None else indexer.weight_logit

@@ -122,10 +122,10 @@ def make_kernel_pass(
     Raises:
         ValueError: the kernels cannot run it; it says what can.
     """
-    if config.index_pool > 1:
+    if config.indexer_pool > 1:
         raise ValueError(
-            f"index_pool is {config.index_pool} with attn_implementation 'gsa', whose kernels score single keys; pass "
-            "'sdpa'"
+            f"indexer_pool is {config.indexer_pool} with attn_implementation 'gsa', whose kernels score single keys; "
+            "pass 'sdpa'"
         )
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
@@ -146,10 +146,10 @@ def make_kernel_pass(
             )
         return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
     found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)
-    block = config.index_block_size
+    block = config.selection_block
     if found.past % block:
         raise ValueError(
-            f"{length} tokens follow {found.past} in the cache with index_block_size {block} and attn_implementation "
+            f"{length} tokens follow {found.past} in the cache with selection_block {block} and attn_implementation "
             f"'gsa'; pass pieces of a multiple of {block} tokens, one token at a time, or 'sdpa'"
         )
     lengths = torch.full((batch,), length, device=inputs.device)
@@ -198,7 +198,7 @@ def _place_documents(found: KernelPass, position_ids: torch.Tensor, block: int) 
         return
     if block > 1:
         raise ValueError(
-            f"position_ids hold several documents with index_block_size {block} and attn_implementation 'gsa'; pass "
+            f"position_ids hold several documents with selection_block {block} and attn_implementation 'gsa'; pass "
             "one document per row, with padding"
         )
     slots = torch.arange(1, found.length, device=position_ids.device)

@@ -60,12 +60,12 @@ def _attend(
     k, v = (x[:, :end] if place.past else place.arranged(x[:, :end]) for x in (k, v))
     gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
     # Where every query selects all that it sees, only the indexer's loss needs the scores.
-    sparse = module.is_sparse and (call.learns or end >= config.index_dense_below)
-    block = config.index_block_size if sparse else 1
-    window = config.index_local_window if sparse else 0
+    sparse = module.is_sparse and (call.learns or end >= config.dense_below)
+    block = config.selection_block if sparse else 1
+    window = config.local_window if sparse else 0
     geometry = types.Geometry(place.document_starts, place.past, block, window)
     applied = None
-    if module.indexer is not None and place.static and config.index_block_size > 1:
+    if module.indexer is not None and place.static and config.selection_block > 1:
         assert call.rows is not None
         place.memory.forget_block(call.rows)
     if module.indexer is not None and sparse:
@@ -113,7 +113,7 @@ def _decode(
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
-    block, window = config.index_block_size, config.index_local_window
+    block, window = config.selection_block, config.local_window
     most_keys = min(kernel_rule(config).most_keys, room)
     assert place.lengths is not None
 
@@ -145,7 +145,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
     A static cache's blocks select once: where the selection at hand is of the same block, the length is one at which
     the kernels do not select. Selections are of a cache's tensors, which reordering replaces.
     """
-    place, block, rows = call.kernel_pass, module.config.index_block_size, call.rows
+    place, block, rows = call.kernel_pass, module.config.selection_block, call.rows
     assert place.lengths is not None
     assert rows is not None
     position = place.lengths - 1
@@ -190,8 +190,8 @@ def applied_indexer(indexer: Any, queries: torch.Tensor, keys: torch.Tensor, wei
 
 
 def kernel_rule(config: Any) -> Any:
-    sizes = (config.index_topk, config.index_topk_min, config.index_topk_max)
-    return kernel_module("types").BudgetRule(*sizes, config.index_adaptive, config.index_dense_below)
+    sizes = (config.index_topk, config.k_min, config.k_max)
+    return kernel_module("types").BudgetRule(*sizes, config.adaptive_k, config.dense_below)
 
 
 def _padding_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:

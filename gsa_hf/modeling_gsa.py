@@ -142,7 +142,7 @@ class GSAModel(GSAPreTrainedModel):
         self.norm = GSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = GSARotaryEmbedding(config)
         self.indexer_rotary_emb = (
-            GSARotaryEmbedding(rotary_config_of_indexer(config)) if config.index_rope else None
+            GSARotaryEmbedding(rotary_config_of_indexer(config)) if config.indexer_rope else None
         )
         self.kernel_memory = KernelMemory()
         self.gradient_checkpointing = False
@@ -212,7 +212,7 @@ class GSAModel(GSAPreTrainedModel):
         }
         if self.indexer_rotary_emb is not None:
             shared["indexer_embeddings"] = indexer_angles(
-                self.indexer_rotary_emb, hidden_states, position_ids, self.config.index_pool
+                self.indexer_rotary_emb, hidden_states, position_ids, self.config.indexer_pool
             )
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:

@@ -32,8 +32,8 @@ def replace_attention_with_gsa(
 
     Args:
         model: Llama, Mistral, Qwen2 or Qwen3, without sliding windows
-        config: gates and `index_*` fields; sizes are the model's. `layer_types` of the model's length says which layers
-            are sparse; left out, all that are replaced
+        config: gates, indexer and selection; sizes are the model's. `layer_types` of the model's length says which
+            layers are sparse; left out, all that are replaced
         layers: numbers of the layers
 
     Raises:
@@ -91,7 +91,7 @@ class ReplacedAttention(GSAAttention):
     def __init__(self, config: GSAConfig, host_config: Any, layer_idx: int, old: nn.Module) -> None:
         super().__init__(config, layer_idx)
         self.host_config = host_config
-        rotary = config.index_rope and self.indexer is not None
+        rotary = config.indexer_rope and self.indexer is not None
         self.indexer_rotary_emb = GSARotaryEmbedding(rotary_config_of_indexer(config)) if rotary else None
         self.kernel_memory = KernelMemory()
         self.indexer_loss: torch.Tensor | None = None
@@ -140,7 +140,7 @@ class ReplacedAttention(GSAAttention):
             cache,
             indexer_embeddings=None
             if rotary is None
-            else indexer_angles(rotary, hidden_states, position_ids, self.config.index_pool),
+            else indexer_angles(rotary, hidden_states, position_ids, self.config.indexer_pool),
             kernel_pass=kernel_pass,
             output_indexer_loss=learns,
             **kwargs,

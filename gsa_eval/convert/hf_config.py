@@ -35,26 +35,18 @@ NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
 """Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
 GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
-    **{name: name for name in FORM},
-    "output_transform": "output_transform",
+    **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
+    **{name: name for name in ("local_window", "selection_block", "selection_query")},
+    **{
+        f"indexer_{name}": f"indexer_{name}" for name in ("activation", "norm", "rope", "temperature", "pool")
+    },
     "indexer_heads": "index_n_heads",
     "indexer_dim": "index_head_dim",
-    "indexer_activation": "index_activation",
-    "indexer_rope": "index_rope",
-    "indexer_norm": "index_norm",
-    "indexer_pool": "index_pool",
-    "indexer_temperature": "index_temperature",
-    "adaptive_k": "index_adaptive",
     "k_base": "index_topk",
-    "k_min": "index_topk_min",
-    "k_max": "index_topk_max",
-    "dense_below": "index_dense_below",
-    "local_window": "index_local_window",
-    "selection_block": "index_block_size",
-    "selection_query": "index_block_query",
     "selection_reuse": "index_topk_freq",
 }
-"""The same of `gsa`; `attention` is in `layer_types`. The others say how to train, and with which kernels."""
+"""The same for `gsa`: our names, except four that transformers has for other sparse models. `attention` is in
+`layer_types`; the others say how to train, and with which kernels."""
 MOE_FIELDS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",

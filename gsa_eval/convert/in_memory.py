@@ -154,7 +154,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
         raise ValueError(
             f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
-    attention = chosen_attention(attention, device, found.index_pool)
+    attention = chosen_attention(attention, device, found.indexer_pool)
     model = read_gsa_model(folder, found, found, attention)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

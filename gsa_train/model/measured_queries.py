@@ -123,7 +123,7 @@ class MeasuredQueries:
     @cached_property
     def leaders_with_choice(self) -> torch.Tensor:
         """bool [B, R]: they see two keys, or two groups that they may choose."""
-        return self.leaders_visible >= least_keys_to_choose(self.geometry.key_pool)
+        return self.leaders_visible >= least_keys_to_choose(self.geometry.indexer_pool)
 
     def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
         """bool [B, R]: those whose budget is below what they see, or may choose.
@@ -131,7 +131,7 @@ class MeasuredQueries:
         Args:
             budget: k_t, int [B, R]
         """
-        pool, visible = self.geometry.key_pool, self.leaders_visible
+        pool, visible = self.geometry.indexer_pool, self.leaders_visible
         return budget < visible if pool == 1 else budget // pool < (visible - 1) // pool
 
     @cached_property

@@ -122,7 +122,8 @@ def indexer_loss(
     """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])): GSA, equations 14 and 15.
 
     p_t is the attention of query t, averaged over the heads; of a block that shares a selection, over its queries, too.
-    With `key_pool` p_t is summed over each group, and S_t are the groups before the query's own that it reads whole.
+    With `indexer_pool` p_t is summed over each group, and S_t are the groups before the query's own that it reads
+    whole.
     Gradients go to the indexer's tensors only, the inverse temperature among them.
 
     Args:
@@ -221,8 +222,10 @@ def decode_step(
     Returns:
         [B, H, D]; zeros for a sequence of length 0
     """
-    if geometry.key_pool > 1:
-        raise ValueError(f"geometry has key_pool {geometry.key_pool}; pass 1: decoding selects single keys")
+    if geometry.indexer_pool > 1:
+        raise ValueError(
+            f"geometry has indexer_pool {geometry.indexer_pool}; pass 1: decoding selects single keys"
+        )
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
             f"geometry has document_starts or query_start {geometry.query_start}; pass selection_block and "

@@ -81,15 +81,15 @@ def check_activation(activation: str, heads: int, **biases: torch.Tensor | None)
             check_shape(name, bias, "[HI]", (heads,))
 
 
-def check_budget_rule(k_base: int, k_min: int, k_max: int, mode: str, dense_below: int) -> None:
+def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dense_below: int) -> None:
     """Of `adaptive_budget`."""
     check_at_least("k_base", k_base, 1)
     check_at_least("k_min", k_min, 1)
     check_at_least("dense_below", dense_below, 0)
     if k_max < k_min:
         raise ValueError(f"k_max is {k_max}, below k_min {k_min}; pass k_max >= k_min")
-    if mode not in ("inverse", "direct", "off"):
-        raise ValueError(f"mode is {mode!r}; pass 'inverse', 'direct' or 'off'")
+    if adaptive_k not in ("inverse", "direct", "off"):
+        raise ValueError(f"adaptive_k is {adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
 
 
 def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:

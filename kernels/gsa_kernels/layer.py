@@ -47,23 +47,23 @@ class GatedSparseAttention(nn.Module):
     def __init__(self, config: GSAConfig) -> None:
         super().__init__()
         self.config = config
-        d, size = config.d_model, config.head_size
-        queries, keys = config.n_heads * size, config.n_kv_heads * size
+        d, size = config.hidden_size, config.head_size
+        queries, keys = config.num_heads * size, config.num_kv_heads * size
         self.q_proj = nn.Linear(d, queries, bias=False)
         self.k_proj = nn.Linear(d, keys, bias=False)
         self.v_proj = nn.Linear(d, keys, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
-        self.value_gate = nn.Linear(d, keys) if config.use_value_gate else None  # G2
-        self.output_gate = nn.Linear(d, queries) if config.use_output_gate else None  # G1
+        self.value_gate = nn.Linear(d, keys) if config.value_gate else None  # G2
+        self.output_gate = nn.Linear(d, queries) if config.output_gate else None  # G1
         for gate in (self.value_gate, self.output_gate):
             if gate is not None:
                 nn.init.constant_(gate.bias, config.gate_bias_init)
-        self.indexer_query = nn.Linear(d, config.n_indexer_heads * config.d_indexer, bias=False)
-        self.indexer_key = nn.Linear(d, config.d_indexer, bias=False)
-        self.indexer_head_weight = nn.Linear(d, config.n_indexer_heads, bias=False)
+        self.indexer_query = nn.Linear(d, config.indexer_heads * config.indexer_dim, bias=False)
+        self.indexer_key = nn.Linear(d, config.indexer_dim, bias=False)
+        self.indexer_head_weight = nn.Linear(d, config.indexer_heads, bias=False)
         biased = config.indexer_activation == "sigmoid"
         self.indexer_score_bias, self.indexer_head_weight_bias = (  # b_j, c_j
-            nn.Parameter(torch.zeros(config.n_indexer_heads)) if biased else None for _ in range(2)
+            nn.Parameter(torch.zeros(config.indexer_heads)) if biased else None for _ in range(2)
         )
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
         # Sum of the variances, and their number, since the last update.
@@ -153,7 +153,7 @@ class GatedSparseAttention(nn.Module):
         )
 
     def _check(self, x: torch.Tensor, attention: str) -> None:
-        check_shape("x", x, "[B, L, d]", (None, None, self.config.d_model))
+        check_shape("x", x, "[B, L, d]", (None, None, self.config.hidden_size))
         if attention not in ("dense", "sparse"):
             raise ValueError(f"attention is {attention!r}; pass 'dense' or 'sparse'")
 
@@ -200,7 +200,7 @@ class GatedSparseAttention(nn.Module):
         config, x = self.config, x.detach()
         leaders = x if every_query else x[:, :: config.selection_block]
         return Indexer(
-            self.indexer_query(leaders).unflatten(-1, (config.n_indexer_heads, config.d_indexer)),
+            self.indexer_query(leaders).unflatten(-1, (config.indexer_heads, config.indexer_dim)),
             self.indexer_key(x),
             self.indexer_head_weight(leaders),
             self.indexer_score_bias,

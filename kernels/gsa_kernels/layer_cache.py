@@ -60,16 +60,16 @@ def new_cache(
     """An empty cache for `batch` sequences of up to `max_length` tokens, on the device and in the dtype of the keys."""
     check_at_least("batch", batch, 1)
     check_at_least("max_length", max_length, 1)
-    kv_heads, size = config.n_kv_heads, config.head_size
+    kv_heads, size = config.num_kv_heads, config.head_size
     workspace = None
     if config.implementation_on(device) == "triton":
         workspace = new_workspace(
-            batch, max_length, heads=config.n_heads, kv_heads=kv_heads, head_size=size, device=device
+            batch, max_length, heads=config.num_heads, kv_heads=kv_heads, head_size=size, device=device
         )
     keys, values = torch.zeros(2, batch, max_length, kv_heads, size, device=device, dtype=dtype)
     lengths = torch.zeros(batch, device=device, dtype=torch.int32)
     selection = new_selection(batch, min(config.rule.most_keys, max_length), device=device)
-    indexer_keys = torch.zeros(batch, max_length, config.d_indexer, device=device, dtype=dtype)
+    indexer_keys = torch.zeros(batch, max_length, config.indexer_dim, device=device, dtype=dtype)
     return GSACache(LayerCache(keys, values, lengths, selection, workspace), indexer_keys)
 
 

@@ -1,9 +1,9 @@
-"""Shapes and choices of `GatedSparseAttention`. Fields that the authors' code has bear the authors' names."""
+"""Shapes and choices of `GatedSparseAttention`. Fields have the names of the configs of training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -12,27 +12,39 @@ from gsa_kernels.checks import check_at_least
 from gsa_kernels.rotary import YarnScaling
 from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
+RENAMED = {
+    "d_model": "hidden_size",
+    "n_heads": "num_heads",
+    "n_kv_heads": "num_kv_heads",
+    "d_head": "head_dim",
+    "use_value_gate": "value_gate",
+    "use_output_gate": "output_gate",
+    "n_indexer_heads": "indexer_heads",
+    "d_indexer": "indexer_dim",
+}
+"""Name before and in the authors' code -> name now."""
+
 
 @dataclass(frozen=True)
 class GSAConfig:
     """One layer. Defaults are the paper's: sizes of its 7B class (table 1), budgets, gates of bias 0."""
 
-    d_model: int = 4096
+    hidden_size: int = 4096
     """d, the hidden size."""
-    n_heads: int = 32
+    num_heads: int = 32
     """H, query heads."""
-    n_kv_heads: int = 8
+    num_kv_heads: int = 8
     """Hkv, key-value heads; H is a multiple of it."""
-    d_head: int | None = None
-    """D, even; by Triton one of limits.HEAD_SIZES. d_model / n_heads if None."""
-    use_value_gate: bool = True
+    head_dim: int | None = None
+    """D, even; by Triton one of limits.HEAD_SIZES. hidden_size / num_heads if None."""
+    value_gate: bool = True
     """G2: values times sigmoid(h W + b), before attention (eq. 9)."""
-    use_output_gate: bool = True
+    output_gate: bool = True
     """G1: attention's output times sigmoid(h W + b) (eq. 10)."""
     gate_bias_init: float = 0.0
     """Initial b of both gates. 0 = the paper; the authors' code has 0.5."""
-    n_indexer_heads: int = 4
-    d_indexer: int = 64
+    indexer_heads: int = 4
+    indexer_dim: int = 64
     """Size of an indexer head."""
     indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
     """Of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights and no biases: DSA."""
@@ -58,19 +70,26 @@ class GSAConfig:
     `auto`: `triton` where the input is a CUDA tensor, `reference` elsewhere. What the kernels cannot do is an error
     under `auto`, too."""
 
+    def __new__(cls, *_args: Any, **fields: Any) -> GSAConfig:
+        if renamed := [f"{old} is now {new}" for old, new in RENAMED.items() if old in fields]:
+            raise ValueError(f"{'; '.join(renamed)}: rename it in the call")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_heads", "n_kv_heads", "n_indexer_heads", "d_indexer"):
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "indexer_heads", "indexer_dim"):
             check_at_least(name, getattr(self, name), 1)
-        if self.n_heads % self.n_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"n_heads is {self.n_heads} and n_kv_heads {self.n_kv_heads}; pass n_heads in a multiple of n_kv_heads"
+                f"num_heads is {self.num_heads} and num_kv_heads {self.num_kv_heads}; pass num_heads in a multiple "
+                "of num_kv_heads"
             )
-        if self.d_head is None and self.d_model % self.n_heads:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"d_model is {self.d_model} and n_heads {self.n_heads}; pass a multiple of n_heads, or d_head"
+                f"hidden_size is {self.hidden_size} and num_heads {self.num_heads}; pass a multiple of num_heads, or "
+                "head_dim"
             )
         if self.head_size < 2 or self.head_size % 2:
-            raise ValueError(f"d_head is {self.head_size}; pass an even number, whose halves RoPE turns")
+            raise ValueError(f"head_dim is {self.head_size}; pass an even number, whose halves RoPE turns")
         if self.indexer_activation not in ("sigmoid", "relu"):
             raise ValueError(f"indexer_activation is {self.indexer_activation!r}; pass 'sigmoid' or 'relu'")
         if not self.k_min <= self.k_base <= self.k_max:
@@ -96,7 +115,7 @@ class GSAConfig:
     @property
     def head_size(self) -> int:
         """D."""
-        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def rule(self) -> BudgetRule:
@@ -121,9 +140,9 @@ class GSAConfig:
     def _check_kernels(self) -> None:
         heads, sizes = limits.INDEXER_HEADS, limits.INDEXER_HEAD_SIZES
         fields = {  # what the kernels take, and in words
-            "d_head": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
-            "n_indexer_heads": (self.n_indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
-            "d_indexer": (self.d_indexer, sizes, f"{sizes[0]} to {sizes[-1]}"),
+            "head_dim": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
+            "indexer_heads": (self.indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
+            "indexer_dim": (self.indexer_dim, sizes, f"{sizes[0]} to {sizes[-1]}"),
             "selection_block": (
                 self.selection_block,
                 limits.SELECTION_BLOCKS,

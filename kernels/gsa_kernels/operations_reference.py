@@ -56,10 +56,10 @@ def select(
         k_base=rule.k_base,
         k_min=rule.k_min,
         k_max=rule.k_max,
-        mode=rule.mode,
+        adaptive_k=rule.adaptive_k,
         dense_below=rule.dense_below,
     )
-    chosen = select_top_k(scores, candidates, budget // geometry.key_pool)
+    chosen = select_top_k(scores, candidates, budget // geometry.indexer_pool)
     if firsts is not None:
         chosen = keys_of_groups(chosen, firsts, of_rows)
     chosen = expand_block_selection(chosen, block, len(positions))
@@ -109,8 +109,8 @@ def indexer_loss(
     else:
         positions = torch.arange(k.shape[1], device=k.device)
         candidates = earlier_groups(firsts, _causal(geometry, positions, k.shape[1]))
-        attended = whole_groups(mask, candidates, firsts, geometry.key_pool)
-        probs = sum_over_groups(probs, firsts, geometry.key_pool)
+        attended = whole_groups(mask, candidates, firsts, geometry.indexer_pool)
+        probs = sum_over_groups(probs, firsts, geometry.indexer_pool)
     target = renormalise_target(probs, attended)
     kl = indexer_kl(_scores(indexer), target, attended, _temperature(indexer))
     taken, factor = _taken_rows(kl.shape[1], selection, geometry, rows)
@@ -247,7 +247,7 @@ def _taken_rows(
     The kernels over key lists take whole tiles of the lists, those over packed masks stretches (`sample_rows`).
     """
     rank, size = rows.share
-    pool = geometry.key_pool
+    pool = geometry.indexer_pool
     if pool > 1:
         # The kernels' rows are groups of queries: the i-th are those of the (i + 1)-th group of keys.
         groups = max((num_rows - 1) // pool, 1)

@@ -38,7 +38,7 @@ def select(
     with_log_sum: bool,
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
-    if geometry.key_pool > 1:
+    if geometry.indexer_pool > 1:
         return select_groups(indexer, rule, variance_ema, geometry, kernel)
     if geometry.selection_block > 1:
         keys_per_query = rule.k_base + geometry.local_window
@@ -87,7 +87,7 @@ def indexer_loss(
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with launching_on(q, "q"):
-        if geometry.key_pool > 1:
+        if geometry.indexer_pool > 1:
             return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
         if selection is not None and selection.key_lists is not None:
             return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)

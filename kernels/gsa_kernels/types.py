@@ -114,11 +114,11 @@ class BudgetRule:
     k_base: int
     k_min: int
     k_max: int
-    mode: Literal["inverse", "direct", "off"] = "inverse"
+    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     dense_below: int = 0
 
     def __post_init__(self) -> None:
-        check_budget_rule(self.k_base, self.k_min, self.k_max, self.mode, self.dense_below)
+        check_budget_rule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     @property
     def most_keys(self) -> int:
@@ -139,7 +139,7 @@ class Geometry:
     """Queries in aligned blocks of this many share the top-k of the block's first query; 1 in the paper."""
     local_window: int = 0
     """Latest keys, the query's own included, that are selected beside the budget; 0 in the paper."""
-    key_pool: int = 1
+    indexer_pool: int = 1
     """Neighbouring keys, aligned in their document, that are selected together, by their mean (indexer/pool.py); 1 in
     the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
     itself. The indexer's keys are `pool_keys`."""
@@ -148,10 +148,10 @@ class Geometry:
         check_at_least("query_start", self.query_start, 0)
         check_at_least("selection_block", self.selection_block, 1)
         check_at_least("local_window", self.local_window, 0)
-        check_at_least("key_pool", self.key_pool, 1)
-        if self.key_pool > 1 and (self.selection_block > 1 or self.query_start > 0):
+        check_at_least("indexer_pool", self.indexer_pool, 1)
+        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start > 0):
             raise ValueError(
-                f"key_pool is {self.key_pool} with selection_block {self.selection_block} and query_start "
+                f"indexer_pool is {self.indexer_pool} with selection_block {self.selection_block} and query_start "
                 f"{self.query_start}; pass selection_block 1 and whole sequences"
             )
         if self.query_start % self.selection_block:
@@ -213,8 +213,8 @@ class Selection:
     """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which spares the indexer loss a pass; where asked for, with a
     packed mask only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)], with `Geometry.key_pool` p by Triton: a bit for each group that is chosen, in the
-    order of `selection/groups.py`."""
+    """int32 [B p, C, ceil(C / 32)], with `Geometry.indexer_pool` p by Triton: a bit for each group that is chosen, in
+    the order of `selection/groups.py`."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):

@@ -26,30 +26,30 @@ KERNEL_SIZES: dict[str, Any] = {
     "head_dim": 64,
     "index_head_dim": 32,
     "index_topk": 64,
-    "index_topk_min": 16,
-    "index_topk_max": 128,
+    "k_min": 16,
+    "k_max": 128,
     "initializer_range": 0.1,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "gsa": {"index_rope": True},
+    "gsa": {"indexer_rope": True},
     "sparse-only": {
         "value_gate": False,
         "output_gate": False,
-        "index_activation": "relu",
-        "index_adaptive": "off",
-        "index_rope": True,
+        "indexer_activation": "relu",
+        "adaptive_k": "off",
+        "indexer_rope": True,
     },
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
-    "reuse": {"index_topk_freq": 2, "index_local_window": 8, "index_rope": True},
-    "blocks": {"index_block_size": 32, "index_local_window": 32, "index_rope": True},
+    "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
+    "blocks": {"selection_block": 32, "local_window": 32, "indexer_rope": True},
     "previous-mean": {
-        "index_block_size": 32,
-        "index_local_window": 32,
-        "index_rope": True,
-        "index_block_query": "previous_mean",
+        "selection_block": 32,
+        "local_window": 32,
+        "indexer_rope": True,
+        "selection_query": "previous_mean",
     },
     "gates": {
-        "index_rope": True,
+        "indexer_rope": True,
         "key_gate": True,
         "projection_gate": True,
         "gate_activation": "ns_sigmoid",
@@ -174,7 +174,7 @@ def test_generate(name: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["gsa", "reuse", "blocks"])
 def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
-    model = model_of(name, indexer_loss_coef=1.0, index_temperature="learned").train()
+    model = model_of(name, indexer_loss_coef=1.0, indexer_temperature="learned").train()
     tokens, mask = padded(length=100)
     mask[0, 90:] = 0
     labels = tokens.masked_fill(mask == 0, -100)
@@ -218,7 +218,7 @@ def test_a_replaced_model() -> None:
         LlamaConfig(hidden_size=128, intermediate_size=256, initializer_range=0.1, **heads, **sizes)
     )
     sparse = GSAConfig(
-        **{key: KERNEL_SIZES[key] for key in KERNEL_SIZES if key.startswith("index")}, index_rope=True
+        **{key: KERNEL_SIZES[key] for key in KERNEL_SIZES if key.startswith("index")}, indexer_rope=True
     )
     replace_attention_with_gsa(host.cuda().eval(), sparse)
     tokens = distinct_tokens(2, 90).cuda()

@@ -106,9 +106,9 @@ def copying_model(defect: Defect = "") -> GSAForCausalLM:
         index_n_heads=1,
         index_head_dim=HEAD,
         index_topk=K_BASE,
-        index_topk_min=K_MIN,
-        index_topk_max=K_MAX,
-        index_rope=True,
+        k_min=K_MIN,
+        k_max=K_MAX,
+        indexer_rope=True,
     )
     model = GSAForCausalLM(config).eval()
     for parameter in model.parameters():

@@ -20,28 +20,28 @@ TINY: dict[str, Any] = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 6,
-    "index_topk_min": 2,
-    "index_topk_max": 9,
+    "k_min": 2,
+    "k_max": 9,
 }
-BLOCKS = {"index_block_size": 16, "index_local_window": 17}
+BLOCKS = {"selection_block": 16, "local_window": 17}
 MODELS: dict[str, dict[str, Any]] = {
-    "sparse": {"index_dense_below": 20},
+    "sparse": {"dense_below": 20},
     "dense": {"layer_types": [DENSE_LAYER] * 2, "value_gate": False, "output_gate": False},
     "blocks": BLOCKS,
     "groups of layers": {"num_hidden_layers": 3, "index_topk_freq": 2, **BLOCKS},
     "norms, no head weights": {
-        "index_norm": True,
-        "index_activation": "plain",
-        "index_rope": True,
+        "indexer_norm": True,
+        "indexer_activation": "plain",
+        "indexer_rope": True,
         **BLOCKS,
     },
     "mixed": {
         "layer_types": [DENSE_LAYER, INDEXED_LAYER],
         "qk_norm": True,
         "qkv_bias": True,
-        "index_rope": True,
-        "index_activation": "relu",
-        "index_adaptive": "direct",
+        "indexer_rope": True,
+        "indexer_activation": "relu",
+        "adaptive_k": "direct",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         **BLOCKS,
     },

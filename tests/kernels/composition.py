@@ -50,7 +50,7 @@ def gsa_layer(
         k_base=o.k_base,
         k_min=o.k_min,
         k_max=o.k_max,
-        mode=o.adaptive_k,
+        adaptive_k=o.adaptive_k,
         dense_below=o.dense_below,
     )
     top_k = ops.select_top_k(scores, visible_to_leader, budget)

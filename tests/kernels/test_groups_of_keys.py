@@ -81,7 +81,7 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
 
 def select(case: Case, given: Problem, implementation: api.Implementation) -> Selection:
     ema = torch.tensor(0.01, device=DEVICE)
-    geometry = Geometry(key_pool=case.pool)
+    geometry = Geometry(indexer_pool=case.pool)
     return api.select(
         given.indexer, case.rule, ema, geometry, implementation=implementation, kernel=case.kernel
     )
@@ -95,7 +95,7 @@ def results(
     case: Case, given: Problem, selection: Selection | None, implementation: api.Implementation
 ) -> dict[str, torch.Tensor]:
     """Output, loss, its rows, and every gradient of a sum of both."""
-    geometry = Geometry(key_pool=case.pool)
+    geometry = Geometry(indexer_pool=case.pool)
     out, lse = api.sparse_attention(
         given.q, given.k, given.v, selection, geometry, implementation=implementation
     )
@@ -194,14 +194,14 @@ def test_groups_become_their_keys(pool: int) -> None:
 @pytest.mark.parametrize(
     ("geometry", "rule", "length", "words"),
     [
-        (Geometry(key_pool=3), BudgetRule(12, 3, 12), 48, ["key_pool is 3"]),
-        (Geometry(key_pool=4), BudgetRule(16, 4, 16), 50, ["50 tokens", "key_pool 4"]),
-        (Geometry(key_pool=4), BudgetRule(16, 4, 16), 4, ["4 tokens", "two or more whole groups"]),
-        (Geometry(key_pool=4, local_window=2), BudgetRule(16, 4, 16), 48, ["local_window is 2"]),
-        (Geometry(key_pool=4), BudgetRule(15, 4, 16), 48, ["k_base 15", "multiple of 4"]),
-        (Geometry(key_pool=4), BudgetRule(16, 4, 16, dense_below=9), 48, ["dense_below 9"]),
+        (Geometry(indexer_pool=3), BudgetRule(12, 3, 12), 48, ["indexer_pool is 3"]),
+        (Geometry(indexer_pool=4), BudgetRule(16, 4, 16), 50, ["50 tokens", "indexer_pool 4"]),
+        (Geometry(indexer_pool=4), BudgetRule(16, 4, 16), 4, ["4 tokens", "two or more whole groups"]),
+        (Geometry(indexer_pool=4, local_window=2), BudgetRule(16, 4, 16), 48, ["local_window is 2"]),
+        (Geometry(indexer_pool=4), BudgetRule(15, 4, 16), 48, ["k_base 15", "multiple of 4"]),
+        (Geometry(indexer_pool=4), BudgetRule(16, 4, 16, dense_below=9), 48, ["dense_below 9"]),
         (
-            Geometry(torch.zeros(BATCH, 48, dtype=torch.int32), key_pool=4),
+            Geometry(torch.zeros(BATCH, 48, dtype=torch.int32), indexer_pool=4),
             BudgetRule(16, 4, 16),
             48,
             ["document_starts"],
@@ -222,5 +222,5 @@ def test_what_the_kernels_do_not_have_is_refused(
 
 def test_groups_are_of_whole_sequences_and_single_queries() -> None:
     for wrong in ({"selection_block": 16, "local_window": 16}, {"query_start": 16}):
-        with pytest.raises(ValueError, match="key_pool is 4"):
-            Geometry(key_pool=4, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="indexer_pool is 4"):
+            Geometry(indexer_pool=4, **wrong)  # type: ignore[arg-type]

@@ -40,10 +40,9 @@ PARAMETERS = {
     "b_j": "indexer_score_bias",
     "c_j": "indexer_head_weight_bias",
 }
-ORACLE_NAMES = {"use_value_gate": "value_gate", "use_output_gate": "output_gate"}
 SPARSE_ONLY: dict[str, Any] = {
-    "use_value_gate": False,
-    "use_output_gate": False,
+    "value_gate": False,
+    "output_gate": False,
     "indexer_activation": "relu",
     "adaptive_k": "off",
 }
@@ -57,7 +56,7 @@ SPARSE_ONLY: dict[str, Any] = {
         ("dense", {}, False),
         ("sparse", {"rope_base": 100.0, "rope_scaling": YarnScaling(4.0, 16, 3.0, 0.2)}, True),
         ("sparse", SPARSE_ONLY, False),
-        ("dense", {"use_value_gate": False}, True),
+        ("dense", {"value_gate": False}, True),
     ],
     ids=["GSA", "shared", "warm-up", "YaRN", "sparse-only", "G1 only"],
 )
@@ -65,7 +64,7 @@ def test_the_layer_equals_the_oracle(
     attention: Literal["dense", "sparse"], choices: dict[str, Any], packed: bool
 ) -> None:
     fields = {"k_base": 4, "k_min": 2, "k_max": 7, **choices}
-    config = GSAConfig(HIDDEN, 4, 2, 6, n_indexer_heads=3, d_indexer=4, **fields)
+    config = GSAConfig(HIDDEN, 4, 2, 6, indexer_heads=3, indexer_dim=4, **fields)
     wanted_options = oracle.LayerOptions(
         num_heads=4,
         num_kv_heads=2,
@@ -75,7 +74,7 @@ def test_the_layer_equals_the_oracle(
         attention=attention,
         variance_ema=EMA,
         yarn=oracle.Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if "rope_scaling" in fields else None,
-        **{ORACLE_NAMES.get(name, name): value for name, value in fields.items() if name != "rope_scaling"},
+        **{name: value for name, value in fields.items() if name != "rope_scaling"},
     )
     weights = random_weights(wanted_options, HIDDEN, seed=7)
     layer = GatedSparseAttention(config).double()
@@ -140,7 +139,7 @@ def step(
     ("learns", "mode", "fields"),
     [
         (True, {}, {}),
-        (True, {"attention": "dense"}, {"use_output_gate": False}),
+        (True, {"attention": "dense"}, {"output_gate": False}),
         (False, {}, {"selection_block": 16, "local_window": 16}),
     ],
 )
@@ -148,7 +147,7 @@ def test_triton_and_the_reference_agree(learns: bool, mode: dict[str, Any], fiel
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
-    config = GSAConfig(24, 4, 1, 32, n_indexer_heads=2, d_indexer=16, **RULE, **fields)
+    config = GSAConfig(24, 4, 1, 32, indexer_heads=2, indexer_dim=16, **RULE, **fields)
     ours, wanted = (
         GatedSparseAttention(replace(config, implementation=name)).to(device)
         for name in ("triton", "reference")
@@ -160,7 +159,7 @@ def test_triton_and_the_reference_agree(learns: bool, mode: dict[str, Any], fiel
     )
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(loss, expected_loss)
-    gates = 2 * (config.use_value_gate + config.use_output_gate)
+    gates = 2 * (config.value_gate + config.output_gate)
     assert len(gradients) == 4 + gates + (5 if learns else 0)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-5)
@@ -233,12 +232,12 @@ def test_recomputation_changes_nothing() -> None:
 def test_the_call_that_the_authors_print() -> None:
     """Their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md), on a CPU, with our import line."""
     config = GSAConfig(
-        d_model=1024,
-        n_heads=8,
-        n_kv_heads=2,
+        hidden_size=1024,
+        num_heads=8,
+        num_kv_heads=2,
         k_base=256,
-        use_value_gate=True,
-        use_output_gate=True,
+        value_gate=True,
+        output_gate=True,
     )
     gsa = GatedSparseAttention(config)
     x = torch.randn(1, 512, 1024)
@@ -248,12 +247,17 @@ def test_the_call_that_the_authors_print() -> None:
     assert bool(output.isfinite().all())
 
 
+def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
+    with pytest.raises(ValueError, match="d_model is now hidden_size; n_heads is now num_heads: rename it"):
+        GSAConfig(d_model=24, n_heads=4)  # type: ignore[call-arg]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_call_that_the_authors_print_on_a_gpu() -> None:
     """The sizes of their README, by the fused kernels."""
     config = GSAConfig(
-        d_model=4096, n_heads=32, n_kv_heads=8, k_base=2048, use_value_gate=True, use_output_gate=True
+        hidden_size=4096, num_heads=32, num_kv_heads=8, k_base=2048, value_gate=True, output_gate=True
     )
     gsa = GatedSparseAttention(config).cuda()
     batch_size, seq_len = 2, 8192
@@ -273,7 +277,7 @@ def test_a_dense_layer_without_gates_is_the_attention_of_llama() -> None:
         hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
     )
     theirs = llama.LlamaAttention(theirs_config, layer_idx=0)
-    config = GSAConfig(24, 4, 2, 8, use_value_gate=False, use_output_gate=False, **RULE)
+    config = GSAConfig(24, 4, 2, 8, value_gate=False, output_gate=False, **RULE)
     ours = GatedSparseAttention(config)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert not unexpected
@@ -297,9 +301,9 @@ def test_what_a_layer_starts_with() -> None:
     assert not any("gate" in name or "bias" in name for name, _ in bare.named_parameters())
     assert sum(name.startswith("indexer") for name, _ in layer.named_parameters()) == 5
     paper = GSAConfig()
-    assert (paper.d_model, paper.n_heads, paper.n_kv_heads, paper.head_size) == (4096, 32, 8, 128)
+    assert (paper.hidden_size, paper.num_heads, paper.num_kv_heads, paper.head_size) == (4096, 32, 8, 128)
     assert (paper.k_min, paper.k_base, paper.k_max) == (256, 2048, 4096)
-    assert (paper.n_indexer_heads, paper.d_indexer, paper.gate_bias_init) == (4, 64, 0)
+    assert (paper.indexer_heads, paper.indexer_dim, paper.gate_bias_init) == (4, 64, 0)
 
 
 def test_a_layer_made_on_the_meta_device() -> None:
@@ -316,10 +320,10 @@ def test_a_layer_made_on_the_meta_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_heads": 3}, "n_heads is 3 and n_kv_heads 2"),
-        ({"n_heads": 0}, "n_heads is 0"),
-        ({"d_model": 22, "n_heads": 4}, "d_model is 22 and n_heads 4"),
-        ({"d_head": 7}, "d_head is 7; pass an even number"),
+        ({"num_heads": 3}, "num_heads is 3 and num_kv_heads 2"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"hidden_size": 22, "num_heads": 4}, "hidden_size is 22 and num_heads 4"),
+        ({"head_dim": 7}, "head_dim is 7; pass an even number"),
         ({"indexer_activation": "tanh"}, "indexer_activation is 'tanh'"),
         ({"k_base": 1}, "k_base is 1 with k_min 2 and k_max 12; pass k_min <= k_base <= k_max"),
         ({"k_min": 0}, "k_min is 0"),
@@ -330,15 +334,18 @@ def test_a_layer_made_on_the_meta_device() -> None:
         ({"rope_base": 1.0, "rope_scaling": YarnScaling(4.0, 16)}, "rope_base is 1.0 with rope_scaling"),
         ({"implementation": "cuda"}, "implementation is 'cuda'"),
         (
-            {"implementation": "triton", "d_head": 48},
-            "d_head is 48, which the kernels do not take; pass one of",
+            {"implementation": "triton", "head_dim": 48},
+            "head_dim is 48, which the kernels do not take; pass one of",
         ),
-        ({"implementation": "triton", "d_head": 32, "d_indexer": 8}, "d_indexer is 8, .* pass 16 to 128"),
+        (
+            {"implementation": "triton", "head_dim": 32, "indexer_dim": 8},
+            "indexer_dim is 8, .* pass 16 to 128",
+        ),
     ],
 )
 def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GSAConfig(**{"d_model": 24, "n_heads": 4, "n_kv_heads": 2, **RULE, **fields})
+        GSAConfig(**{"hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, **RULE, **fields})
 
 
 def test_what_a_layer_refuses() -> None:
@@ -351,7 +358,7 @@ def test_what_a_layer_refuses() -> None:
     # What the kernels cannot do is refused where they would run, and nowhere else.
     assert config.implementation_on(torch.device("cpu")) == "reference"
     with pytest.raises(
-        ValueError, match=r"d_head is 8, which the kernels do not take; .* implementation='reference'"
+        ValueError, match=r"head_dim is 8, which the kernels do not take; .* implementation='reference'"
     ):
         config.implementation_on(torch.device("cuda"))
 

@@ -14,7 +14,13 @@ from gsa_kernels import GatedSparseAttention, GSAConfig
 from gsa_kernels.layer_cache import GSACache
 
 BATCH, LENGTH = 2, 45
-SIZES: dict[str, Any] = {"d_model": 24, "n_heads": 4, "n_kv_heads": 2, "n_indexer_heads": 2, "d_indexer": 16}
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "indexer_heads": 2,
+    "indexer_dim": 16,
+}
 BUDGET: dict[str, Any] = {"k_base": 8, "k_min": 3, "k_max": 16}
 SHARED = {"selection_block": 4, "local_window": 6}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -28,7 +34,7 @@ NEAR: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 def make_layer(device: str = "cpu", **fields: Any) -> tuple[GatedSparseAttention, torch.Tensor]:
     torch.manual_seed(5)
-    layer = GatedSparseAttention(GSAConfig(**SIZES, d_head=32, **BUDGET, **fields)).to(device)
+    layer = GatedSparseAttention(GSAConfig(**SIZES, head_dim=32, **BUDGET, **fields)).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():  # so that scores, gates and attention differ from key to key
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1.0))
@@ -93,7 +99,7 @@ def test_dense_and_sparse_calls_on_one_cache() -> None:
 
 @pytest.mark.parametrize("fields", [{}, SHARED], ids=["each", "shared"])
 def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> None:
-    layer, x = make_layer(implementation="reference", use_output_gate=False, **fields)
+    layer, x = make_layer(implementation="reference", output_gate=False, **fields)
     wanted, _, weights = layer(x, need_weights=True)
     assert weights.shape == (BATCH, 4, LENGTH, LENGTH)
     torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, 4, LENGTH))
@@ -153,7 +159,7 @@ def test_positions() -> None:
     [
         ({}, {}),
         ({"selection_block": 16, "local_window": 18}, {}),
-        ({"use_output_gate": False}, {"attention": "dense"}),
+        ({"output_gate": False}, {"attention": "dense"}),
     ],
     ids=["each", "shared", "dense"],
 )

@@ -14,7 +14,7 @@ LIMITS = {"k_base": 4, "k_min": 2, "k_max": 8}
 
 
 def budget(**changes: object) -> torch.Tensor:
-    arguments = {"num_causal": torch.ones(1, 4, dtype=torch.int64), **LIMITS, "mode": "off", **changes}
+    arguments = {"num_causal": torch.ones(1, 4, dtype=torch.int64), **LIMITS, "adaptive_k": "off", **changes}
     return ops.adaptive_budget(torch.rand(1, 4), torch.tensor(0.1), **arguments)
 
 
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "mask shape": (lambda: ops.score_moments(ROWS, BOOL[0]), r"causal has shape \(4, 4\)"),
     "limits": (lambda: budget(k_min=9), "k_max is 8, below k_min 9"),
     "k_min": (lambda: budget(k_min=0), "k_min is 0"),
-    "mode": (lambda: budget(mode="adaptive"), "mode is 'adaptive'"),
+    "adaptive_k": (lambda: budget(adaptive_k="adaptive"), "adaptive_k is 'adaptive'"),
     "float counts": (lambda: budget(num_causal=torch.ones(1, 4)), "num_causal has dtype"),
     "float budget": (lambda: ops.select_top_k(ROWS, BOOL, torch.ones(1, 4)), "budget has dtype"),
     "window": (lambda: ops.local_window_mask(4, -1), "window is -1"),

@@ -111,7 +111,11 @@ def test_moments_of_bfloat16_scores_are_fp32_and_of_an_empty_row_zero() -> None:
 def budget_of(variance: float, ema: float, mode: str, num_visible: int = 10**6, **limits: int) -> int:
     limits = {"k_base": 100, "k_min": 8, "k_max": 400, **limits}
     budget = ops.adaptive_budget(
-        torch.tensor([[variance]]), torch.tensor(ema), torch.tensor([[num_visible]]), mode=mode, **limits
+        torch.tensor([[variance]]),
+        torch.tensor(ema),
+        torch.tensor([[num_visible]]),
+        adaptive_k=mode,
+        **limits,
     )
     assert budget.dtype == torch.int64
     assert budget.shape == (1, 1)
@@ -173,8 +177,8 @@ def test_budget_follows_variance_downwards_and_upwards() -> None:
     variance = torch.rand(1, 500).sort().values
     args = (variance, torch.tensor(0.3), torch.full((1, 500), 10**6))
     limits = {"k_base": 100, "k_min": 8, "k_max": 400}
-    assert (ops.adaptive_budget(*args, mode="inverse", **limits).diff() <= 0).all()
-    assert (ops.adaptive_budget(*args, mode="direct", **limits).diff() >= 0).all()
+    assert (ops.adaptive_budget(*args, adaptive_k="inverse", **limits).diff() <= 0).all()
+    assert (ops.adaptive_budget(*args, adaptive_k="direct", **limits).diff() >= 0).all()
 
 
 # top-k

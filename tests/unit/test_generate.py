@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             index_n_heads=2,
             index_head_dim=8,
             index_topk=6,
-            index_topk_min=2,
-            index_topk_max=9,
+            k_min=2,
+            k_max=9,
             eos_token_id=tokenizer.eos_id,
         )
     )
@@ -234,7 +234,7 @@ def test_groups_of_keys_are_continued_in_plain_torch(
     """No kernel selects groups beside a cache."""
     shutil.copytree(folder / "hf", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "index_pool": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "indexer_pool": 2}))
     import_hf(tmp_path / "hf", tmp_path / "imported")
     words = ["--prompt", "The", "--max-new-tokens", 2]
     for source in (["--hf", tmp_path / "hf"], ["--checkpoint", tmp_path / "imported"]):

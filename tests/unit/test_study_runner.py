@@ -74,7 +74,7 @@ def test_the_reason_is_what_this_start_printed(study: Study) -> None:
 
 
 # What a run with an uncaught error leaves: rank 1 in between, torch's warning, and torchrun's own error.
-ERROR = "ValueError: document_starts is given with key_pool 4; pass None"
+ERROR = "ValueError: document_starts is given with indexer_pool 4; pass None"
 CRASHED = f"""\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "launch/pretrain.py", line 9, in <module>

@@ -56,7 +56,7 @@ def test_groups_of_keys_are_scored_on_the_kernels_as_on_the_reference_core(
     on_kernels = log_likelihoods(model, requests, EOS, GROUPS, single_rank())
     assert on_reference == pytest.approx(expected, rel=1e-5)
     assert on_kernels == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(ValueError, match="document_starts is given with key_pool 4"):
+    with pytest.raises(ValueError, match="document_starts is given with indexer_pool 4"):
         owners_losses(model, packed, len(requests), GROUPS, single_rank())
 
 

@@ -85,13 +85,13 @@ class ReferenceCore:
             k_base=rule.k_base,
             k_min=rule.k_min,
             k_max=rule.k_max,
-            mode=rule.mode,
+            adaptive_k=rule.adaptive_k,
             dense_below=rule.dense_below,
         )
         if firsts is None:
             chosen = select_top_k(scores, rows, budget)
         else:
-            groups = select_top_k(scores, candidates, budget // geometry.key_pool)
+            groups = select_top_k(scores, candidates, budget // geometry.indexer_pool)
             chosen = keys_of_groups(groups, firsts, causal)
         selected = _complete(chosen, causal, geometry)
         statistics = Statistics()
@@ -176,8 +176,8 @@ class ReferenceCore:
             rows, target = attended[:, ::block], sum_over_blocks(probs, block)
         else:
             candidates = earlier_groups(firsts, causal)
-            rows = whole_groups(attended, candidates, firsts, geometry.key_pool)
-            target = sum_over_groups(probs, firsts, geometry.key_pool)
+            rows = whole_groups(attended, candidates, firsts, geometry.indexer_pool)
+            target = sum_over_groups(probs, firsts, geometry.indexer_pool)
         target = renormalise_target(target, rows)
         return indexer_kl(_scores(indexer), target, rows, indexer.inverse_temperature)
 

@@ -63,7 +63,7 @@ def decode_top_k(
         k_base=rule.k_base,
         k_min=rule.k_min,
         k_max=rule.k_max,
-        mode=rule.mode,
+        adaptive_k=rule.adaptive_k,
         dense_below=rule.dense_below,
     )
     selected = select_top_k(scores, causal[:, None], budget)

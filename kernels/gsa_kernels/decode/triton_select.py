@@ -74,7 +74,7 @@ def select_indices(
         rule.k_min,
         rule.k_max,
         rule.dense_below,
-        MODE=rule.mode,
+        MODE=rule.adaptive_k,
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
         SPAN=span,

@@ -13,12 +13,12 @@ from gsa_kernels.types import Geometry
 
 def firsts_of(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
     """`group_firsts` of the indexer's keys [B, Lk, DI]; None where keys are selected singly."""
-    if geometry.key_pool == 1:
+    if geometry.indexer_pool == 1:
         return None
     starts = geometry.document_starts
     if starts is None:
         starts = torch.zeros(keys.shape[:2], dtype=torch.int32, device=keys.device)
-    return group_firsts(starts, geometry.key_pool)
+    return group_firsts(starts, geometry.indexer_pool)
 
 
 def group_firsts(document_starts: torch.Tensor, pool: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.key_pool` p).
+"""The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.indexer_pool` p).
 
 The rows are those of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention
 that the keys of each group get together. The loss is 1 / p of the work of one over single keys; its target is not.
@@ -26,7 +26,7 @@ def group_indexer_loss(
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results are those of `api.indexer_loss`. A sample is one of groups of queries."""
-    pool, length = geometry.key_pool, q.shape[1]
+    pool, length = geometry.indexer_pool, q.shape[1]
     check_groups(geometry, length)
     num_groups = length // pool - 1
     group_mask = packed_mask = None

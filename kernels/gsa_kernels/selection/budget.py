@@ -41,7 +41,7 @@ def adaptive_budget(
     k_base: int,
     k_min: int,
     k_max: int,
-    mode: Literal["inverse", "direct", "off"],
+    adaptive_k: Literal["inverse", "direct", "off"],
     dense_below: int = 0,
 ) -> torch.Tensor:
     """k_t = min(clamp(floor(raw), k_min, k_max), causal keys); of a row with fewer than `dense_below` causal keys, all.
@@ -65,13 +65,13 @@ def adaptive_budget(
     check_shape("variance", variance, "[B, R]", (None, None))
     check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
     check_row_counts("num_causal", num_causal, *variance.shape)
-    check_budget_rule(k_base, k_min, k_max, mode, dense_below)
+    check_budget_rule(k_base, k_min, k_max, adaptive_k, dense_below)
 
     # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
     var, ema = variance.detach().double(), variance_ema.detach().double()
-    if mode == "inverse":
+    if adaptive_k == "inverse":
         raw = k_base * ema / var
-    elif mode == "direct":
+    elif adaptive_k == "direct":
         raw = k_base * var / ema
     else:
         raw = torch.full_like(var, k_base)

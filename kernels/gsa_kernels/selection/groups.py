@@ -1,4 +1,4 @@
-"""Selection of groups of neighbouring keys (`Geometry.key_pool` p), by the kernels that select single keys.
+"""Selection of groups of neighbouring keys (`Geometry.indexer_pool` p), by the kernels that select single keys.
 
 A query chooses among the groups before its own. So of the queries t = p (i + 1) + j, those with one remainder j are the
 rows i of a causal problem like any other: row i sees the groups 0 .. i. The p remainders of each sequence are p
@@ -34,7 +34,7 @@ def select_groups(
 
     Arguments and result are those of `api.select`. Where key lists are made the host waits for the device.
     """
-    pool, length = geometry.key_pool, indexer.queries.shape[1]
+    pool, length = geometry.indexer_pool, indexer.queries.shape[1]
     check_groups(geometry, length)
     by_candidates = length > limits.PACKED_MASK_MAX_TOKENS
     chosen = select_keys(
@@ -54,7 +54,7 @@ def select_groups(
         k_base=rule.k_base,
         k_min=rule.k_min,
         k_max=rule.k_max,
-        mode=rule.mode,
+        adaptive_k=rule.adaptive_k,
     ).to(torch.int32)
     packed_mask = lists = density = None
     with launching_on(group_mask, "the indexer"):
@@ -73,17 +73,19 @@ def select_groups(
 
 def check_groups(geometry: Geometry, length: int) -> None:
     """Raises ValueError for what the kernels do not have."""
-    pool, remedy = geometry.key_pool, "or use implementation='reference'"
+    pool, remedy = geometry.indexer_pool, "or use implementation='reference'"
     if pool not in limits.KEY_POOLS:
-        raise ValueError(f"key_pool is {pool}; pass one of {limits.KEY_POOLS}, {remedy}")
+        raise ValueError(f"indexer_pool is {pool}; pass one of {limits.KEY_POOLS}, {remedy}")
     if length % pool or length < 2 * pool:
         raise ValueError(
-            f"the sequence has {length} tokens with key_pool {pool}; pass two or more whole groups, {remedy}"
+            f"the sequence has {length} tokens with indexer_pool {pool}; pass two or more whole groups, {remedy}"
         )
     if geometry.document_starts is not None:
-        raise ValueError(f"document_starts is given with key_pool {pool}; pass None, {remedy}")
+        raise ValueError(f"document_starts is given with indexer_pool {pool}; pass None, {remedy}")
     if geometry.local_window > 0:
-        raise ValueError(f"local_window is {geometry.local_window} with key_pool {pool}; pass 0, {remedy}")
+        raise ValueError(
+            f"local_window is {geometry.local_window} with indexer_pool {pool}; pass 0, {remedy}"
+        )
 
 
 def indexer_of_groups(indexer: Indexer, pool: int) -> Indexer:
@@ -114,7 +116,7 @@ def _rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
     k_base times it, and floor(floor(x) / p) = floor(x / p)."""
     if rule.k_base % pool or rule.k_min < pool or rule.dense_below > 0:
         raise ValueError(
-            f"rule has k_base {rule.k_base}, k_min {rule.k_min} and dense_below {rule.dense_below} with key_pool "
+            f"rule has k_base {rule.k_base}, k_min {rule.k_min} and dense_below {rule.dense_below} with indexer_pool "
             f"{pool}; pass a multiple of {pool}, {pool} or more, and 0, or use implementation='reference'"
         )
     return replace(rule, k_base=rule.k_base // pool, k_min=rule.k_min // pool, k_max=rule.k_max // pool)

@@ -71,7 +71,7 @@ def guess_thresholds(
         rule.k_min,
         rule.k_max,
         rule.dense_below,
-        MODE=rule.mode,
+        MODE=rule.adaptive_k,
         TILE_ROWS=score_tiles(inputs).rows,
         KEY_STRIDE=limits.CANDIDATE_SAMPLE_STRIDE,
         FEWEST=FEWEST_SAMPLES,

@@ -68,7 +68,7 @@ def narrow_candidates(
             rule.k_max,
             rule.dense_below,
             criteria.local_window,
-            MODE=rule.mode,
+            MODE=rule.adaptive_k,
             SPAN=columns_per_program(inputs),
             SPANS=_SPANS,
             MOST=most,

@@ -52,7 +52,7 @@ def select_rows(
         rule.dense_below,
         criteria.local_window,
         STRIDE=inputs.query_stride,
-        MODE=rule.mode,
+        MODE=rule.adaptive_k,
         HAS_WINDOW=criteria.local_window > 0,
         BLOCK=block,
         **row_options(block),

@@ -74,7 +74,7 @@ def select_long_rows(
         rule.k_max,
         rule.dense_below,
         STRIDE=inputs.query_stride,
-        MODE=rule.mode,
+        MODE=rule.adaptive_k,
         GROUP=GROUP,
         TILE=_TILE,
         NUM_GROUPS=num_groups,

@@ -158,7 +158,7 @@ def test_a_value_that_transformers_has_not_is_refused_in_one_line() -> None:
     config = config_of("GSA")
     config = dataclasses.replace(config, gsa=dataclasses.replace(config.gsa, indexer_activation="softplus"))
     with pytest.raises(
-        ValueError, match=r"^the model of transformers .* 'index_activation' .* got softplus$"
+        ValueError, match=r"^the model of transformers .* 'indexer_activation' .* got softplus$"
     ):
         to_hf_config(config)
 

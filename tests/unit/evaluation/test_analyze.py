@@ -103,7 +103,7 @@ def test_numbers_are_those_of_the_layer(name: str) -> None:
     leaves_out = (found.selected.sum(-1) < causal.sum(-1)).nonzero()[:, 0]
     shares = [(found.full[t] * found.selected[t]).sum().item() for t in leaves_out.tolist()]
     assert found.recall == pytest.approx(sum(shares) / len(shares), rel=1e-5)
-    if model.config.index_local_window == 0:  # then selection is by score alone
+    if model.config.local_window == 0:  # then selection is by score alone
         for t in leaves_out.tolist():
             left = found.scores[t, : t + 1][~found.selected[t, : t + 1]]
             assert found.scores[t][found.selected[t]].min() >= left.max()

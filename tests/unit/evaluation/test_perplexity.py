@@ -353,10 +353,10 @@ def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, 
     config = load_subject(Source(run=run[2])).model.config
     settings = ["gsa.k_base=4", "gsa.k_min=4", "gsa.k_max=4", "gsa.local_window=2", "model.rope_base=1e6"]
     changed = apply_settings(config, settings)
-    assert (changed.index_topk, changed.index_topk_min, changed.index_topk_max) == (4, 4, 4)
-    assert (changed.index_local_window, changed.rope_parameters["rope_theta"]) == (2, 1e6)
+    assert (changed.index_topk, changed.k_min, changed.k_max) == (4, 4, 4)
+    assert (changed.local_window, changed.rope_parameters["rope_theta"]) == (2, 1e6)
     assert changed.layer_types == config.layer_types
-    assert apply_settings(config, ["gsa.dense_below=64"]).index_dense_below == 64
+    assert apply_settings(config, ["gsa.dense_below=64"]).dense_below == 64
     for setting, message in {
         "gsa.k_base=100": "outside of gsa.k_min = 2 and gsa.k_max = 9",
         "gsa.k_base=many": "not a number",
@@ -386,12 +386,12 @@ def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
         ("model.rope_base=nan", "model.rope_base=nan: give a positive number"),
         (
             "gsa.local_window=2",
-            "gsa.local_window=2: index_local_window is 2; pass at least index_block_size 4",
+            "gsa.local_window=2: local_window is 2; pass at least selection_block 4",
         ),
     ],
 )
 def test_settings_out_of_bounds_are_refused(setting: str, said: str) -> None:
-    blocks = GSAConfig(index_block_size=4, index_local_window=4)
+    blocks = GSAConfig(selection_block=4, local_window=4)
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(said)}"):
         apply_settings(blocks, [setting])
 

@@ -39,8 +39,8 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
     [
         ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
         ({"sandwich_norm": True}, "sandwich_norm is True"),
-        ({"index_block_query": "previous_mean"}, "index_block_query is 'previous_mean'"),
-        ({"index_pool": 2, "index_block_size": 1}, "index_pool is 2"),
+        ({"selection_query": "previous_mean"}, "selection_query is 'previous_mean'"),
+        ({"indexer_pool": 2, "selection_block": 1}, "indexer_pool is 2"),
     ],
 )
 def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:
@@ -131,7 +131,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     first = generator._graphs
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
     assert generator._graphs is first
-    if "index_block_size" in MODELS[name]:
+    if "selection_block" in MODELS[name]:
         # After 30, 15 and 21 tokens blocks begin at the second and third step.
         assert first.refreshes[:9] == [False, True, True, *[False] * 6]
 

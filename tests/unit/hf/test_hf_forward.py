@@ -17,11 +17,11 @@ from helpers.hf import BEYOND, MODELS, PAPER, YARN, distinct_tokens, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **PAPER,
-    "blocks": {**BEYOND["blocks"], "index_rope": True},
-    "window": {"index_local_window": 3, "index_adaptive": "direct"},
-    "temperature": {"index_temperature": "learned"},
-    "YaRN": {"index_rope": True, "rope_parameters": YARN},
-    "dense below": {"index_dense_below": 20},
+    "blocks": {**BEYOND["blocks"], "indexer_rope": True},
+    "window": {"local_window": 3, "adaptive_k": "direct"},
+    "temperature": {"indexer_temperature": "learned"},
+    "YaRN": {"indexer_rope": True, "rope_parameters": YARN},
+    "dense below": {"dense_below": 20},
 }
 
 
@@ -62,20 +62,20 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         1 if indexer is None else config.index_n_heads,
         config.index_head_dim,
         config.index_topk,
-        config.index_topk_min,
-        config.index_topk_max,
+        config.k_min,
+        config.k_max,
         attention="dense" if indexer is None else "sparse",
         value_gate=config.value_gate,
         output_gate=config.output_gate,
-        indexer_activation=config.index_activation,
-        adaptive_k=config.index_adaptive,
+        indexer_activation=config.indexer_activation,
+        adaptive_k=config.adaptive_k,
         variance_ema=0.0 if indexer is None else float(indexer.variance_ema),
         rope_base=rope["rope_theta"],
         yarn=Yarn(4.0, 16, 0.1 * math.log(4) + 1, 3.0, 0.2) if rope["rope_type"] == "yarn" else None,
-        dense_below=config.index_dense_below,
-        indexer_rope=config.index_rope,
-        local_window=config.index_local_window,
-        selection_block=config.index_block_size,
+        dense_below=config.dense_below,
+        indexer_rope=config.indexer_rope,
+        local_window=config.local_window,
+        selection_block=config.selection_block,
         inverse_temperature=1.0
         if indexer is None
         else float(torch.as_tensor(indexer.inverse_temperature()).detach()),
@@ -92,7 +92,7 @@ def test_attention_and_indexer_loss_are_those_of_the_loops(
     if VARIANTS[name].get("layer_types"):
         monkeypatch.setitem(MODELS["variant"], "layer_types", [DENSE_LAYER])
     model = tiny_model("variant", attention=attention)
-    if model.config.index_temperature == "learned":
+    if model.config.indexer_temperature == "learned":
         torch.nn.init.constant_(model.model.layers[0].self_attn.indexer.log_inverse_temperature, 0.7)
     seen: list[torch.Tensor] = []
     attend = model.model.layers[0].self_attn
@@ -105,7 +105,7 @@ def test_attention_and_indexer_loss_are_those_of_the_loops(
     if attend.indexer is None:
         assert loss is None
         return
-    assert expected["budget"].unique().numel() > 3 or model.config.index_adaptive == "off"
+    assert expected["budget"].unique().numel() > 3 or model.config.adaptive_k == "off"
     # The first query sees one key, and has nothing to learn.
     torch.testing.assert_close(loss.double(), expected["kl"][1:].mean(), rtol=1e-4, atol=1e-6)
 
@@ -132,8 +132,8 @@ def test_rows_of_probabilities_fall_on_the_selection() -> None:
     for probs in outputs.attentions:
         torch.testing.assert_close(probs.sum(-1), torch.ones(1, 4, 30))
         attended = (probs > 0).any(1)[0]
-        assert attended.sum(-1).max() <= model.config.index_topk_max
-        assert bool((attended.sum(-1) >= torch.arange(1, 31).clamp(max=model.config.index_topk_min)).all())
+        assert attended.sum(-1).max() <= model.config.k_max
+        assert bool((attended.sum(-1) >= torch.arange(1, 31).clamp(max=model.config.k_min)).all())
         assert not bool(attended.triu(1).any())
 
 
@@ -189,7 +189,7 @@ def test_positions_that_start_again_are_documents(name: str, attention: str) -> 
 
 
 def test_bf16_keeps_the_average_and_stays_close() -> None:
-    model, tokens = tiny_model(index_topk=64, index_topk_min=64, index_topk_max=64), distinct_tokens(2, 30)
+    model, tokens = tiny_model(index_topk=64, k_min=64, k_max=64), distinct_tokens(2, 30)
     with torch.no_grad():
         exact = model(tokens).logits
         half = model.to(torch.bfloat16)(tokens).logits

@@ -96,7 +96,7 @@ def test_sampling() -> None:
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_prompt_lookup_crops_the_cache(name: str) -> None:
     """Several tokens at once behind a cache, of which some are taken back."""
-    model, prompt = tiny_model(name, index_rope=True), distinct_tokens(1, 12).repeat(1, 2)
+    model, prompt = tiny_model(name, indexer_rope=True), distinct_tokens(1, 12).repeat(1, 2)
     plain = model.generate(prompt, max_new_tokens=30, do_sample=False)
     drafted = model.generate(prompt, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(plain, drafted)
@@ -117,10 +117,10 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
 
 def test_groups_of_keys_are_of_plain_torch_and_learn_nothing_here() -> None:
     model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
-    with pytest.raises(ValueError, match="index_pool is 3: the loss of an indexer over groups"):
+    with pytest.raises(ValueError, match="indexer_pool is 3: the loss of an indexer over groups"):
         model(tokens, labels=tokens)
     model.set_attn_implementation("gsa")
-    with pytest.raises(ValueError, match="index_pool is 3 with attn_implementation 'gsa'"):
+    with pytest.raises(ValueError, match="indexer_pool is 3 with attn_implementation 'gsa'"):
         model(tokens)
 
 

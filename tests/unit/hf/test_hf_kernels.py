@@ -27,8 +27,8 @@ KERNEL_SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "index_head_dim": 16,
 }
-BLOCKS: dict[str, Any] = {"index_block_size": 16, "index_local_window": 16}
-PREVIOUS_MEAN: dict[str, Any] = {**BLOCKS, "index_block_query": "previous_mean", "index_rope": True}
+BLOCKS: dict[str, Any] = {"selection_block": 16, "local_window": 16}
+PREVIOUS_MEAN: dict[str, Any] = {**BLOCKS, "selection_query": "previous_mean", "indexer_rope": True}
 OTHER_GATES: dict[str, Any] = {"key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid"}
 
 
@@ -69,7 +69,7 @@ def steps(
     ("changes", "kind", "prompt", "length", "swap_at"),
     [
         ({"layer_types": [DENSE_LAYER, INDEXED_LAYER]}, "dynamic", 18, 20, None),
-        ({"index_topk_freq": 2, "index_rope": True, "index_local_window": 2}, "static", 18, 20, 19),
+        ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 18, 20, 19),
         (BLOCKS, "static", 30, 36, 34),
         ({**BLOCKS, "num_hidden_layers": 1}, "dynamic", 30, 33, None),
         ({**PREVIOUS_MEAN, "num_hidden_layers": 1}, "static", 30, 35, 34),
@@ -103,7 +103,7 @@ def test_short_inputs_attend_to_all_keys(
 ) -> None:
     """A prompt of fewer keys than the limit is dense attention and makes no scores; tokens decoded from there on pass
     the limit as those of a longer prompt do."""
-    model = model_of(**changes, index_dense_below=24, index_topk_max=8)
+    model = model_of(**changes, dense_below=24, k_max=8)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")
     selects = Mock(side_effect=api.select)
@@ -125,7 +125,7 @@ def test_short_inputs_attend_to_all_keys(
 @pytest.mark.parametrize("kept", [31, 32])
 def test_a_cropped_block_is_selected_again(kept: int) -> None:
     """Other tokens from 31 on, one at a time; or from 32 on two at once, the first of a block among them."""
-    budget = {"index_topk": 8, "index_topk_min": 8, "index_topk_max": 8}
+    budget = {"index_topk": 8, "k_min": 8, "k_max": 8}
     model = model_of(**BLOCKS, **budget, num_hidden_layers=1)
     tokens, mask = distinct_tokens(1, 35), torch.ones(1, 35, dtype=torch.long)
     other = tokens.clone()
@@ -152,7 +152,7 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
     """Padding in front of one sequence and behind the other."""
     model = model_of(
-        **changes, num_hidden_layers=1, indexer_loss_coef=1.0, index_temperature="learned"
+        **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
     ).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
@@ -211,12 +211,12 @@ def test_what_the_kernels_cannot_run() -> None:
         model(tokens, attention_mask=gaps)
     with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
         model(tokens, attention_mask=torch.ones(2, 1, 20, 20))
-    with pytest.raises(ValueError, match="position_ids hold several documents with index_block_size 16"):
+    with pytest.raises(ValueError, match="position_ids hold several documents with selection_block 16"):
         model(tokens, position_ids=torch.arange(20)[None] % 10, use_cache=False)
     held = {CACHE_ARGUMENT: a_cache(model, "dynamic"), "use_cache": True}
     with torch.no_grad():
         model(tokens, **held)
-        with pytest.raises(ValueError, match="2 tokens follow 20 in the cache with index_block_size 16"):
+        with pytest.raises(ValueError, match="2 tokens follow 20 in the cache with selection_block 16"):
             model(tokens[:, :2], **held)
         held[CACHE_ARGUMENT] = a_cache(model, "dynamic")
         model(tokens, attention_mask=mask.flip(1), **held)

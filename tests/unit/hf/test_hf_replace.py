@@ -50,11 +50,11 @@ INDEX: dict[str, Any] = {
     "index_n_heads": 2,
     "index_head_dim": 8,
     "index_topk": 8,
-    "index_topk_min": 3,
-    "index_topk_max": 16,
-    "index_rope": True,
-    "index_block_size": 4,
-    "index_local_window": 4,
+    "k_min": 3,
+    "k_max": 16,
+    "indexer_rope": True,
+    "selection_block": 4,
+    "local_window": 4,
 }
 
 

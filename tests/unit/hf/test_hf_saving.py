@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gsa_hf
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM, GSAModel
+from gsa_hf.configuration_gsa import RENAMED
 from helpers.hf import SIZES, distinct_tokens, tiny_model
 
 ALONE = """
@@ -41,7 +43,7 @@ else:
 
 @pytest.mark.parametrize("name", ["standard", "blocks-rope-reuse"])
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    model, tokens = tiny_model(name, index_temperature="learned"), distinct_tokens(1, 20)
+    model, tokens = tiny_model(name, indexer_temperature="learned"), distinct_tokens(1, 20)
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -53,6 +55,24 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
     assert type(AutoModel.from_pretrained(tmp_path)) is GSAModel
     assert type(AutoConfig.from_pretrained(tmp_path)) is GSAConfig
+
+
+def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
+    """transformers keeps unknown fields and ignores them: the model would have had other budgets."""
+    with pytest.raises(
+        ValueError, match=r"index_pool is now indexer_pool: rename it in config\.json or in the call"
+    ):
+        GSAConfig(**SIZES, index_pool=2)
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(
+        path.read_text().replace('"k_min"', '"index_topk_min"').replace('"k_max"', '"index_topk_max"')
+    )
+    with pytest.raises(
+        ValueError, match="index_topk_min is now k_min; index_topk_max is now k_max: rename it"
+    ):
+        AutoConfig.from_pretrained(tmp_path)
+    assert set(RENAMED.values()) < {field.name for field in dataclasses.fields(GSAConfig)} - set(RENAMED)
 
 
 def test_bf16_leaves_the_average_in_fp32(tmp_path: Path) -> None:
@@ -125,7 +145,7 @@ def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
     [
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0; pass 1, or"),
-        ({"index_topk_min": 20}, "index_topk_min is 20; pass at most index_topk_max 16"),
+        ({"k_min": 20}, "k_min is 20; pass at most k_max 16"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),
     ],
 )
@@ -156,25 +176,28 @@ def test_layer_types_by_either_name() -> None:
     ("fields", "message"),
     [
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; pass a multiple of num_key_value_heads 3"),
-        ({"index_topk_min": 20}, "index_topk_min is 20; pass at most index_topk_max 16"),
-        ({"index_block_size": 4}, "index_local_window is 0; pass at least index_block_size 4"),
+        ({"k_min": 20}, "k_min is 20; pass at most k_max 16"),
+        ({"selection_block": 4}, "local_window is 0; pass at least selection_block 4"),
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         (
-            {"index_block_query": "previous_mean"},
-            "index_block_query is 'previous_mean' with index_block_size 1",
+            {"selection_query": "previous_mean"},
+            "selection_query is 'previous_mean' with selection_block 1",
         ),
-        ({"index_pool": 4}, "index_topk_min is 3; pass at least index_pool 4"),
+        ({"indexer_pool": 4}, "k_min is 3; pass at least indexer_pool 4"),
         (
-            {"index_pool": 2, "index_block_size": 4, "index_local_window": 4},
-            "index_pool is 2 with index_block_size 4; pass 1 for one of them",
+            {"indexer_pool": 2, "selection_block": 4, "local_window": 4},
+            "indexer_pool is 2 with selection_block 4; pass 1 for one of them",
         ),
         ({"output_transform": "silu"}, "output_transform is 'silu' with output_gate; pass 'none', or"),
         (
             {"projection_gate": True, "gate_sharing": "head_shared"},
             "projection_gate is True with gate_granularity 'elementwise' and gate_sharing 'head_shared'",
         ),
-        ({"index_temperature": "warm"}, "index_temperature is 'warm'; pass a positive number or 'learned'"),
-        ({"index_adaptive": "up"}, "index_adaptive"),
+        (
+            {"indexer_temperature": "warm"},
+            "indexer_temperature is 'warm'; pass a positive number or 'learned'",
+        ),
+        ({"adaptive_k": "up"}, "adaptive_k"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; pass 'silu'"),
         ({"hidden_size": -1}, "hidden_size is -1; pass at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0; pass at least 1"),

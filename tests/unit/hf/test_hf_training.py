@@ -37,7 +37,7 @@ def gradients(model: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_checkpointed_gradients_are_equal(name: str) -> None:
-    model = tiny_model(name, indexer_loss_coef=0.5, index_temperature="learned").train()
+    model = tiny_model(name, indexer_loss_coef=0.5, indexer_temperature="learned").train()
     tokens = distinct_tokens(2, 20)
     loss, plain = gradients(model, input_ids=tokens, labels=tokens)
     leaders = [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]

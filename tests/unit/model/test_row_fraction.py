@@ -98,7 +98,7 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
     """128 queries in four stretches: of half of them the loss has a KL, and twice their sum."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     length = 128
-    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, key_pool=pool)
+    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, indexer_pool=pool)
     generator = torch.Generator().manual_seed(0)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run
