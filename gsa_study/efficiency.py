@@ -1,5 +1,5 @@
 """The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
-efficiency.csv, from which texts take its numbers (`study/verdicts.py`)."""
+efficiency.csv, from which texts take its numbers (`gsa_study/verdicts.py`)."""
 
 from __future__ import annotations
 

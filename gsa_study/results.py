@@ -1,8 +1,8 @@
 """Pages of results for the documentation: a study's numbers with the paper's beside them, and what people say of both.
 
-Numbers come from the record of the study alone (`study/record.py`). What a person writes is in `verdicts/<study>.md` of
-the same folder (`study/verdicts.py`): its first line stands in the table of all studies. `verdicts/recommendation.md`
-opens that table's page.
+Numbers come from the record of the study alone (`gsa_study/record.py`). What a person writes is in
+`verdicts/<study>.md` of the same folder (`gsa_study/verdicts.py`): its first line stands in the table of all studies.
+`verdicts/recommendation.md` opens that table's page.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = tuple(ROOT / name for name in ("gsa_train", "kernels/gsa_kernels", "data/gsa_data"))
-PLANNING_MODULES = ("config", "cli", "dry_run")
+NAMES = ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf", "kernels/gsa_kernels", "data/gsa_data")
+PACKAGES = tuple(ROOT / name for name in NAMES)
+PLANNING_MODULES = ("config", "cli", "planning.dry_run")
 LONGEST_FILE_LINES = 450
 
 
@@ -31,7 +32,8 @@ def test_no_code_of_a_folder_of_transformers_is_run() -> None:
     """Unset, `trust_remote_code` asks on the standard input."""
     calls = [
         (path.name, call.lineno, {word.arg: ast.unparse(word.value) for word in call.keywords})
-        for path in (ROOT / "gsa_train").rglob("*.py")
+        for package in PACKAGES
+        for path in package.rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(call, ast.Call) and re.match(r"Auto\w+\.from_", ast.unparse(call.func))
     ]
@@ -40,7 +42,7 @@ def test_no_code_of_a_folder_of_transformers_is_run() -> None:
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(package.parent) for package in PACKAGES]
+    paths = sorted({str(package.parent) for package in PACKAGES})
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {code}"],
         capture_output=True,

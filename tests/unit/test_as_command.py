@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from gsa_eval import commands as evaluation_commands
+from gsa_study import commands as study_commands
 from gsa_train import commands
 from gsa_train.commands import goodput
 from gsa_train.process.as_command import READER_LEFT, as_command
 from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
-NOT_MAINS = ("as_command", "pretrain")  # training goes on without a reader, and heeds signals itself
+# Training goes on without a reader, and handles signals itself; an export has its main in launch/; `make docs`.
+NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
 
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
@@ -75,8 +78,13 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_ends_so() -> None:
-    names = [each.name for each in pkgutil.iter_modules(commands.__path__) if each.name not in NOT_MAINS]
-    assert "evaluate" in names
+    names = [
+        f"{package.__name__}.{each.name}"
+        for package in (commands, evaluation_commands, study_commands)
+        for each in pkgutil.iter_modules(package.__path__)
+        if each.name not in NOT_MAINS
+    ]
+    assert {name.partition(".")[0] for name in names} == {"gsa_train", "gsa_eval", "gsa_study"}
     for name in names:
-        main = importlib.import_module(f"gsa_train.commands.{name}").main
+        main = importlib.import_module(name).main
         assert hasattr(main, "__wrapped__"), f"{name}.main lacks @as_command()"

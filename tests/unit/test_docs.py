@@ -61,7 +61,7 @@ def test_commands_exist(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) <= targets
-    scripts = set(re.findall(r"\b((?:launch|data|kernels|tests)/[\w/]+\.(?:py|sh))", text))
+    scripts = set(re.findall(r"(?<![\w/])((?:launch|data|kernels|tests)/[\w/]+\.(?:py|sh))", text))
     assert [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
 
 
@@ -122,7 +122,16 @@ def test_the_code_tour_names_every_file() -> None:
 def test_files_that_comments_name_exist() -> None:
     ours = [
         path
-        for folder in ("gsa_train", "gsa_hf", "kernels", "data", "launch", "benchmarks")
+        for folder in (
+            "gsa_train",
+            "gsa_eval",
+            "gsa_study",
+            "gsa_hf",
+            "kernels",
+            "data",
+            "launch",
+            "benchmarks",
+        )
         for path in (ROOT / folder).rglob("*.py")
     ]
     names = {"/" + path.relative_to(ROOT).as_posix() for path in (*ours, *(ROOT / "tests").rglob("*.py"))}

@@ -181,19 +181,15 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def test_the_wheel_holds_what_a_run_needs(wheels: dict[str, list[str]]) -> None:
     files = wheels["gsa-train"]
     configs = {f"gsa_train/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    packages = {"gsa_train", "gsa_hf", "gsa_kernels", "gsa_data"}
+    folders = {"gsa_kernels": "kernels", "gsa_data": "data"}
+    packages = {"gsa_train", "gsa_eval", "gsa_study", "gsa_hf", *folders}
     assert set(files) > configs | {f"{name}/py.typed" for name in packages}
     assert {name.partition("/")[0] for name in files if not name.startswith("gsa_train-")} == packages
     assert any(name.endswith("licenses/LICENSE") for name in files)
     sources = {
-        path.relative_to(root).as_posix()
-        for root, package in (
-            (ROOT, "gsa_train"),
-            (ROOT, "gsa_hf"),
-            (ROOT / "kernels", "gsa_kernels"),
-            (ROOT / "data", "gsa_data"),
-        )
-        for path in (root / package).rglob("*.py")
+        path.relative_to(ROOT / folders.get(package, ".")).as_posix()
+        for package in packages
+        for path in (ROOT / folders.get(package, ".") / package).rglob("*.py")
     }
     assert {name for name in files if name.endswith(".py")} == sources
 
