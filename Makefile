@@ -13,6 +13,8 @@ TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
 # With bytecode, whatever the environment says: tests start many interpreters, which would all compile the same files.
 # Without GPUs, which have tests of their own: make test-gpu.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
+# For what runs outside .venv, as on a GPU: the packages of this checkout.
+WITH_PACKAGES = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 
@@ -60,7 +62,7 @@ docs: setup
 # gpu_kernels; by itself all that this machine can run.
 REFERENCE ?= tests/golden/results
 PARTS ?=
-GOLDEN = PYTHONPATH=$(CURDIR)/tests:$$PYTHONPATH $(or $(wildcard $(BIN)/python),$(PYTHON)) -m golden
+GOLDEN = $(WITH_PACKAGES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m golden
 golden:
 	$(GOLDEN) compare --results $(REFERENCE) $(if $(PARTS),--parts $(PARTS))
 
@@ -81,14 +83,14 @@ chaos: setup
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) -m pytest -q -s -m gpu tests
+	$(WITH_PACKAGES) $(PYTHON) -m pytest -q -s -m gpu tests
 
 # Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
 # Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
 MODEL_BENCHES = determinism evaluate generate moe monitor step
 BENCHES ?= $(filter-out $(MODEL_BENCHES) training reading memory save table,$(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py)))
 bench:
-	@export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH; failed=; \
+	@export $(WITH_PACKAGES); failed=; \
 	$(PYTHON) benchmarks/harness.py || exit 1; export GSA_BENCH_QUIET=1; \
 	for name in $(BENCHES); do \
 		printf '\n== bench_%s\n' "$$name"; \
@@ -101,12 +103,12 @@ bench-models:
 
 # Training steps of standard and GSA models from 4K to 128K tokens on a CUDA device. Cases in its file are not measured again.
 bench-step:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) benchmarks/bench_step.py \
+	$(WITH_PACKAGES) $(PYTHON) benchmarks/bench_step.py \
 		--lengths 4096 8192 16384 32768 65536 131072 $(ARGS)
 
 # The kernels on the grid of cudnn-frontend's sparse-attention benchmark: CSV, and the page docs/reference/sparse_attention_table.md.
 bench-table:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$$PYTHONPATH $(PYTHON) benchmarks/bench_table.py \
+	$(WITH_PACKAGES) $(PYTHON) benchmarks/bench_table.py \
 		--page docs/reference/sparse_attention_table.md $(ARGS)
 
 # Training steps of whole models on the GPUs of this machine, ours and megatron-core's: speed, MFU, and memory beside what
@@ -131,8 +133,7 @@ bench-node:
 # tensor parallelism.
 layouts-gpu:
 	CUDA_DEVICE_MAX_CONNECTIONS=1 \
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH \
-		$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
+	$(WITH_PACKAGES) $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(GPUS) \
 		tests/helpers/layouts_on_gpu.py --json $(RESULTS)/layouts_$(GPUS).json $(ARGS)
 
 clean:
