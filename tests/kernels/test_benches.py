@@ -293,7 +293,7 @@ def test_the_table_counts_and_selects_as_its_grid() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("name", ["bench_block", "bench_determinism", "bench_save"])
+@pytest.mark.parametrize("name", ["bench_block", "bench_decode"])
 def test_a_bench_without_its_device_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="No CUDA device here"):
         call(monkeypatch, importlib.import_module(name))

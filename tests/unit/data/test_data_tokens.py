@@ -9,7 +9,6 @@ from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 
-import bench_reading
 import numpy as np
 import orjson
 import pytest
@@ -283,40 +282,3 @@ def test_unreadable_files_are_named(
     monkeypatch.setattr(np, "memmap", no_map)
     with pytest.raises(DataFault, match=r"the tokens of shard chunk1/s\d.*cannot be read"):
         stream.next_blocks(1)
-
-
-def test_bench_command(
-    corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--data", corpus.root, "--tokenizer", tokenizer.path, "--seq-len", "64", "--rounds", "1"]
-    code = bench_reading.main([*arguments, "--mapped-epochs", "2", "--json", str(tmp_path / "found.json")])
-    output = capsys.readouterr().out
-    assert (code == 1) == ("BELOW THE BAR" in output)  # so small a corpus says nothing about speed
-    names = [f"loop, {processes} side by side" for processes in (1, 2)]
-    names += [f"{kind}, {workers} workers" for kind in ("stream", "mapped") for workers in range(3)]
-    assert all(f"\n{name} " in output for name in names)
-    found = orjson.loads((tmp_path / "found.json").read_bytes())
-    assert set(found["medians"]) == set(found["rounds"][0]) == set(names)
-    assert bench_reading.main(["--data", "nowhere", "--tokenizer", tokenizer.path]) == 1
-
-
-def test_bench_figures() -> None:
-    """Streams are compared with as many loops, and their clock with one worker's."""
-    speeds = {
-        "loop, 1 side by side": (1.0, 1.0),
-        "loop, 2 side by side": (0.5, 1.5),
-        "stream, 0 workers": (0.9, 0.9),
-        "stream, 1 workers": (0.8, 0.8),
-        "stream, 2 workers": (0.45, 1.2),
-        "mapped, 0 workers": (6e7, 6e7),
-    }
-    slow = {name: bench_reading.Speed(cpu / 2, clock / 2) for name, (cpu, clock) in speeds.items()}
-    plain = {name: bench_reading.Speed(cpu, clock) for name, (cpu, clock) in speeds.items()}
-    found = bench_reading.figures([slow, plain, plain])
-    assert found["stream, 2 workers"] == bench_reading.Figures(
-        0.45, pytest.approx(0.9), 1.2, pytest.approx(0.75)
-    )
-    assert found["loop, 2 side by side"].scaling == pytest.approx(0.75)
-    assert found["stream, 0 workers"].scaling is None
-    assert found["mapped, 0 workers"].scaling is None
-    assert bench_reading.below_the_bars(found) == ["stream, 1 workers: 0.80 of the loop, 0.85 wanted"]
