@@ -30,13 +30,6 @@ NO_TOKEN = -1
 """End-of-document id that no random token equals: one document per sequence."""
 
 
-def add_model(parser: argparse.ArgumentParser, config: Path) -> None:
-    """The options of `start_model`; `config` where none is named."""
-    parser.add_argument("--config", default=str(config))
-    parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-
-
 def start_model(arguments: argparse.Namespace) -> tuple[Config, Parallel]:
     """What is to be measured, in the layout of the config, without its text."""
     fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
