@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 from megatron.core.utils import get_model_type
 
 from gsa_train.config import Config
-from gsa_train.config.indexer_scores import least_keys_to_choose
+from gsa_train.config.gsa import least_keys_to_choose
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.distributed.loss_injection import indexer_kl_grad_scale
@@ -310,7 +310,7 @@ def _run_graph(
     scales = (of_loss, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
     of_all = replace(
         attention_pass, kl_grad_scale=0.0, row_key=""
-    )  # no row is drawn (config/graph_checks.py)
+    )  # no row is drawn (`check_graphs`, config/train.py)
     run_pass, losses = partial(_pass_over_one, training, count, of_all), []
     for batch in micro_batches:
         inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)

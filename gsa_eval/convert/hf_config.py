@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig
 from gsa_train.config import Config, ModelConfig, MoEConfig, RopeScalingConfig, TrainConfig
 from gsa_train.config import GSAConfig as GSASection
-from gsa_train.config.gate_shapes import FORM, POSITIONS
+from gsa_train.config.gates import FORM, POSITIONS
 from gsa_train.config.load import as_written, problem_line
 from gsa_train.config.moe import layers_with_experts
 

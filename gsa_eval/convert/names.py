@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
-from gsa_train.config.gate_shapes import gate_rows
-from gsa_train.config.indexer_scores import SCORES
+from gsa_train.config.gates import gate_rows
+from gsa_train.config.gsa import SCORES
 from gsa_train.config.moe import layers_with_experts
 
 Tensors = tuple[torch.Tensor, ...]

@@ -14,30 +14,30 @@ from collections import Counter
 from typing import Any
 
 from gsa_train.config.data import DataConfig
+from gsa_train.config.evaluate import check_harness_tasks, check_tasks
 from gsa_train.config.file_checks import (
     LEFT_TO_A_SHELL,
     left_to_a_shell,
     longest_read_seconds,
     validation_fields,
 )
-from gsa_train.config.gate_checks import check_gates
-from gsa_train.config.graph_checks import check_graphs
+from gsa_train.config.gates import check_gates
+from gsa_train.config.gsa import check_selection
 from gsa_train.config.kernel_checks import check_kernels
-from gsa_train.config.layout_checks import (
+from gsa_train.config.load import problem_line
+from gsa_train.config.model import check_rotary
+from gsa_train.config.moe import check_moe
+from gsa_train.config.monitor import check_monitor
+from gsa_train.config.parallel import (
     check_layout,
     chunk_in_words,
     data_parallel_size,
     nearest,
     undivided_chunk,
 )
-from gsa_train.config.load import problem_line
-from gsa_train.config.moe_checks import check_moe
-from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
-from gsa_train.config.rotary_checks import check_rotary
 from gsa_train.config.sections import Config
-from gsa_train.config.selection_checks import check_selection
-from gsa_train.config.task_checks import check_harness_tasks, check_tasks
+from gsa_train.config.train import check_graphs
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import TYPE_CHECKING, Literal, Union
+
+from gsa_train.config.load import problem_line
+from gsa_train.config.parallel import chunk_in_words, undivided_chunk
+
+if TYPE_CHECKING:
+    from gsa_train.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -96,3 +103,142 @@ class GSAConfig:
     """What runs dense attention where no indexer learns from it and the fused kernels are in use: our kernel
     (`triton`), torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at the
     borders of documents; the others may not repeat bit for bit. `auto` is `triton`."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    activation: Literal["sigmoid", "relu"]
+    """Of the products, and with `sigmoid` of the head weights."""
+    head_weight_logit: float | None = None
+    """Of all queries and heads, where the head weights are no projection."""
+
+    @property
+    def learns_head_weights(self) -> bool:
+        return self.head_weight_logit is None
+
+    @property
+    def has_score_bias(self) -> bool:
+        return self.activation == "sigmoid"
+
+    @property
+    def has_head_weight_bias(self) -> bool:
+        return self.activation == "sigmoid" and self.learns_head_weights
+
+
+def least_keys_to_choose(indexer_pool: int) -> int:
+    """Keys that a query sees, if it can prefer one to another: two, or two groups before its own."""
+    return 2 if indexer_pool == 1 else 2 * indexer_pool + 1
+
+
+LOGIT_OF_ONE = 64.0
+"""Its sigmoid is 1 to the last bit, in fp32 and in fp64; bf16 has it exactly."""
+
+SCORES = {
+    "sigmoid": Scores("sigmoid"),
+    "relu": Scores("relu"),
+    "plain": Scores("sigmoid", LOGIT_OF_ONE),
+    "qsa": Scores("relu", 1.0),
+}
+"""By `gsa.indexer_activation`."""
+
+
+def check_selection(config: Config) -> list[str]:
+    """A line for each mistake."""
+    gsa, lines = config.gsa, []
+    if gsa.k_min > gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_min", gsa.k_min, f"above gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.k_max < gsa.k_base:
+        lines.append(
+            problem_line(
+                "gsa.k_max", gsa.k_max, f"below gsa.k_base = {gsa.k_base}", "need k_min <= k_base <= k_max"
+            )
+        )
+    if gsa.selection_block > 1 and gsa.local_window < gsa.selection_block:
+        lines.append(
+            problem_line(
+                "gsa.local_window",
+                gsa.local_window,
+                f"below gsa.selection_block = {gsa.selection_block}, so queries would miss the keys of their own block",
+                f"set gsa.local_window to {gsa.selection_block} or more",
+            )
+        )
+    if gsa.selection_query == "previous_mean":
+        lines += _check_previous_mean(config)
+    if gsa.indexer_pool > 1:
+        lines += _check_pool(config)
+    if gsa.reuse_teacher == "group":
+        lines += _check_group_teacher(config)
+    share = gsa.indexer_loss_row_fraction
+    # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
+    if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
+        lines.append(
+            problem_line(
+                "gsa.indexer_loss_row_fraction",
+                share,
+                "not 1 / n for a whole n",
+                "give 1, which takes every query, 0.5, 0.3333, 0.25, ...",
+            )
+        )
+    beta = gsa.indexer_temperature
+    if beta != "learned" and (isinstance(beta, str) or beta <= 0):
+        lines.append(
+            problem_line("gsa.indexer_temperature", beta, "neither above 0 nor learned", "1.0 is the paper's")
+        )
+    if undivided := undivided_chunk(config, gsa.selection_reuse):
+        lines.append(
+            problem_line(
+                "gsa.selection_reuse",
+                gsa.selection_reuse,
+                f"does not divide the {undivided} layers of {chunk_in_words(config)}, and a group may not cross "
+                "from one to the next",
+                f"choose a divisor of {undivided}",
+            )
+        )
+    return lines
+
+
+def _check_previous_mean(config: Config) -> list[str]:
+    field, lines = "gsa.selection_query", []
+    if config.gsa.selection_block == 1:
+        wrong, remedy = "there are no blocks with gsa.selection_block = 1", "set it to first, or give a block"
+        lines.append(problem_line(field, "previous_mean", wrong, remedy))
+    if config.parallel.context > 1:
+        wrong = f"the block before may be another rank's, with parallel.context = {config.parallel.context}"
+        lines.append(problem_line(field, "previous_mean", wrong, "set it to first, or parallel.context to 1"))
+    return lines
+
+
+def _check_pool(config: Config) -> list[str]:
+    gsa, field, lines = config.gsa, "gsa.indexer_pool", []
+    if gsa.indexer_pool > gsa.k_min:
+        wrong = f"above gsa.k_min = {gsa.k_min}, so that a query could select no group of keys"
+        lines.append(
+            problem_line(field, gsa.indexer_pool, wrong, f"set gsa.k_min to {gsa.indexer_pool} or more")
+        )
+    if gsa.selection_block > 1:
+        wrong = f"groups of keys are for queries that select alone, and gsa.selection_block = {gsa.selection_block}"
+        lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
+    if config.parallel.context > 1:
+        wrong = f"a group's keys may be on two ranks, with parallel.context = {config.parallel.context}"
+        lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
+    return lines
+
+
+def _check_group_teacher(config: Config) -> list[str]:
+    field, lines = "gsa.reuse_teacher", []
+    if config.gsa.selection_reuse == 1:
+        wrong = "there are no groups with gsa.selection_reuse = 1"
+        lines.append(problem_line(field, "group", wrong, "set it to leader, or give a group"))
+    if config.train.recompute != "none":
+        wrong = f"recomputed layers come one by one, and train.recompute = {config.train.recompute}"
+        lines.append(problem_line(field, "group", wrong, "set it to leader, or train.recompute to none"))
+    if config.parallel.strategy == "deepspeed":
+        wrong = "the loss reads the indexer's weights in another layer, and parallel.strategy = deepspeed"
+        lines.append(
+            problem_line(field, "group", wrong, "set it to leader, or parallel.strategy to megatron")
+        )
+    return lines

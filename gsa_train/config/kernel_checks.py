@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gsa_kernels import limits
-from gsa_train.config.indexer_scores import SCORES
+from gsa_train.config.gsa import SCORES
 from gsa_train.config.load import problem_line
 from gsa_train.config.sections import Config
 

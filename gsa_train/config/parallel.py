@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,291 @@ class ParallelConfig:
     """Seconds without progress after which a step hangs. 0: five times the slowest of the last 32 steps, at least 40.
     Never more than `timeout_minutes`, which all else has: the start, the first steps of a phase and other compilation,
     reading text, logs, validation, tasks, saves and the end."""
+
+
+def chunk_layers(config: Config) -> list[int]:
+    """Layers of each model chunk, in the order of the model; empty if the sizes do not fit (`check_layout` says why).
+
+    Chunk i is on stage i % pipeline, as the (i // pipeline)-th of its virtual_pipeline chunks (interleaved 1F1B).
+    """
+    parallel, layers = config.parallel, config.model.num_layers
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if min(layers, parallel.pipeline, parallel.virtual_pipeline) < 1:
+        return []
+    given = parallel.pipeline_layers
+    if given:
+        fits = len(given) == chunks and min(given) > 0 and sum(given) == layers
+        return list(given) if fits else []
+    return [layers // chunks] * chunks if layers % chunks == 0 else []
+
+
+def stage_chunks(config: Config, stage: int) -> list[range]:
+    """The layers (from 0) of each chunk that a stage holds."""
+    counts = chunk_layers(config)
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    spans = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return spans[stage :: config.parallel.pipeline]
+
+
+def stage_layers(config: Config, stage: int) -> list[int]:
+    """All layers (from 0) that a stage holds."""
+    return [layer for chunk in stage_chunks(config, stage) for layer in chunk]
+
+
+MOST_TOKENS_PER_STEP = 10**9  # sixteen times DeepSeek-V3's 63M (arXiv 2412.19437, 15,360 sequences of 4096)
+
+
+def check_layout(config: Config, world_size: int) -> list[str]:
+    """Mistakes in `parallel`, and in sizes that it must divide, a line each."""
+    return [
+        *_check_sizes(config, world_size),
+        *_check_strategy(config),
+        *_check_instances(config, world_size),
+        *_check_context(config),
+        *_check_pipeline(config, world_size),
+        *_check_batch(config, world_size),
+    ]
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of a world that the model-parallel sizes divide; 0 if they do not."""
+    sizes = _model_sizes(config)
+    unit = math.prod(sizes.values())
+    if min(*sizes.values(), world_size) < 1 or world_size % unit != 0:
+        return 0
+    return world_size // unit
+
+
+def _model_sizes(config: Config) -> dict[str, int]:
+    """Ranks that share one sequence, field by field; what is left of the world is data parallel."""
+    parallel = config.parallel
+    return {
+        "parallel.tensor": parallel.tensor,
+        "parallel.context": parallel.context,
+        "parallel.pipeline": parallel.pipeline,
+    }
+
+
+def nearest(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(below + unit)
+
+
+def undivided_chunk(config: Config, unit: int) -> int:
+    """Layers of the first chunk that are not a multiple of `unit`; 0 if all are."""
+    return next((layers for layers in chunk_layers(config) if unit > 0 and layers % unit != 0), 0)
+
+
+def chunk_in_words(config: Config) -> str:
+    parallel = config.parallel
+    if parallel.pipeline_layers:
+        return "a chunk (parallel.pipeline_layers)"
+    if parallel.virtual_pipeline > 1:
+        return "a chunk (model.num_layers / parallel.pipeline / parallel.virtual_pipeline)"
+    return "a stage (model.num_layers / parallel.pipeline)"
+
+
+def _check_sizes(config: Config, world_size: int) -> list[str]:
+    parallel = config.parallel
+    lines: list[str] = []
+    sizes = _model_sizes(config)
+    unit = math.prod(sizes.values())
+    if world_size < 1:
+        lines.append(problem_line("world size", world_size, "below 1", "start 1 rank or more"))
+    elif unit > 0 and world_size % unit != 0:
+        lines.append(
+            problem_line(
+                "world size",
+                world_size,
+                f"not a multiple of {' x '.join(f'{field} = {size}' for field, size in sizes.items())}",
+                f"start {nearest(world_size, unit)} ranks (a dry run: --world-size), or change the sizes",
+            )
+        )
+    if parallel.grad_reduce_dtype == "bf16" and config.train.precision == "fp32":
+        wrong = "gradients have the weights' precision, and train.precision = fp32"
+        remedy = "set it to fp32, or train.precision to bf16"
+        lines.append(problem_line("parallel.grad_reduce_dtype", "bf16", wrong, remedy))
+    if parallel.overlap_param_gather and not (
+        parallel.distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        lines.append(
+            problem_line(
+                "parallel.overlap_param_gather",
+                True,
+                f"needs parallel.distributed_optimizer = {str(parallel.distributed_optimizer).lower()} and "
+                f"parallel.overlap_grad_reduce = {str(parallel.overlap_grad_reduce).lower()} to be true",
+                "set both to true, or overlap_param_gather to false",
+            )
+        )
+    return lines
+
+
+def _check_strategy(config: Config) -> list[str]:
+    """What DeepSpeed's ZeRO goes together with."""
+    parallel = config.parallel
+    lines = []
+    if parallel.strategy == "megatron":
+        if parallel.zero_stage != 1:
+            wrong = "only DeepSpeed has stages, and parallel.strategy = megatron"
+            remedy = "set parallel.strategy to deepspeed, or leave zero_stage out"
+            lines.append(problem_line("parallel.zero_stage", parallel.zero_stage, wrong, remedy))
+        if parallel.offload_optimizer:
+            wrong = "only DeepSpeed's optimizer works in host memory here, and parallel.strategy = megatron"
+            remedy = "set parallel.strategy to deepspeed, or offload_optimizer to false"
+            lines.append(problem_line("parallel.offload_optimizer", True, wrong, remedy))
+        return lines
+    if parallel.zero_stage > 3:
+        lines.append(
+            problem_line("parallel.zero_stage", parallel.zero_stage, "not 1, 2 or 3", "choose one of these")
+        )
+    with_deepspeed = "parallel.strategy = deepspeed"
+    megatron = "or parallel.strategy to megatron"
+    for name in ("context", "pipeline", "virtual_pipeline"):
+        size = getattr(parallel, name)
+        if size > 1:
+            wrong = f"not with {with_deepspeed}, whose ranks are tensor x data parallel"
+            lines.append(problem_line(f"parallel.{name}", size, wrong, f"set it to 1, {megatron}"))
+    if not parallel.distributed_optimizer:
+        wrong = f"{with_deepspeed} always shards the optimizer state"
+        lines.append(
+            problem_line("parallel.distributed_optimizer", False, wrong, f"set it to true, {megatron}")
+        )
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(parallel, name):
+            wrong = f"{with_deepspeed} overlaps by itself"
+            lines.append(problem_line(f"parallel.{name}", True, wrong, f"set it to false, {megatron}"))
+    return lines
+
+
+def _check_instances(config: Config, world_size: int) -> list[str]:
+    """Optimizer instances that share the ranks out evenly."""
+    parallel, field = config.parallel, "parallel.optimizer_instances"
+    instances = parallel.optimizer_instances
+    if instances < 2:
+        return []
+    lines = []
+    if parallel.strategy == "deepspeed":
+        wrong = "only megatron-core has instances, and parallel.strategy = deepspeed"
+        lines.append(problem_line(field, instances, wrong, "set it to 1, or parallel.strategy to megatron"))
+    elif not parallel.distributed_optimizer:
+        wrong = "parallel.distributed_optimizer = false, so every rank holds the whole state already"
+        lines.append(problem_line(field, instances, wrong, "set it to 1, or distributed_optimizer to true"))
+    ranks = data_parallel_size(config, world_size) * parallel.context
+    if ranks % instances != 0:
+        wrong = f"does not divide the {ranks} data x context ranks"
+        lines.append(problem_line(field, instances, wrong, f"choose a divisor of {ranks}"))
+    return lines
+
+
+def _check_context(config: Config) -> list[str]:
+    """Each context-parallel rank holds whole chunks, which sequence parallelism splits evenly."""
+    length, block = config.train.seq_len_tokens, config.gsa.selection_block
+    context, tensor, chunks = config.parallel.context, config.parallel.tensor, config.parallel.context_chunks
+    if chunks < 2 or chunks % 2 != 0:
+        remedy = f"set it to an even number, such as {max(2, chunks + chunks % 2)}"
+        return [problem_line("parallel.context_chunks", chunks, "is not an even number of chunks", remedy)]
+    if context < 2 or length < 1 or tensor < 1 or block < 1:
+        return []
+    shares = math.lcm(chunks, tensor if config.parallel.sequence else 1)
+    unit = context * shares
+    if length % unit != 0:
+        return [
+            problem_line(
+                "train.seq_len_tokens",
+                length,
+                f"not a multiple of {unit}: each of parallel.context = {context} ranks holds {chunks} chunks"
+                + (f", split over parallel.tensor = {tensor} ranks" if shares > chunks else ""),
+                f"set it to {nearest(length, unit)}, or change parallel.context",
+            )
+        ]
+    chunk = length // (chunks * context)
+    if config.gsa.attention == "sparse" and chunk % block != 0:
+        return [
+            problem_line(
+                "gsa.selection_block",
+                block,
+                f"does not divide the {chunk} tokens of a chunk (train.seq_len_tokens / parallel.context / "
+                "parallel.context_chunks), and a block may not cross chunks",
+                f"set train.seq_len_tokens to {nearest(length, chunks * context * block)}, or change parallel.context",
+            )
+        ]
+    return []
+
+
+def _check_pipeline(config: Config, world_size: int) -> list[str]:
+    """Layers that fill the chunks, and micro-batches that fill an interleaved schedule."""
+    parallel, layers, train = config.parallel, config.model.num_layers, config.train
+    stages, virtual, given = parallel.pipeline, parallel.virtual_pipeline, parallel.pipeline_layers
+    if min(stages, virtual, layers) < 1:
+        return []
+    chunks = stages * virtual
+    in_words = f"parallel.pipeline = {stages}"
+    if virtual > 1:
+        in_words += f" x parallel.virtual_pipeline = {virtual}"
+    lines = []
+    if virtual > 1 and stages == 1:
+        wrong = "chunks are interleaved over stages, and parallel.pipeline = 1"
+        lines.append(
+            problem_line(
+                "parallel.virtual_pipeline", virtual, wrong, "set it to 1, or parallel.pipeline above 1"
+            )
+        )
+    if given and not chunk_layers(config):
+        found = f"{len(given)} numbers with the sum {sum(given)}, the smallest {min(given)}"
+        remedy = f"give {chunks} numbers of at least 1 ({in_words}) with the sum {layers} (model.num_layers)"
+        lines.append(problem_line("parallel.pipeline_layers", given, found, remedy))
+    elif not given and layers % chunks != 0:
+        remedy = (
+            f"set model.num_layers to {nearest(layers, chunks)}, or name each chunk's layers in "
+            "parallel.pipeline_layers"
+        )
+        lines.append(problem_line("model.num_layers", layers, f"not a multiple of {in_words}", remedy))
+    per_micro_batch = train.micro_batch_size * data_parallel_size(config, world_size)
+    if virtual > 1 and per_micro_batch > 0 and train.global_batch_size % per_micro_batch == 0:
+        micro_batches = train.global_batch_size // per_micro_batch
+        if micro_batches % stages != 0:
+            lines.append(
+                problem_line(
+                    "train.global_batch_size",
+                    train.global_batch_size,
+                    f"{micro_batches} micro-batches per step and replica are not a multiple of parallel.pipeline = "
+                    f"{stages}, as parallel.virtual_pipeline = {virtual} needs",
+                    f"set it to {nearest(train.global_batch_size, per_micro_batch * stages)}",
+                )
+            )
+    return lines
+
+
+def _check_batch(config: Config, world_size: int) -> list[str]:
+    train, lines = config.train, []
+    replicas = data_parallel_size(config, world_size)
+    unit = train.micro_batch_size * replicas
+    tokens = train.global_batch_size * train.seq_len_tokens
+    if train.seq_len_tokens > MOST_TOKENS_PER_STEP:
+        wrong, remedy = "more than a whole step may have", f"give at most {MOST_TOKENS_PER_STEP}"
+        return [problem_line("train.seq_len_tokens", train.seq_len_tokens, wrong, remedy)]
+    if train.seq_len_tokens > 0 and tokens > MOST_TOKENS_PER_STEP:
+        wrong = f"sequences of {train.seq_len_tokens} tokens: {tokens:.3g} tokens per step"
+        remedy = f"count sequences, not tokens: at most {MOST_TOKENS_PER_STEP // train.seq_len_tokens}"
+        return [problem_line("train.global_batch_size", train.global_batch_size, wrong, remedy)]
+    if train.global_batch_size > 0 and unit > 0 and train.global_batch_size % unit != 0:
+        lines.append(
+            problem_line(
+                "train.global_batch_size",
+                train.global_batch_size,
+                f"not a multiple of train.micro_batch_size = {train.micro_batch_size} x {replicas} data-parallel ranks "
+                "(world size / parallel.tensor / parallel.context / parallel.pipeline)",
+                _batch_remedy(config, replicas),
+            )
+        )
+    return lines
+
+
+def _batch_remedy(config: Config, replicas: int) -> str:
+    train = config.train
+    remedy = f"set it to {nearest(train.global_batch_size, train.micro_batch_size * replicas)}"
+    if train.global_batch_size % replicas:
+        return remedy
+    fitting = math.gcd(train.micro_batch_size, train.global_batch_size // replicas)
+    return f"{remedy}, or train.micro_batch_size to {fitting}"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from gsa_kernels import limits
+from gsa_train.config.load import problem_line
+
+if TYPE_CHECKING:
+    from gsa_train.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,101 @@ class TrainConfig:
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps, counted from 1 as in the metrics, whose batches are read and not trained on. Step number and learning
     rate go on."""
+
+
+def check_graphs(config: Config) -> list[str]:
+    """What keeps a pass over a micro-batch from being a CUDA graph, a line each."""
+    if not config.train.cuda_graphs:
+        return []
+    reasons = [*_of_layout(config), *_of_operations(config), *_of_attention(config), *_of_experts(config)]
+    if config.logging.every_steps == 1:
+        reasons.append(
+            ("logging.every_steps = 1, and logged steps run without graphs", "set that to 2 or more")
+        )
+    return [
+        problem_line("train.cuda_graphs", True, wrong, f"{remedy}, or train.cuda_graphs to false")
+        for wrong, remedy in reasons
+    ]
+
+
+Reason = tuple[str, str]
+"""What is wrong, and what else to set."""
+
+
+def _of_layout(config: Config) -> list[Reason]:
+    parallel = config.parallel
+    reasons = [
+        (f"parallel.{name} = {getattr(parallel, name)} exchanges tensors inside a pass", "set that to 1")
+        for name in ("tensor", "context", "pipeline")
+        if getattr(parallel, name) > 1
+    ]
+    if parallel.strategy != "megatron":
+        wrong = f"parallel.strategy = {parallel.strategy} moves gradients inside a pass"
+        reasons.append((wrong, "set that to megatron"))
+    if parallel.overlap_grad_reduce:
+        wrong = "parallel.overlap_grad_reduce = true reduces gradients inside a pass"
+        reasons.append((wrong, "set that and parallel.overlap_param_gather to false"))
+    return reasons
+
+
+def _of_operations(config: Config) -> list[Reason]:
+    train, reasons = config.train, []
+    if train.recompute != "none":
+        wrong = f"train.recompute = {train.recompute} reads the state of random numbers back"
+        reasons.append((wrong, "set that to none"))
+    if train.fused_ops == "none":
+        reasons.append(("train.fused_ops = none is not made for graphs", "set that to auto"))
+    if config.gsa.attention_impl == "reference":
+        wrong = "gsa.attention_impl = reference is not made for graphs"
+        reasons.append((wrong, "set that to auto"))
+    return reasons
+
+
+def _of_attention(config: Config) -> list[Reason]:
+    gsa, length = config.gsa, config.train.seq_len_tokens
+    if gsa.attention == "dense":
+        return []
+    reasons = []
+    if gsa.indexer_loss_row_fraction < 1 and any(phase.train == "all" for phase in config.phases):
+        wrong = (
+            f"gsa.indexer_loss_row_fraction = {gsa.indexer_loss_row_fraction:g} draws other queries each time"
+        )
+        reasons.append((wrong, "set that to 1"))
+    sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
+    if not sparse or gsa.selection_block > 1:
+        return reasons
+    if length > limits.PACKED_MASK_MAX_TOKENS:
+        wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
+        reasons.append((wrong, "share selections by gsa.selection_block"))
+    elif gsa.attention_kernel == "gathered" or (
+        gsa.attention_kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS
+    ):
+        wrong = (
+            f"with gsa.attention_kernel = {gsa.attention_kernel} and train.seq_len_tokens = {length} the host reads "
+            "the length of key lists back"
+        )
+        reasons.append((wrong, "set the first to masked"))
+    return reasons
+
+
+def _of_experts(config: Config) -> list[Reason]:
+    """How many tokens an expert gets differs from pass to pass. On one rank and without a capacity no shape depends on
+    it, and torch's grouped products in bf16 read it on the device (on Hopper and later)."""
+    moe, reasons = config.moe, []
+    if moe.experts == 0:
+        return []
+    if moe.experts_impl != "grouped":
+        wrong = f"moe.experts_impl = {moe.experts_impl} reads back how many tokens each expert gets"
+        reasons.append((wrong, "set that to grouped"))
+    if config.train.precision == "fp32":
+        wrong = (
+            "with moe.experts and train.precision = fp32 torch reads back how many tokens each expert gets"
+        )
+        reasons.append((wrong, "set that precision to bf16"))
+    if config.parallel.expert > 1:
+        wrong = f"parallel.expert = {config.parallel.expert} reads back how many tokens go to each rank"
+        reasons.append((wrong, "set that to 1"))
+    if moe.capacity_factor > 0:
+        wrong = f"moe.capacity_factor = {moe.capacity_factor:g} reads back how many tokens are dropped"
+        reasons.append((wrong, "set that to 0"))
+    return reasons

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from gsa_train.config.gate_shapes import gate_rows
+from gsa_train.config.gates import gate_rows
 from gsa_train.model.gate_variants import HeadGate, ReplicatedGate, opening
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient

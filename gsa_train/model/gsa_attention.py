@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.limits import HEAD_SIZES
 from gsa_kernels.types import BudgetRule
-from gsa_train.config.gate_shapes import fuses_gates, has_paper_form
+from gsa_train.config.gates import fuses_gates, has_paper_form
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens

@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.indexer.pool import pool_keys
 from gsa_kernels.types import Indexer as AppliedIndexer
-from gsa_train.config.indexer_scores import SCORES
+from gsa_train.config.gsa import SCORES
 from gsa_train.distributed.context_sharding import QueryChunk
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import joined_weight_gradients

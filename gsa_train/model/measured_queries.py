@@ -10,7 +10,7 @@ import torch
 from gsa_kernels import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
-from gsa_train.config.indexer_scores import least_keys_to_choose
+from gsa_train.config.gsa import least_keys_to_choose
 from gsa_train.model.query_sample import QuerySample
 from gsa_train.model.stats import POSITIONS
 

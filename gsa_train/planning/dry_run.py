@@ -15,9 +15,8 @@ from gsa_train.arguments import DEVICE
 from gsa_train.config import Config
 from gsa_train.config.file_checks import check_files
 from gsa_train.config.kernel_checks import unsupported_by_kernels
-from gsa_train.config.layout_checks import data_parallel_size
-from gsa_train.config.moe_checks import expert_layers
-from gsa_train.config.pipeline_layout import stage_chunks, stage_layers
+from gsa_train.config.moe import expert_layers
+from gsa_train.config.parallel import data_parallel_size, stage_chunks, stage_layers
 from gsa_train.model.flops import (
     FlopsPerToken,
     count_parameters,

@@ -23,7 +23,7 @@ from gsa_train.checkpoint.load import (
     weights_to_load,
 )
 from gsa_train.config import Config, saved_sections
-from gsa_train.config.gate_shapes import FORM, POSITIONS
+from gsa_train.config.gates import FORM, POSITIONS
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer

@@ -6,7 +6,7 @@ import pytest
 
 from gsa_train.config import Config, ConfigError, PhaseConfig, load_config
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.config.layout_checks import data_parallel_size
+from gsa_train.config.parallel import data_parallel_size
 from helpers.broken_rules import BROKEN_RULES
 
 BASE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import Config, load_config
-from gsa_train.config.graph_checks import check_graphs
+from gsa_train.config.train import check_graphs
 
 GSA = Path(__file__).resolve().parents[2] / "configs" / "gsa_1.7b.yaml"
 

@@ -17,7 +17,7 @@ from gsa_train.config import (
     load_config,
 )
 from gsa_train.config.checks import check_config
-from gsa_train.config.moe_checks import expert_layers
+from gsa_train.config.moe import expert_layers
 
 BASE = """
 model: {num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gsa_train.config import ConfigError, ModelConfig, load_config
-from gsa_train.config.rotary_checks import check_rotary
+from gsa_train.config.model import check_rotary
 
 YARN = [
     "model.rope_scaling.rope_type=yarn",

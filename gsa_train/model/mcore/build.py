@@ -11,9 +11,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
-from gsa_train.config.gate_shapes import fuses_gates
+from gsa_train.config.gates import fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
-from gsa_train.config.moe_checks import expert_layers
+from gsa_train.config.moe import expert_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from gsa_kernels.rotary import YarnScaling
 from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
-from gsa_train.config.pipeline_layout import chunk_layers
+from gsa_train.config.parallel import chunk_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 

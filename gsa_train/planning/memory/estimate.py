@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.layout_checks import data_parallel_size
-from gsa_train.config.moe_checks import expert_layers
-from gsa_train.config.pipeline_layout import stage_layers
+from gsa_train.config.moe import expert_layers
+from gsa_train.config.parallel import data_parallel_size, stage_layers
 from gsa_train.model.flops import count_parameters, indexer_layers
 from gsa_train.planning.memory.experts import worst_load_bytes
 from gsa_train.planning.memory.layer import layer_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.gate_shapes import has_paper_form
+from gsa_train.config.gates import has_paper_form
 from gsa_train.planning.memory.experts import kept_by_mixture
 from gsa_train.planning.memory.selection import fuses_indexer_loss, selection_bytes, turned_lists_bytes
 from gsa_train.planning.memory.sizes import Sizes, fuses_heads, uses_indexer, uses_kernels

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gsa_kernels.limits import takes_key_lists
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.gate_shapes import fuses_gates, gate_rows
+from gsa_train.config.gates import fuses_gates, gate_rows
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 
 

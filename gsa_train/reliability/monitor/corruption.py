@@ -3,7 +3,7 @@
 Two checks, each as often as `monitor` says. A step's forward and backward pass is run a second time, from the same
 weights, micro-batches and random numbers: its loss and the bits of each rank's gradients before their reduction must be
 the same. And data-parallel replicas must have the same weights, to the last bit. Both are exact, because our kernels
-repeat bit for bit; what does not is refused (gsa_train.config.monitor_checks).
+repeat bit for bit; what does not is refused (gsa_train.config.monitor).
 
 What neither can see: an error that repeats itself, and one in a shard of the distributed optimizer, of which there is
 no second copy.
