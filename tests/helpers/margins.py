@@ -42,7 +42,7 @@ def measured_margins() -> Iterator[Margins]:
         variance: torch.Tensor, ema: torch.Tensor, visible: torch.Tensor, **rule: Any
     ) -> torch.Tensor:
         raw = rule["k_base"] * ema.double() / variance.double()
-        assert rule["mode"] == "inverse"
+        assert rule["adaptive_k"] == "inverse"
         free = raw[(raw > rule["k_min"] - 0.5) & (raw < rule["k_max"] + 0.5)]
         if free.numel() > 0:
             margins.budget = min(margins.budget, ((free - free.round()).abs() / free).min().item())

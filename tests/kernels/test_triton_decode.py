@@ -36,7 +36,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="runs on the GPU instead")),
     pytest.param("cuda", marks=GPU_ONLY),
 ]
-OFF = replace(RULE, mode="off")
+OFF = replace(RULE, adaptive_k="off")
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -60,7 +60,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def test_step(device: str, options: dict[str, Any]) -> None:
     """Lengths: 1, less than k_t, an unused slot, and what takes several tiles."""
     options = dict(options)
-    rule, window = replace(RULE, mode=options.pop("mode")), options.pop("window")
+    rule, window = replace(RULE, adaptive_k=options.pop("mode")), options.pop("window")
     sigmoid = options["activation"] == "sigmoid"
     check(make_case(device, [1, 3, 0, 77], 80, indexer=(3, 24), biases=sigmoid, **options), rule, window)
 

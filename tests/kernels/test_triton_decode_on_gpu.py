@@ -49,7 +49,7 @@ def test_sweep(dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
         sigmoid = activation == "sigmoid"
         sizes |= {"biases": sigmoid, "gate": sigmoid, "k_max": rule.k_max, "splits": splits}
         case = make_case("cuda", lengths, 8192, **sizes, activation=activation)
-        check(case, replace(rule, mode=mode), window)  # type: ignore[arg-type]
+        check(case, replace(rule, adaptive_k=mode), window)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lengths", [[131072], [131001, 70000, 4097]], ids=str)
@@ -58,7 +58,7 @@ def test_long(lengths: list[int]) -> None:
     sizes: dict[str, Any] = {"heads": (8, 2), "dim": 128, "indexer": (4, 64), "dtype": torch.bfloat16}
     case = make_case("cuda", lengths, 131072, **sizes, biases=True, gate=True, k_max=rule.k_max)
     check(case, rule, 64)
-    check(case, replace(rule, mode="off"), 64)
+    check(case, replace(rule, adaptive_k="off"), 64)
     case.indexer.keys[:, : lengths[-1]] = 0.25  # every score of the shortest sequence is equal
     check(case, rule, 64)
 

@@ -137,7 +137,7 @@ def test_scores_of_some_rows_are_those_of_the_whole(device: str) -> None:
 
 RULES = {
     "inverse": RULE,
-    "direct": replace(RULE, mode="direct"),
+    "direct": replace(RULE, adaptive_k="direct"),
     "wide": BudgetRule(12, 1, 4000, "direct"),
     "one": BudgetRule(1, 1, 1, "off"),
     "seven": BudgetRule(7, 7, 7, "off"),
