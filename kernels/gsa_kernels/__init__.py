@@ -1,8 +1,12 @@
-"""Operations of Gated Sparse Attention: Triton kernels, and their definitions in plain torch.
+"""Gated Sparse Attention: a selection of keys for each query, attention to them, the loss that trains the indexer.
 
-`GatedSparseAttention`, made of a `GSAConfig`, is the whole layer as a torch module. Below it `api.py` is the door:
-`select`, `sparse_attention`, `indexer_loss`, `decode_step`, with the types of `types.py`.
-`limits.py` says what the kernels can do, without torch. Every `reference.py` is the definition of its operation.
+    selection = select(indexer, rule, variance_ema, geometry, implementation="triton")
+    out, lse = sparse_attention(q, k, v, selection, geometry, implementation="triton")
+    loss, kl_of_rows = indexer_loss(indexer, q, k, lse, selection, geometry, implementation="triton")
+
+`GatedSparseAttention` is the whole layer as a torch module. The implementation is chosen by name: `triton`, the fused
+kernels, on a CUDA device; `reference`, plain torch on any device. `gsa_kernels.reference` has the definitions of which
+the reference is composed, and `limits.py` says, without torch, what the kernels can do.
 
 Names are imported when they are first asked for: who plans a run reads the limits and loads neither torch nor Triton.
 """
@@ -11,38 +15,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gsa_kernels.api import decode_step as decode_step
+    from gsa_kernels.api import indexer_loss as indexer_loss
+    from gsa_kernels.api import select as select
+    from gsa_kernels.api import sparse_attention as sparse_attention
     from gsa_kernels.layer import GatedSparseAttention as GatedSparseAttention
-    from gsa_kernels.layer import LayerOutput as LayerOutput
-    from gsa_kernels.layer_cache import GSACache as GSACache
-    from gsa_kernels.layer_config import GSAConfig as GSAConfig
-    from gsa_kernels.rotary import YarnScaling as YarnScaling
+    from gsa_kernels.types import BudgetRule as BudgetRule
+    from gsa_kernels.types import Geometry as Geometry
+    from gsa_kernels.types import Indexer as Indexer
+    from gsa_kernels.types import Selection as Selection
 
 __version__ = "0.1.0"
 
 _PLACES = {
+    "select": "api",
+    "sparse_attention": "api",
+    "indexer_loss": "api",
+    "decode_step": "api",
+    "Selection": "types",
+    "Geometry": "types",
+    "Indexer": "types",
+    "BudgetRule": "types",
     "GatedSparseAttention": "layer",
-    "GSACache": "layer_cache",
-    "GSAConfig": "layer_config",
-    "LayerOutput": "layer",
-    "YarnScaling": "rotary",
-    "AttentionOutput": "attention.reference",
-    "sparse_attention": "attention.reference",
-    "DecodeTopK": "decode.reference",
-    "decode_attention": "decode.reference",
-    "decode_top_k": "decode.reference",
-    "sigmoid_gate": "fused.gates.reference",
-    "indexer_scores": "indexer.reference",
-    "indexer_kl": "indexer_loss.reference",
-    "renormalise_target": "indexer_loss.reference",
-    "sum_over_blocks": "indexer_loss.reference",
-    "adaptive_budget": "selection.budget",
-    "score_moments": "selection.budget",
-    "causal_mask": "selection.causal_mask",
-    "expand_block_selection": "selection.reference",
-    "local_window_mask": "selection.reference",
-    "select_top_k": "selection.reference",
-    "adjacent_overlap": "selection.statistics",
-    "union_ratio": "selection.statistics",
 }
 
 __all__ = [*_PLACES]

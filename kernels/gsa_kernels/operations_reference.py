@@ -22,9 +22,9 @@ from gsa_kernels.indexer.pool import (
     whole_groups,
 )
 from gsa_kernels.indexer.reference import indexer_scores
-from gsa_kernels.indexer_loss.reference import indexer_kl, renormalise_target, sum_over_blocks
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
 from gsa_kernels.limits import Kernel
+from gsa_kernels.loss.reference import indexer_kl, renormalise_target, sum_over_blocks
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import sample_rows, systematic
 from gsa_kernels.selection.budget import adaptive_budget, score_moments

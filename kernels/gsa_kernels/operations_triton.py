@@ -16,10 +16,10 @@ from gsa_kernels.decode import op as decode
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.devices import launching_on
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
-from gsa_kernels.indexer_loss.groups import group_indexer_loss
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, union_density
+from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.groups import group_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import select_block_lists, select_block_mask
 from gsa_kernels.selection.groups import select_groups

@@ -17,7 +17,8 @@ import torch
 from composition import random_weights
 from torch.utils.checkpoint import checkpoint
 
-from gsa_kernels import GatedSparseAttention, GSAConfig
+from gsa_kernels import GatedSparseAttention
+from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.rotary import YarnScaling
 
 ROOT = Path(__file__).parents[2]
@@ -245,6 +246,14 @@ def test_the_call_that_the_authors_print() -> None:
     output, _, _ = gsa(x, positions=positions)
     assert output.shape == (1, 512, 1024)
     assert bool(output.isfinite().all())
+
+
+def test_a_layer_of_fields_is_that_of_their_config() -> None:
+    assert GatedSparseAttention(hidden_size=24, num_heads=4, num_kv_heads=2, **RULE).config == GSAConfig(
+        hidden_size=24, num_heads=4, num_kv_heads=2, **RULE
+    )
+    with pytest.raises(ValueError, match="config is given with k_base; pass a config, or fields of one"):
+        GatedSparseAttention(GSAConfig(), k_base=8)
 
 
 def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
