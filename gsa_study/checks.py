@@ -157,6 +157,8 @@ def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
 
 
 def _metrics(study: StudyConfig) -> Iterator[str]:
+    for key in set(study.table) - {metric.key for metric in study.metrics}:
+        yield problem_line("table", key, "the study has no such metric", "name the key of one of its metrics")
     for number, metric in enumerate(study.metrics):
         where = f"metrics.{number}"
         for arm in metric.paper.keys() - {arm.name for arm in study.arms}:

@@ -119,6 +119,8 @@ class StudyConfig:
     """What is evaluated after each run. Empty: nothing."""
     metrics: list[MetricConfig] = field(default_factory=list)
     """What is compared, in the order of the tables."""
+    table: list[str] = field(default_factory=list)
+    """Keys of the metrics that the page of results shows, each at its last point. Empty: all."""
     selections: SelectionsConfig = field(default_factory=SelectionsConfig)
     """Selections saved for the benches of kernels."""
 

@@ -1,5 +1,5 @@
 """The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
-efficiency.csv, from which texts take its numbers (`study/verdicts.py`)."""
+efficiency.csv, all numbers in full."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from gsa_study.efficiency_cases import (
     selections,
     steps,
 )
-from gsa_study.results import NOT_RUN, Standing
+from gsa_study.results import NOT_RUN, Standing, write_with_verdict
 from gsa_study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
-from gsa_study.verdicts import read_verdict
 from gsa_train.config import Config, ConfigError
 from gsa_train.files import write_atomically
 
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
+QUESTION = (
+    "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is faster "
+    "or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, the time to "
+    f"read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} "
+    f"for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is how many times as many keys a "
+    "tile of queries reads as one of its queries selects."
+)
 
 
 @dataclass(frozen=True)
@@ -124,25 +130,17 @@ def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench
 def write_efficiency(
     tables: Sequence[Table], benches: Mapping[str, Bench], out: Path
 ) -> tuple[Standing, Path]:
-    path, verdict = out / f"{NAME}.md", read_verdict(out, NAME)
-    parts = [f"# {TITLE}"]
-    parts.append(
-        "GSA's time and memory over those of the standard model, or of dense attention: below 1 GSA is faster or "
-        "smaller. Theory counts operations of matrix products, as the paper's theorem 1 does: scores of all keys by "
-        "the indexer, attention to k_base of them; in decoding, the time to read weights and caches. The paper has "
-        f"{PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} for prefill, {PAPER['decode']} "
-        f"for decoding and {PAPER['memory']} for memory."
-    )
-    parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
+    path = out / f"{NAME}.md"
+    parts = [f"# {TITLE}", QUESTION]
+    if not benches:
+        parts.append(f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
     for table in tables:
-        rows = [list(table.head), *(list(case.cells) for case in table.cases)]
+        rows = [list(table.head), *(list(case.cells) for case in table.cases if case.is_shown)]
         parts += [f"## {table.title}", markdown_table(rows)]
-    parts += ["## Source", bullets(bench.about for bench in benches.values())] if benches else []
-    parts += [f"In full in [{NAME}.csv]({NAME}.csv)."] if tables else []
-    parts.append("Made by `python launch/results.py` from the benches' files: do not edit.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
-    said = verdict.splitlines()[0] if verdict else "no verdict yet"
-    return Standing(
-        path.name, TITLE, f"{len(benches)} of {len(BENCHES)} benches", said if benches else NOT_RUN
-    ), path
+    if benches:
+        about = bullets(bench.about for bench in benches.values())
+        parts += ["## Source", about, f"Steps of models with fewer layers are in [{NAME}.csv]({NAME}.csv)."]
+    parts.append("`python launch/results.py` writes all but the verdict from the benches' files.")
+    said = write_with_verdict(path, parts)
+    runs = f"{len(benches)} of {len(BENCHES)} benches"
+    return Standing(path.name, TITLE, runs, said if benches else NOT_RUN), path

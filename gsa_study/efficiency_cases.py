@@ -42,6 +42,8 @@ class Case:
     bench: str
     commit: str = ""
     """Where not all rows of the bench are of one."""
+    is_shown: bool = True
+    """On the page; else in the CSV alone."""
 
 
 KEYS = {
@@ -139,11 +141,14 @@ def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers, or with all. The newest row of each model."""
+    """Steps of models with few layers, or with all: shown are the deepest. The newest row of each model."""
     rows = _rows(benches, STEPS)
     whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
     steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}
     newest = {model: (run, row) for (run, model), row in steps.items()}
+    deepest: dict[tuple[str, int], int] = {}
+    for shape, length, layers, _ in newest:
+        deepest[shape, length] = max(layers, deepest.get((shape, length), 0))
     for model_key, (run, row) in sorted(newest.items(), key=lambda each: each[0][:3]):
         standard = steps.get((run, (*model_key[:3], "standard")))
         is_whole = (run, model_key) in whole
@@ -163,7 +168,8 @@ def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
             _two(values["memory"]), row["commit"],
         ]  # fmt: skip
         depth = () if is_whole else (layers, "layers")
-        yield Case(_name("step", shape, length, *depth, model), cells, values, STEPS, row["commit"])
+        is_shown = layers == deepest[shape, length]
+        yield Case(_name("step", shape, length, *depth, model), cells, values, STEPS, row["commit"], is_shown)
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:

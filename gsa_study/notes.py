@@ -39,23 +39,28 @@ def notes(results: Results) -> list[str]:
         for each in results.values
         if each.records_end_at is not None
     ]
+    lines += origins(results)
+    other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
+    lines += [f"Failed: {line}" for line in other]
+    for column in results.columns:
+        if results.finished and not _known(column):
+            lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
+    return lines
+
+
+def origins(results: Results) -> list[str]:
+    """Commits, devices and training texts, where the finished runs have several."""
+    lines = []
     for what, found in (
         ("commits", {short(commit) for each in results.finished for commit in each.commits}),
         ("devices", {device for each in results.finished for device in each.devices}),
         ("training texts", {each.text for each in results.finished if each.text}),
     ):
         if len(found) > 1:
-            lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
+            lines.append(f"The finished runs have several {what}: {', '.join(sorted(found))}.")
     unknown = sum(not each.text for each in results.finished)
     if 0 < unknown < len(results.finished):
-        lines.append(
-            f"Of {unknown} of the {len(results.finished)} finished runs it is not known of which text they are."
-        )
-    other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
-    lines += [f"Failed: {line}" for line in other]
-    for column in results.columns:
-        if results.finished and not _known(column):
-            lines.append(f"No run has {column.key} ({column.at}){_meant(results, column)}.")
+        lines.append(f"The text of {unknown} of the {len(results.finished)} finished runs is not recorded.")
     return lines
 
 

@@ -33,18 +33,6 @@ def spread_of(values: Iterable[float | None]) -> Spread:
     )
 
 
-def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and what the median distance from it would be the standard deviation of, were the values normal: neither
-    follows a few values that lie far off.
-
-    Half of a normal distribution lies within 0.6745 standard deviations, the quantile of 3/4, so that the median
-    distance counts 1 / 0.6745 = 1.4826 times (Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation).
-    """
-    middle = statistics.median(values)
-    distance = statistics.median(abs(value - middle) for value in values)
-    return middle, distance / statistics.NormalDist().inv_cdf(0.75)
-
-
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
     """Of two arms' values by seed: one less the other, over the seeds that both have.
 

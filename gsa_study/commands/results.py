@@ -3,10 +3,10 @@
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
 A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
-`records/`), into which those go first that are finished in folders here; one of time and memory, made of what the
-benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that headline.yaml of
-`--studies` lists; and README.md over all. A figure stays as it is where the losses it shows are not recorded. Exit code
-2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a record or a bench, or no room.
+`records/`), which takes the runs that are finished in folders here first; one of time and memory, made of what the
+benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md, the table of all
+pages. Verdicts in the pages are kept. A figure stays as it is where the losses it shows are not recorded. Exit code 2:
+wrong use, a mistake in a study file or headline.yaml, a damaged file of a record or a bench, or no room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from gsa_study.efficiency import (
 from gsa_study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_study.record import recorded_results, update_record
 from gsa_study.results import write_figure, write_overview, write_page
-from gsa_study.seeds import write_seeds
 from gsa_study.study_file import Study, load_study
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import problem_line, read_yaml
@@ -48,15 +47,13 @@ def main() -> int:
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
+        written += write_efficiency_values(tables, benches, arguments.out)
         results = []
-        for study in studies:  # the records of all ahead of all pages: verdicts take numbers of any study
+        for study in studies:
             files_of_record, left_out = update_record(study, arguments.out)
-            results.append(recorded_results(study, arguments.out))
+            results.append(each := recorded_results(study, arguments.out))
             written += files_of_record
             print("".join(f"{line}\n" for line in left_out), end="")
-        written += write_seeds([study.config.name for study in studies], arguments.out)
-        written += write_efficiency_values(tables, benches, arguments.out)
-        for each in results:
             figure = write_figure(each, arguments.out) if each.finished else None
             standing, page = write_page(each, arguments.out)
             standings.append(standing)
