@@ -8,18 +8,18 @@ what stands above `## Studies`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gsa_study.headline import FIGURE
 from gsa_study.notes import origins
 from gsa_study.record import files_of
-from gsa_study.tables import SPREAD, Results, Rows, arm_rows, bullets, markdown_table, narrow
+from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, narrow
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 
 NOT_RUN = "not run yet"
-NO_VERDICT = "no verdict yet"
+NO_VERDICT = "No verdict yet."
 VERDICT, STUDIES = "## Verdict", "## Studies"
 
 
@@ -54,9 +54,9 @@ def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
 def write_with_verdict(path: Path, parts: Sequence[str]) -> str:
     """Write a page above the verdict that is there. Returns the verdict's first paragraph."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    verdict = text.partition(f"\n{VERDICT}\n")[2].strip()
-    write_text(path, [*parts, VERDICT, verdict or f"{NO_VERDICT.capitalize()}."])
-    return verdict.partition("\n\n")[0] or NO_VERDICT
+    verdict = text.partition(f"\n{VERDICT}\n")[2].strip() or NO_VERDICT
+    write_text(path, [*parts, VERDICT, verdict])
+    return verdict.partition("\n\n")[0]
 
 
 def write_text(path: Path, parts: Sequence[str]) -> None:
@@ -70,16 +70,15 @@ def page_parts(results: Results) -> list[str]:
     head = [f"# {study.title}", study.config.question.strip()]
     if not results.finished:
         return [*head, f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`."]
-    files = ", ".join(f"[{path.name}]({path.as_posix()})" for path in astuple(files_of(study, Path())))
+    values = files_of(study, Path()).values
     return [
         *head,
         setup(results),
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
-        SPREAD,
         f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)",
-        f"All numbers, with the folder, config and commit of each run: {files}. Study file: `{study.path}`. "
-        "`python launch/results.py` writes all but the verdict.",
+        f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}) and [records](records). "
+        f"Study file: `{study.path}`. `python launch/results.py` writes all but the verdict.",
     ]
 
 

@@ -17,9 +17,6 @@ from gsa_eval.report.plots import Curves, write_curves
 from gsa_study.commands.results import main
 from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
 from gsa_study.figure import arm_dots, write_study_figure
-from gsa_study.record import RUNS_HEAD
-from gsa_study.seeds import write_seeds
-from gsa_study.spread import median_and_deviation
 from gsa_study.study_file import load_study
 from gsa_study.tables import read_results
 from gsa_train.config import Config, GSAConfig, ModelConfig
@@ -54,27 +51,45 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     out = folder / "out"
     table = lines_of(out / "small.md", "| ")
     assert table[0] == "| arm | one | two |"
-    assert table[3:8] == [
+    assert table[3:7] == [
         "| runs | 2 | 1 of 2 |",
-        "| loss, at 50 tokens | 15.50 ± 0.71 | 25 |",
         "| loss, at 90 tokens | 11.50 ± 0.71 | 21 |",
         r"| loss, at 90 tokens: the paper |  | 2.5 \| less |",
         "| val_loss | 20.50 ± 0.71 | 30 |",
     ]
     assert "one,2,val_loss,val_loss,at the end,21.0," in (out / "small.csv").read_text()
-    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | no verdict yet |"]
+    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | No verdict yet. |"]
 
-    (out / "verdicts").mkdir()
-    (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
-    (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
+    # What a person writes stays: a page's verdict, and what stands above the table of studies.
+    said = "Reproduced in small.\n\nOne is better.\n"
+    page = (out / "small.md").read_text()
+    assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
+    (out / "small.md").write_text(page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |"))
+    overview = (out / "README.md").read_text()
+    (out / "README.md").write_text(overview.replace("# Results\n", "# Results\n\nTake one.\n"))
     assert main() == 0
-    figure = "![The first metric of each arm, and losses by tokens](small.png)"
-    said = f"\n\nReproduced in small.\n\nOne is better.\n\n{figure}"
-    assert said in (out / "small.md").read_text()
+    assert (out / "small.md").read_text() == page.replace("No verdict yet.\n", said)
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n| study")
-    said = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
-    assert lines_of(out / "README.md", "| [Two") == [said]
+    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n## Studies\n\n| study")
+    row = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
+    assert lines_of(out / "README.md", "| [Two") == [row]
+
+
+def test_the_page_shows_the_metrics_that_the_study_lists(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(folder, "one", 1, 20.0)
+    file = folder / "studies" / "small.yaml"
+    study = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**study, "table": ["val_loss"]}))
+    assert main() == 0
+    page = (folder / "out" / "small.md").read_text()
+    assert "| val_loss | 20 | – |" in page
+    assert "loss, at 90 tokens" not in page
+    assert ",loss,at 90 tokens," in (folder / "out" / "small.csv").read_text()
+    file.write_text(yaml.safe_dump({**study, "table": ["val_los"]}))
+    assert main() == 2
+    assert "table = val_los: the study has no such metric" in capsys.readouterr().err
 
 
 def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folder: Path) -> None:
@@ -121,91 +136,6 @@ def test_wrong_folders_and_damaged_benches_write_no_pages(
     monkeypatch.setattr("sys.argv", [*words, "out"])
     assert main() == 2
     assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
-
-
-def test_numbers_of_a_verdict_are_filled_from_the_runs(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arm, seed, loss in (("one", 1, 20.0), ("one", 2, 21.0), ("two", 1, 30.0)):
-        finish(folder, arm, seed, loss)
-    verdict = folder / "out" / "verdicts" / "small.md"
-    verdict.parent.mkdir(parents=True)
-    verdict.write_text(
-        "{small/one/val_loss:.2f} is {small/one/val_loss / small/two/val_loss:.3f} of it; "
-        "{small/two/loss@at 50 tokens:.0f}; {small/one-seed2/val_loss:.0f}.\n"
-    )
-    assert main() == 0
-    said = "20.50 is 0.667 of it; 25; 21."  # the ratio is of seed 1, which both have
-    assert f"\n\n{said}\n\n" in (folder / "out" / "small.md").read_text()
-    assert lines_of(folder / "out" / "README.md", "| [Two")[0].endswith(f"| {said} |")
-
-    verdict.write_text(
-        "{small/one/loss:.2f} {small/one/loss@at 7 tokens:.1f} {small/three/val_loss:.2f} {big/one/val_loss:.2f} "
-        "{small/one/val_loss:.2y} {small/one/val_loss} {small/two-seed2/val_loss:.2f} "
-        "{small/one-seed2/val_loss / small/two/val_loss:.2f}"
-    )
-    capsys.readouterr()
-    assert main() == 2
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()] == [
-        "out/verdicts/small.md: 8 problems",
-        "{small/one/loss:.2f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
-        "{small/one/loss@at 7 tokens:.1f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
-        "{small/three/val_loss:.2f}: out/small.csv has no val_loss of three",
-        "{big/one/val_loss:.2f}: no out/big.csv; give a study with finished runs",
-        "{small/one/val_loss:.2y}: Unknown format code 'y' for object of type 'float'",
-        "{small/two-seed2/val_loss:.2f}: out/small.csv has no val_loss of two-seed2",
-        "{small/one-seed2/val_loss / small/two/val_loss:.2f}: small/one-seed2/val_loss and small/two/val_loss have no "
-        "seed in common",
-        "{small/one/val_loss}: not a number of a study; write {study/arm/metric:.1f}",
-    ]
-
-
-# ---- what another seed does
-
-
-def test_what_seeds_differ_by_is_of_all_arms_of_all_studies(two_studies: Path) -> None:
-    """From the pages' CSVs: second seed less first, as losses; arms of one seed and runs that diverged have none."""
-    (two_studies / "studies" / "headline.yaml").unlink()
-    for name in ("small", "other"):
-        path = two_studies / "studies" / f"{name}.yaml"
-        metrics = [{"key": "val_perplexity", "source": "summary"}]
-        asked = {"metrics": metrics, "seeds": [1, 2, 3, 5, 7]}
-        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **asked}))
-    out = two_studies / "out"
-    (out / "records").mkdir(parents=True)
-    perplexities = {
-        "small": [("one", 1, 2.0), ("one", 2, 2.2), ("two", 1, 9.0)],
-        "other": [("one", 3, 4.0), ("one", 5, 4.8), ("one", 7, 9.0), ("two", 1, 2.0), ("two", 2, math.inf),
-                  ("two", 3, 3.0)],
-    }  # fmt: skip
-    for study, rows in perplexities.items():
-        lines = [f"{arm},{seed},,val_perplexity,at the end,{value},,," for arm, seed, value in rows]
-        head = "arm,seed,metric,key,at,value,folder,config,commits"
-        (out / f"{study}.csv").write_text("\n".join([head, *lines]) + "\n")
-        runs = [f"{arm},{seed},100,,,,,,,100," for arm, seed, _ in rows]
-        head = ",".join(RUNS_HEAD)
-        (out / "records" / f"{study}_runs.csv").write_text("\n".join([head, *runs]) + "\n")
-    (out / "verdicts").mkdir()
-    (out / "verdicts" / "recommendation.md").write_text(
-        "{seeds/small.one/difference:.4f} {seeds/other.one/difference:.4f} {seeds/other.two/difference:.4f}: "
-        "{seeds/all/arms:.0f} arms, {seeds/all/median:.4f}, {seeds/all/no_difference:.0%}\n"
-    )
-    assert main() == 0
-    median, deviation = median_and_deviation([math.log(1.1), math.log(1.2), math.log(1.5)])
-    assert (out / "README.md").read_text().splitlines()[2] == (
-        f"0.0953 0.1823 0.4055: 3 arms, {median:.4f}, {math.exp(2 * deviation) - 1:.0%}"
-    )
-
-
-def test_one_arm_says_nothing_of_seeds(tmp_path: Path) -> None:
-    rows = ["arm,seed,key,value", "one,1,val_perplexity,2.0", "one,2,val_perplexity,3.0"]
-    (tmp_path / "small.csv").write_text("\n".join(rows))
-    assert write_seeds(["small", "not_run"], tmp_path) == []
-    assert not (tmp_path / "seeds.csv").exists()
-
-
-def test_median_and_deviation_by_hand() -> None:
-    assert median_and_deviation([1.0, 3.0, 2.0, 7.0, 100.0]) == (3.0, pytest.approx(1.4826 * 2, rel=1e-4))
 
 
 # ---- the headline figure
@@ -331,19 +261,8 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
     assert lines_of(page, "- `bench_long`") == [
         "- `bench_long`: NVIDIA H200, torch 2.11, Triton 3.6, 0123456"
     ]
-    assert "2 of 6 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
+    assert "2 of 6 benches | No verdict yet." in (folder / "out" / "README.md").read_text()
 
-    # A text takes the numbers in full: of any page, and of what was just measured.
-    verdicts = folder / "out" / "verdicts"
-    verdicts.mkdir()
-    (verdicts / "recommendation.md").write_text(
-        "{efficiency/layer_1.7B_131072_token_r4/forward_backward:.3f}, "
-        "{efficiency/prefill_131072_standard/time / efficiency/prefill_131072_GSA/time:.1f} times as fast, "
-        "{efficiency/decode_131072_1_GSA/theory:.1f}, {efficiency/prefill_131072_GSA/memory:.2f}\n"
-    )
-    assert main() == 0
-    said = "# Results\n\n0.250, 5.0 times as fast, 0.5, 1.10\n"
-    assert (folder / "out" / "README.md").read_text().startswith(said)
     where = "by bench_long,0.25,benches/bench_long.json,,0123456\n"
     assert f",forward_backward,{where}" in (folder / "out" / "efficiency.csv").read_text()
 
@@ -360,7 +279,7 @@ def test_the_theory_of_one_layer_by_hand() -> None:
 
 def test_steps_over_lengths(folder: Path) -> None:
     """The newest row of a case, over the standard model's of the same device, commit and micro-batch. Whole models by
-    their own steps where these were measured, else as scaled ones."""
+    their own steps where these were measured, else as scaled ones. The page shows the deepest models."""
     common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
     gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
     rows = [
@@ -379,9 +298,7 @@ def test_steps_over_lengths(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "benches" / "bench_step_lengths.json").write_text(json.dumps({**BENCH, "rows": rows}))
     assert main() == 0
-    standard, of_gsa, _, measured, scaled = lines_of(folder / "out" / "efficiency.md", "| 94m")
-    assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 | b |"
-    assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 | b |"
+    _, measured, scaled = lines_of(folder / "out" / "efficiency.md", "| 94m")  # the deepest
     assert measured == "| 94m | 8192 | all | gsa_rope | 3.5 | 351.0 | 1.25 | 0.80 |  | 10.0 | 1.00 | b |"
     assert scaled == "| 94m | 8192 | all, scaled | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
     with (folder / "out" / "efficiency.csv").open(newline="") as file:

@@ -158,13 +158,13 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
             '{"unix_seconds": 2.0, "commit": "fedcba9876543210+", "device": "NVIDIA H100 80GB HBM3"}\n'
         )
     said = "\n".join(notes(read_results(compared, {})))
-    assert "of several commits: 0123456789ab, fedcba987654+." in said
-    assert "of several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
+    assert "have several commits: 0123456789ab, fedcba987654+." in said
+    assert "have several devices: NVIDIA H100 80GB HBM3, NVIDIA H200." in said
     assert "texts" not in said
     for run, text in zip(compared.runs, ("1f", "2e", "1f"), strict=False):
         summary = json.loads((run.folder / "summary.json").read_text())
         (run.folder / "summary.json").write_text(json.dumps({**summary, "data_fingerprint": text}))
-    assert "of several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
+    assert "have several training texts: 1f, 2e." in "\n".join(notes(read_results(compared, {})))
     assert close_lines(results) == [], "of one arm only a single seed is there"
 
 
