@@ -28,11 +28,11 @@ from gsa_train.files import write_atomically
 
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
 QUESTION = (
-    "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is faster "
-    "or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, the time to "
-    f"read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} "
-    f"for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is how many times as many keys a "
-    "tile of queries reads as one of its queries selects."
+    "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is "
+    "faster or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, "
+    f"the time to read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens "
+    f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is the number "
+    "of keys that a tile of queries reads, over the number that one query selects."
 )
 
 

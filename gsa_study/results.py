@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsa_study.headline import FIGURE
 from gsa_study.notes import origins
 from gsa_study.record import files_of
 from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, narrow
@@ -76,8 +75,8 @@ def page_parts(results: Results) -> list[str]:
         setup(results),
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
-        f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)",
-        f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}) and [records](records). "
+        f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
+        f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), [records](records). "
         f"Study file: `{study.path}`. `python launch/results.py` writes all but the verdict.",
     ]
 
@@ -85,7 +84,9 @@ def page_parts(results: Results) -> list[str]:
 def setup(results: Results) -> str:
     finished = results.finished
     tokens = sorted({each.all_tokens for each in finished})
-    of_each = " to ".join(compact(count) for count in (tokens if len(tokens) < 3 else (tokens[0], tokens[-1])))
+    of_each = " to ".join(
+        compact(count) for count in (tokens if len(tokens) < 3 else (tokens[0], tokens[-1]))
+    )
     devices = ", ".join(sorted({device for each in finished for device in each.devices}))
     unrecorded = sum(not each.losses for each in finished)
     said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished: {of_each} tokens each"
@@ -120,12 +121,13 @@ def with_paper(results: Results) -> Rows:
 
 
 def write_overview(standings: Sequence[Standing], out: Path) -> Path:
-    """README.md: what a person writes above the studies, the headline figure if it is there, and all verdicts."""
+    """README.md: what a person writes above the studies, and all verdicts."""
     path = out / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
-    figure = f"![Losses by tokens and by training time]({FIGURE})" if (out / FIGURE).is_file() else ""
     rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
-    made = "`python launch/results.py` writes this table. [Studies](../how_to/studies.md) says how to run one."
-    write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, figure, markdown_table(rows), made])
+    made = (
+        "`python launch/results.py` writes this table. [Studies](../how_to/studies.md) says how to run one."
+    )
+    write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
     return path

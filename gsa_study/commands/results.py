@@ -4,9 +4,9 @@
 
 A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
 `records/`), which takes the runs that are finished in folders here first; one of time and memory, made of what the
-benches wrote; main.png, the losses of the arms that headline.yaml of `--studies` lists; and README.md, the table of all
-pages. Verdicts in the pages are kept. A figure stays as it is where the losses it shows are not recorded. Exit code 2:
-wrong use, a mistake in a study file or headline.yaml, a damaged file of a record or a bench, or no room.
+benches wrote; and README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where the
+losses it shows are not recorded. Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
+bench, or no room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from gsa_study.efficiency import (
     write_efficiency,
     write_efficiency_values,
 )
-from gsa_study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_study.record import recorded_results, update_record
 from gsa_study.results import write_figure, write_overview, write_page
 from gsa_study.study_file import Study, load_study
@@ -42,39 +41,24 @@ def main() -> int:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
-        headline_file = arguments.studies / FILE
-        headline = load_headline(headline_file, studies) if headline_file.is_file() else None
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
         written += write_efficiency_values(tables, benches, arguments.out)
-        results = []
         for study in studies:
             files_of_record, left_out = update_record(study, arguments.out)
-            results.append(each := recorded_results(study, arguments.out))
-            written += files_of_record
             print("".join(f"{line}\n" for line in left_out), end="")
-            figure = write_figure(each, arguments.out) if each.finished else None
-            standing, page = write_page(each, arguments.out)
+            results = recorded_results(study, arguments.out)
+            figure = write_figure(results, arguments.out) if results.finished else None
+            standing, page = write_page(results, arguments.out)
             standings.append(standing)
-            written += [page, *filter(None, [figure])]
-            if each.finished and figure is None:
+            written += [*files_of_record, page, *filter(None, [figure])]
+            if results.finished and figure is None:
                 print(
-                    f"kept {arguments.out / each.study.config.name}.png: the losses of its runs are not recorded"
+                    f"kept {arguments.out / study.config.name}.png: the losses of its runs are not recorded"
                 )
         standing, page = write_efficiency(tables, benches, arguments.out)
         written.append(page)
-        if headline is not None:
-            of_studies = {each.study.config.name: each for each in results}
-            figure, lacking = write_headline(headline, of_studies, arguments.out)
-            if figure is None:
-                lines = ", ".join(lacking)
-                print(
-                    f"did not draw {arguments.out / FIGURE}: no seed has recorded losses of all its arms; the nearest "
-                    f"lacks {lines}"
-                )
-            else:
-                written.append(figure)
         written.append(write_overview([*standings, standing], arguments.out))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from gsa_eval.report.plots import Curves, write_curves
 from gsa_study.commands.results import main
 from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
 from gsa_study.figure import arm_dots, write_study_figure
@@ -64,7 +62,9 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     said = "Reproduced in small.\n\nOne is better.\n"
     page = (out / "small.md").read_text()
     assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
-    (out / "small.md").write_text(page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |"))
+    (out / "small.md").write_text(
+        page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |")
+    )
     overview = (out / "README.md").read_text()
     (out / "README.md").write_text(overview.replace("# Results\n", "# Results\n\nTake one.\n"))
     assert main() == 0
@@ -102,7 +102,7 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("without", "panels"), [((), 2), (("one",), 2), (("one", "two"), 1)])
+@pytest.mark.parametrize(("without", "panels"), [((), 3), (("one",), 3), (("one", "two"), 1)])
 def test_losses_are_shown_where_those_of_half_the_arms_are_recorded(
     folder: Path, without: tuple[str, ...], panels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,85 +136,6 @@ def test_wrong_folders_and_damaged_benches_write_no_pages(
     monkeypatch.setattr("sys.argv", [*words, "out"])
     assert main() == 2
     assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
-
-
-# ---- the headline figure
-
-
-def ask_for_headline(folder: Path, *lines: tuple[str, str, str], title: str = "Both") -> None:
-    named = [dict(zip(("study", "arm", "label"), line, strict=True)) for line in lines]
-    (folder / "studies" / "headline.yaml").write_text(yaml.safe_dump({"title": title, "lines": named}))
-
-
-@pytest.fixture
-def two_studies(folder: Path) -> Path:
-    study = yaml.safe_load((folder / "studies" / "small.yaml").read_text())
-    (folder / "studies" / "other.yaml").write_text(yaml.safe_dump({**study, "name": "other"}))
-    ask_for_headline(folder, ("small", "two", "model two"), ("other", "one", "model one"))
-    return folder
-
-
-def test_the_headline_figure_has_the_first_seed_that_all_arms_have(
-    two_studies: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish(two_studies, "two", 2, 30.0)
-    for seed, loss in ((1, 25.0), (2, 20.0)):
-        finish(two_studies, "one", seed, loss, study="other")
-    drawn: list[Curves] = []
-
-    def write_and_note(panels: Sequence[Curves], title: str, path: Path) -> Path:
-        drawn.extend(panels if path.name == "main.png" else [])
-        return write_curves(panels, title, path)
-
-    monkeypatch.setattr("gsa_eval.report.plots.write_curves", write_and_note)
-    assert main() == 0
-    by_tokens, by_time = drawn
-    losses = {"model two": [25, 21, 20], "model one": [15, 11, 10]}
-    assert by_tokens.lines == {label: ([50, 90, 100], values) for label, values in losses.items()}
-    minutes = pytest.approx([5 / 60, 9 / 60, 10 / 60])
-    assert by_time.lines == {label: (minutes, values) for label, values in losses.items()}
-    assert by_time.x_label == "minutes of training, on NVIDIA H200"
-    assert (two_studies / "out" / "main.png").read_bytes().startswith(b"\x89PNG")
-    assert "(main.png)\n\n| study" in (two_studies / "out" / "README.md").read_text()
-
-
-def test_the_headline_figure_stays_where_not_all_of_its_runs_are_here(
-    two_studies: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish(two_studies, "two", 1, 30.0)
-    assert main() == 0
-    figure = two_studies / "out" / "main.png"
-    said = "did not draw out/main.png: no seed has recorded losses of all its arms; the nearest lacks model one\n"
-    assert said in capsys.readouterr().out
-    assert not figure.exists()
-    assert "main.png" not in (two_studies / "out" / "README.md").read_text()
-    figure.write_bytes(b"as it was made elsewhere")
-    assert main() == 0
-    assert said in capsys.readouterr().out
-    assert figure.read_bytes() == b"as it was made elsewhere"
-    assert "(main.png)" in (two_studies / "out" / "README.md").read_text()
-
-
-def test_a_mistake_in_the_headline_is_named(two_studies: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ask_for_headline(
-        two_studies, ("smal", "one", "a"), ("small", "tow", "b"), ("silent", "one", "c"), ("small", "one", "b"),
-        title="",
-    )  # fmt: skip
-    assert main() == 2
-    said = capsys.readouterr().err.splitlines()
-    assert [line.strip() for line in said] == [
-        "studies/headline.yaml: 6 problems",
-        "title = '': nothing there; say what the figure shows",
-        "lines.0.study = smal: no study of this name has a question; did you mean small?",
-        "lines.1.label = b: there twice; give each line its own",
-        "lines.1.arm = tow: the study small has no such arm; did you mean two?",
-        "lines.2.study = silent: no study of this name has a question; give one of other, small",
-        "lines.3.label = b: there twice; give each line its own",
-    ]
-    assert not (two_studies / "out").exists()
-    (two_studies / "studies" / "headline.yaml").write_text("title: None\nline: []\n")
-    assert main() == 2
-    assert "unknown key; did you mean lines?" in capsys.readouterr().err
 
 
 # ---- time and memory

@@ -18,7 +18,7 @@ from gsa_study.notes import notes
 from gsa_study.record import MOST_POINTS, read_record, recorded_results
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results
-from helpers.result_pages import finish, lines_of, study_files
+from helpers.result_pages import finish, study_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,15 +51,12 @@ def values(folder: Path) -> dict[tuple[str, str, str], float]:
 
 
 def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None:
-    (folder / "studies" / "headline.yaml").write_text(
-        yaml.safe_dump({"title": "Both", "lines": [{"study": "small", "arm": "one", "label": "one"}]})
-    )
     ask(folder, metrics=[{"key": "loss", "equal_time": True}, {"key": "val_loss", "source": "summary"}])
     finish(folder, "one", 1, 20.0 + 1 / 3, pace=0.1)
     finish(folder, "two", 1, math.nan, pace=0.3)
     assert main() == 0
     before = contents(folder)
-    assert {path.name for path in before} >= {"small.csv", "small_runs.csv", "small_curves.csv", "main.png"}
+    assert {path.name for path in before} >= {"small.csv", "small_runs.csv", "small_curves.csv", "small.png"}
     assert f",val_loss,val_loss,at the end,{20 + 1 / 3!r}," in before[folder / "out" / "small.csv"].decode()
     lose_folders(folder)
     assert main() == 0
