@@ -31,16 +31,47 @@ QUESTION = (
     "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is "
     "faster or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, "
     f"the time to read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens "
-    f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is the number "
-    "of keys that a tile of queries reads, over the number that one query selects."
+    f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is the "
+    "number of keys that a tile of queries reads, over the number that one query selects."
 )
+
+
+HEADS = {
+    "ms": "ms",
+    "time": "over standard",
+    "forward": "forward",
+    "theory": "theory",
+    "forward_backward": "forward + backward",
+    "with_indexer_loss": "with indexer loss",
+    "gib": "peak memory, GiB",
+    "memory": "peak memory over standard or dense",
+}
 
 
 @dataclass(frozen=True)
 class Table:
     title: str
     head: Sequence[str]
+    """Of the cells that say what a row is about."""
+    keys: Sequence[str]
+    """Of the values that follow."""
     cases: Sequence[Case]
+
+    def rows(self) -> list[list[str]]:
+        """The last column has the commit, where the rows of the bench have several."""
+        commits = any(case.commit for case in self.cases)
+        rows = [[*self.head, *(HEADS[key] for key in self.keys), *["commit"] * commits]]
+        for case in self.cases:
+            if case.is_shown:
+                numbers = (number(key, case.values.get(key)) for key in self.keys)
+                rows.append([*map(str, case.about), *numbers, *[case.commit] * commits])
+        return rows
+
+
+def number(key: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f}" if key == "gib" or (key == "ms" and value >= 100) else f"{value:.2f}"
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
@@ -70,39 +101,32 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
     Args:
         shapes: config by the benches' name of its shape, `1.7B`.
     """
-    times = ["forward", "theory", "forward + backward", "with indexer loss", "peak memory"]
-    of_steps = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
-    memory = ["peak memory, GiB", "over standard"]
-    of_generation = [
-        "",
-        "tokens",
-        "sequences",
-        "model",
-        "ms",
-        "over standard",
-        "theory",
-        "the paper, at 128K",
-    ]
+    of_layer = ("forward", "theory", "forward_backward", "with_indexer_loss", "memory")
+    of_step = ("ms", "time", "theory", "gib", "memory")
     found = [
         Table(
             "One layer's attention",
-            ["shape", "tokens", "selection", "r", *times],
+            ("shape", "tokens", "selection", "r"),
+            of_layer,
             [*random_inputs(benches, shapes), *selections(benches, shapes)],
         ),
         Table(
             "A training step of the whole model",
-            ["config", "step, ms", "over standard", "the paper", "peak memory, GiB"],
-            list(steps(benches)),
+            ("config",),
+            ("ms", "time", "gib", "memory"),
+            [*steps(benches)],
         ),
         Table(
             "Training steps from 4K to 128K tokens",
-            [*of_steps, *memory, "commit"],
+            ("shape", "tokens", "layers", "model", "r"),
+            of_step,
             [*measured_steps(benches), *scaled_steps(benches)],
         ),
         Table(
             "Generation by the whole model",
-            [*of_generation, *memory, "commit"],
-            list(generation(benches, shapes)),
+            ("", "tokens", "sequences", "model"),
+            of_step,
+            [*generation(benches, shapes)],
         ),
     ]
     return [table for table in found if table.cases]
@@ -135,8 +159,7 @@ def write_efficiency(
     if not benches:
         parts.append(f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
     for table in tables:
-        rows = [list(table.head), *(list(case.cells) for case in table.cases if case.is_shown)]
-        parts += [f"## {table.title}", markdown_table(rows)]
+        parts += [f"## {table.title}", markdown_table(table.rows())]
     if benches:
         about = bullets(bench.about for bench in benches.values())
         parts += ["## Source", about, f"Steps of models with fewer layers are in [{NAME}.csv]({NAME}.csv)."]
