@@ -152,12 +152,6 @@ SEEDS = (
 )
 
 
-def seed_by_seed(results: Results) -> list[str]:
-    """The table of differences and what it says; nothing where no two arms share seeds."""
-    rows = seed_rows(results)
-    return [markdown_table(rows), SEEDS] if rows else []
-
-
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
