@@ -22,8 +22,8 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class Equal:
-    """Where the runs of a study are compared: what all finished ones have, but for those with whose weights others
-    begin, which may be shorter."""
+    """Where the runs of a study are compared: what all finished ones have. Runs with whose weights others begin may be
+    shorter, and do not count."""
 
     tokens: int
     seconds: float | None
@@ -31,7 +31,7 @@ class Equal:
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
-    """Of all that are finished; None where none is."""
+    """From all finished runs; None where none is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
     begun_with = {run.name for each in finished for run in each.run.before}
     ends = [each for each in finished if each.run.name not in begun_with]

@@ -52,9 +52,9 @@ HEADS = {
 class Table:
     title: str
     head: Sequence[str]
-    """Of the cells that say what a row is about."""
+    """Headings of the cells that say what a row is about."""
     keys: Sequence[str]
-    """Of the values that follow."""
+    """Keys of the values that follow."""
     cases: Sequence[Case]
 
     def rows(self) -> list[list[str]]:
@@ -75,7 +75,7 @@ def number(key: str, value: float | None) -> str:
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
-    """Of the JSON files that the benches write with `--out`; those that are there.
+    """Read the JSON files that the benches wrote with `--out`, as far as they are there.
 
     Raises:
         ConfigError: one is damaged.

@@ -17,7 +17,7 @@ PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 SHARED_BLOCK, SHARED_WINDOW = 32, 64
-"""Of what the benches call shared."""
+"""What the benches call shared."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float 
         gsa = replace(gsa, selection_block=SHARED_BLOCK, local_window=SHARED_WINDOW)
     phase = PhaseConfig(attention="sparse", train="base")
     found = flops_per_token(config.model, gsa, config.moe, phase, length)
-    # Of what is trained a third is the forward pass; the indexer, which is not, has no other.
+    # A third of a trained part is the forward pass. The indexer is not trained, and has no other pass.
     trained = found.projections + found.gates + found.mlp + found.attention
     ours = trained / 3 + found.indexer_projections + found.indexer_scores
     return ours / ((found.dense_equivalent - found.output - found.gates) / 3)

@@ -21,12 +21,12 @@ class RunFacts:
     tokens: int | None = None
     """That it was trained on itself; None: nothing is logged."""
     seconds: float | None = None
-    """Of its own training."""
+    """Its own training time."""
     seconds_before: float | None = 0.0
-    """Of the runs with whose weights it began; None: not known."""
+    """Training time of the runs with whose weights it began; None: not known."""
     devices: tuple[str, ...] = ()
     commits: tuple[str, ...] = ()
-    """Of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
+    """The commits of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
     text: str = ""
     """Fingerprint of the training text; empty: not known."""
     losses: Sequence[LossPoint] = ()
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
-    """Of a run whose folder is here, or which has none.
+    """Read a run whose folder is here, or which has none.
 
     Args:
         failures: job -> why it failed.

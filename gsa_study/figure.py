@@ -31,7 +31,7 @@ class ArmDots:
     runs: tuple[RunFacts, ...]
     """Finished ones with a value that is a number, in the order of the seeds."""
     values: tuple[float, ...]
-    """Of these runs."""
+    """The values of these runs."""
 
     @property
     def mean(self) -> float:
@@ -39,7 +39,7 @@ class ArmDots:
 
 
 def arm_dots(results: Results, column: Column) -> list[ArmDots]:
-    """A row for each arm of which a finished run has this value; the smallest mean, of a loss the best, comes first."""
+    """A row for each arm that has a finished run with this value; the smallest mean (the best loss) comes first."""
     found = []
     for arm in results.arms:
         runs = [each for each in results.finished if each.run.arm == arm]
@@ -88,7 +88,7 @@ def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label
 
 
 def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], by_time: bool) -> None:
-    """Of each arm's first seed with recorded losses; the best one in front."""
+    """Draw the losses of each arm's first seed that has recorded ones; the best arm is drawn last."""
     lines, is_first = [], True
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         drawn = next((run for run in row.runs if run.losses), None)

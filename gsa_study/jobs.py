@@ -19,7 +19,7 @@ class Job:
     run: StudyRun
     kind: Literal["train", "evaluate", "selections"]
     name: str
-    """Of the evaluation; empty for other jobs."""
+    """Name of the evaluation; empty for other jobs."""
     command: tuple[str, ...]
     devices: int
 
@@ -39,7 +39,7 @@ class Job:
 
 
 def jobs_of(study: Study) -> list[Job]:
-    """All jobs, each run's evaluations behind its training."""
+    """All jobs, each run's evaluations after its training."""
     jobs = []
     for run in study.runs:
         jobs.append(Job(run, "train", "", train_command(run), run.ranks))
@@ -64,8 +64,8 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Name, and words of the command line behind the program, of each of its lengths and budgets; of a run that is not
-    evaluated none."""
+    """Name, and words of the command line after the program, for each length and budget; none for a run that is not
+    evaluated."""
     if evaluation.arms and run.arm not in evaluation.arms:
         return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
@@ -113,7 +113,7 @@ def has_indexer(run: StudyRun) -> bool:
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """Of the checkout; else the command that the installation put beside this Python."""
+    """The script of the checkout; else the command that the installation put next to this Python."""
     script = SOURCE / "launch" / f"{name}.py"
     if script.is_file():
         return (sys.executable, str(script))

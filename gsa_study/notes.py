@@ -65,7 +65,7 @@ def origins(results: Results) -> list[str]:
 
 
 def weights_in_words(study: Study) -> list[str]:
-    """Of the arms that begin with another one's weights, a line for each that they begin with."""
+    """A line for each arm with whose weights others begin."""
     of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
     for run in study.runs:
         if (source := run.source) is not None:

@@ -102,7 +102,7 @@ def needed_trainings(job: Job) -> list[str]:
 def chosen(
     states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
 ) -> list[JobState]:
-    """Those of some arms and seeds, and the trainings with whose weights they begin; None: of all.
+    """The states of some arms and seeds, and of the trainings with whose weights they begin; None: all.
 
     Raises:
         StudyError: the study has no such arm or seed.
@@ -160,7 +160,7 @@ class Ended:
     """How a process of a job ended."""
 
     code: int
-    """Of the process, negative for a signal; of the main rank where that is known."""
+    """Exit code of the process, negative for a signal; of the main rank where it is known."""
     complete: bool
     """The job's result is there."""
     progressed: bool

@@ -38,8 +38,8 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """The first line behind the frames, which are indented. Each line may begin with the rank's name, as torch has
-    it (`[rank0]: `); those of other ranks may stand in between."""
+    """The first line after the frames, which are indented. Each line may begin with the rank's name, as torch has
+    it (`[rank0]: `); lines of other ranks may come in between."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""The record of a study in docs/results, of which its page is made: plain CSVs, so that a clone without any run folder
+"""The record of a study in docs/results, from which its page is made: plain CSVs, so that a clone without run folders
 has all that the page shows.
 
 `<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
@@ -32,7 +32,7 @@ RUNS_HEAD = (
 study's runs are compared, in each row the same. An empty cell: not known."""
 CURVES_HEAD = ("run", "tokens", "seconds", "loss")
 MOST_POINTS = 100
-"""Of a curve, about: a figure has no more pixels for a line that bends."""
+"""Points of a curve, about: a figure has no more pixels for a line that bends."""
 BETWEEN = "; "
 """Devices of one run."""
 REMEDY = "take the file as it was committed (git restore), or remove the line"
@@ -63,7 +63,7 @@ def files_of(study: Study, out: Path) -> Files:
 
 
 def recorded_results(study: Study, out: Path) -> Results:
-    """Of the record alone.
+    """Results from the record alone.
 
     Raises:
         ConfigError: a damaged file of it.

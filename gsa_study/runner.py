@@ -39,9 +39,9 @@ class StudyRunner:
     gpus: Sequence[str] | None
     """None: CPUs, one job at a time."""
     deadline: float | None = None
-    """Of `time.time`: from then on the jobs under way are stopped."""
+    """By `time.time`: from then on the jobs under way are stopped."""
     all_jobs: Sequence[Job] = ()
-    """Of the study: by their times it is known what ends before the deadline, and nothing else starts. Empty: whatever
+    """All jobs of the study: their times tell what ends before the deadline, and nothing else starts. Empty: whatever
     is due starts, to go on from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""

@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:
-    """Of each run's value; None for a run that has none."""
+    """From each run's value; None for a run that has none."""
     known = [value for value in values if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     return Spread(
@@ -34,7 +34,7 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Of two arms' values by seed: one less the other, over the seeds that both have.
+    """One arm's values less another's, seed by seed, over the seeds that both have.
 
     Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
     to both is no part of their difference.

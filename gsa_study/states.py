@@ -24,8 +24,8 @@ from gsa_train.files import append_line
 FAILURES = "failures.jsonl"
 """In the study's folder: each failure of a job, and that it was over."""
 PLACE_FIELDS = ("run.dir",)
-"""Of no meaning to what a run computes: it differs where the study is started from another folder. So does the front of
-`checkpoint.initial_weights`, where that is another run of the study."""
+"""Without effect on what a run computes: it differs where the study is started from another folder. So does the
+beginning of `checkpoint.initial_weights`, where that is another run of the study."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
 """Where the text lies differs from machine to machine; that it is the same, its fingerprint tells."""
 
@@ -63,7 +63,7 @@ def is_complete(run: StudyRun) -> bool:
 
 
 def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[str]:
-    """Of the config with which the run was started last, beside the one that the study asks for."""
+    """Fields in which the config of the run's last start differs from the one that the study asks for."""
     path = run.folder / "config.yaml"
     if not path.is_file():
         return

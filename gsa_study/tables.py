@@ -30,7 +30,7 @@ class Results:
     failures: Mapping[str, str]
     """Job -> why it failed."""
     values: tuple[RunValues, ...] = ()
-    """All that the runs have logged, in the same order; empty where the results are those of a record."""
+    """All that the runs have logged, in the same order; empty where the results come from a record."""
 
     @property
     def finished(self) -> list[RunFacts]:
@@ -51,7 +51,7 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    """Of the run folders."""
+    """From the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
     runs = tuple(facts_of(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]
@@ -80,7 +80,7 @@ def _means(results: Results, arm: str) -> list[str]:
 
 
 def value_rows(results: Results) -> Rows:
-    """A run a row: each number of which the means are made."""
+    """A run a row: each number that goes into the means."""
     head = ["run", *(column.title for column in results.columns)]
     rows = []
     for each in results.finished:
@@ -120,7 +120,7 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """An arm a row: the study's first metric less that of its first arm with the same seed; without arms that share
+    """An arm a row: the study's first metric less the first arm's with the same seed; without arms that share
     fewer than two seeds with it. Empty where there is none."""
     if not results.columns:
         return []
@@ -131,7 +131,7 @@ def seed_rows(results: Results) -> Rows:
         apart = difference(results.by_seed(arm, column), beside)
         if apart.deviation is not None:
             rows.append([arm, str(apart.n), written(apart)])
-    return [["arm", "seeds", f"{column.title}, less that of {first}"], *rows] if rows else []
+    return [["arm", "seeds", f"{column.title}, less {first}"], *rows] if rows else []
 
 
 def relative(path: Path, folder: Path) -> str:
@@ -176,7 +176,7 @@ def _is_number(cell: str) -> bool:
 
 
 def arms_csv(results: Results) -> str:
-    """Of each arm and column n, mean and deviation, in full."""
+    """n, mean and deviation of each arm and column, in full."""
     rows: list[Sequence[object]] = [("arm", "metric", "key", "at", "n", "mean", "deviation", "not_finite")]
     for column in results.columns:
         for arm in results.arms:
@@ -187,11 +187,11 @@ def arms_csv(results: Results) -> str:
 
 
 VALUES_HEAD = ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
-"""Of a CSV from which texts take numbers."""
+"""Columns of the record's values."""
 
 
 def values_csv(results: Results) -> str:
-    """Of each finished run and column the value, in full, with folder, config and commit."""
+    """The value of each finished run and column, in full, with folder, config and commit."""
     rows: list[Sequence[object]] = [VALUES_HEAD]
     for column in results.columns:
         for each in results.finished:

@@ -84,7 +84,7 @@ def check_names(studies: Sequence[Study]) -> None:
         name, first = study.config.name, of_name.setdefault(study.config.name, study.path)
         if first != study.path:
             raise ConfigError(
-                study.path, [problem_line("name", name, f"also that of {first}", "give it its own")]
+                study.path, [problem_line("name", name, f"also the name of {first}", "give it its own")]
             )
 
 

@@ -19,9 +19,9 @@ from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.process import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The log names commands and settings as they were at the commit of the entry.
-PAGES = [page for page in ALL_PAGES if page.name != "LOG.md"]
+PAGES = [page for page in PAGES if page.name != "LOG.md"]
 
 
 def _id(page: Path) -> str:
@@ -30,13 +30,6 @@ def _id(page: Path) -> str:
 
 HINTS = get_type_hints(Config)
 SECTIONS = {field.name: HINTS[field.name] for field in fields(Config) if is_dataclass(HINTS[field.name])}
-
-
-@pytest.mark.parametrize("page", ALL_PAGES, ids=_id)
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
@@ -57,14 +50,6 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) <= targets
     scripts = set(re.findall(r"\b((?:launch|data|kernels|tests)/[\w/]+\.(?:py|sh))", text))
     assert [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
-
-
-def test_links_into_the_log_name_its_entries() -> None:
-    heads = re.findall(r"^#+ (.+)$", (ROOT / "docs/LOG.md").read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-    assert len(anchors) == len(heads)
-    named = {anchor for page in ALL_PAGES for anchor in re.findall(r"LOG\.md#([\w-]+)", page.read_text())}
-    assert sorted(named - anchors) == []
 
 
 def test_the_config_reference_is_that_of_the_dataclasses() -> None:

@@ -149,11 +149,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-"""A verdict is put into a page of the folder above it, where its links lead from."""
-
-
 @pytest.mark.parametrize(
-    "page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page", [*PAGES, DOCS / "LOG.md", *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_links_and_their_anchors_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", markdown_of(page)):

@@ -66,7 +66,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
 def test_the_pages_of_this_repository_are_those_of_their_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever runs lie beside them: those of a study are read elsewhere."""
+    """Runs of this machine do not count: a study's folders are read elsewhere."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
     for name in ("studies", "benchmarks", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -115,7 +115,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
     assert [point.loss for point in of_one.losses] == [14.0, 10.0, 9.0]
     path = (
         of_one.folder / "summary.json"
-    )  # it is trained anew, and not yet finished: the record has the old one
+    )  # it is trained again, and not yet finished: the record has the old one
     path.write_text(json.dumps({"steps": 5}))
     before = contents(folder)
     assert main() == 0
@@ -297,5 +297,5 @@ def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.Captur
         yaml.safe_dump({**copied, "arms": [*copied["arms"], {"name": "three"}]})
     )
     assert main() == 2
-    assert "name = small: also that of studies/small.yaml; give it its own" in capsys.readouterr().err
+    assert "name = small: also the name of studies/small.yaml; give it its own" in capsys.readouterr().err
     assert contents(folder) == before

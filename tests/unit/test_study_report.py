@@ -175,7 +175,7 @@ def test_differences_of_arms_are_those_of_their_seeds(compared: Study, tmp_path:
     results = read_results(compared, {})
     # At 5 steps two-seed1 has 15.5 for 15, two-seed2 15 for 16.
     assert seed_rows(results) == [
-        ["arm", "seeds", f"{results.columns[0].title}, less that of one"],
+        ["arm", "seeds", f"{results.columns[0].title}, less one"],
         ["two", "2", "-0.2 ± 1.1"],
     ]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
