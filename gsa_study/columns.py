@@ -27,7 +27,7 @@ class Equal:
 
     tokens: int
     seconds: float | None
-    """None: the time of one of them is not known."""
+    """None: the time of one run is not known."""
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
@@ -59,7 +59,7 @@ class Column:
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:
-    """The study's metrics, in its order and without values; without those at tokens or time where no run is
+    """The study's metrics, in its order and without values; without columns at tokens or time where no run is
     finished."""
     columns: list[Column] = []
     for metric in study.config.metrics:

@@ -1,5 +1,5 @@
-"""The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
-efficiency.csv, all numbers in full."""
+"""The page of time and memory: what the benches of one machine measured, next to the theory; and efficiency.csv, all
+numbers in full."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
 
 
 def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench], out: Path) -> list[Path]:
-    """The CSV of all numbers, with the columns of a study's one. Returns the files that were written: none without a
+    """Write the CSV of all numbers, with the columns of a study's CSV. Returns the written files: none without a
     bench's file."""
     rows: list[Sequence[object]] = []
     for case in (case for table in tables for case in table.cases):

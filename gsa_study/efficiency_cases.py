@@ -1,5 +1,5 @@
 """What each bench measured, as rows of the page of time and memory: GSA's time and memory over the standard model's,
-with theory and the paper beside it."""
+next to the theory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
     """One model at one length: a row of a table."""
 
     name: str
-    """The arm's in the CSV."""
+    """Name of the arm in the CSV."""
     about: Sequence[object]
     """The row's first cells."""
     values: Mapping[str, float | None]
@@ -133,17 +133,17 @@ def steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def _run(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What rows have in common whose models were measured beside each other."""
+    """Equal for rows whose models were measured side by side."""
     return row["gpu"], row["commit"], row.get("micro_batch")
 
 
 def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Whose steps they are."""
+    """Equal for rows of the same model."""
     return row["shape"], row["length"], row.get("layers"), row["model"]
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers, or with all: shown are the deepest. The newest row of each model."""
+    """Steps of models with few layers or all, the newest row of each model. The page shows the deepest."""
     rows = _rows(benches, STEPS)
     whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
     steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}
@@ -169,7 +169,7 @@ def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """What two depths say of a whole model that was not measured. The newest row of each model."""
+    """Whole models that were not measured, scaled from two depths; the newest row of each."""
     rows = _rows(benches, STEPS)
     measured = {_model(row) for row in rows if row.get("step_ms") is not None}
     whole = {_model(row): row for row in rows if "whole_ms" in row}
@@ -182,7 +182,7 @@ def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
 
 
 def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
-    """Operations of GSA's forward pass over the standard model's, of the last token's logits neither's."""
+    """Operations of GSA's forward pass over the standard model's, both without the logits."""
     if config is None:
         return None
     gsa = config.gsa
@@ -197,7 +197,7 @@ def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float 
 
 
 def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    """Prefill, and a token of decoding. Theory of the latter: what the weights and caches take to be read."""
+    """Prefill, and a token of decoding. The theory of decoding is the time to read weights and caches."""
     bench, same = "bench_generate", ("prefill", "batch", "length")
     rows = [row for row in _rows(benches, bench) if "prefill" in row or "step_ms" in row]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What tables and figures say of a run, whether its folder is here or only the record of it in docs/results."""
+"""What tables and figures show of a run, whether its folder is here or only the record of it in docs/results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunFacts:
     folder: Path
     """Where it is or was."""
     tokens: int | None = None
-    """That it was trained on itself; None: nothing is logged."""
+    """Tokens of its own training; None: nothing is logged."""
     seconds: float | None = None
     """Its own training time."""
     seconds_before: float | None = 0.0
@@ -41,7 +41,7 @@ class RunFacts:
 
     @property
     def all_seconds(self) -> float | None:
-        """None: not known of a part."""
+        """None: the time of a part is not known."""
         known = self.seconds is not None and self.seconds_before is not None
         return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
 

@@ -1,4 +1,4 @@
-"""What a study has to do, each a command that a user would type: train, evaluate, save selections."""
+"""The jobs of a study, each a command that a user would type: train, evaluate, save selections."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """By which the job is told from all others of the study, and known again."""
+        """Identifies the job within the study, also in later starts."""
         return f"{self.run.name} {self.kind} {self.name}".strip()
 
     @property
     def result(self) -> Path:
-        """The file that is there, and whole, once the job is finished."""
+        """The file that is there and complete once the job is finished."""
         if self.kind == "train":
             return self.run.folder / "summary.json"
         if self.kind == "selections":

@@ -1,5 +1,5 @@
-"""What a reader of a study's tables should know: arms that are too close to tell apart, runs and metrics that are
-missing, runs of several commits, devices or texts."""
+"""Caveats of a study's tables: arms without a clear difference, runs and metrics that are missing, runs of several
+commits, devices or texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_train.metrics.progress import compact
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
+    """Arms of one seed, metrics that no run has, runs that are not in the means."""
     lines = []
     lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
@@ -92,7 +92,7 @@ def _meant(results: Results, column: Column) -> str:
 
 
 def close_lines(results: Results) -> list[str]:
-    """Which arms the first metric does not tell apart: of the others their deviations are in the table."""
+    """Pairs of arms without a clear difference in the first metric."""
     if not results.columns:
         return []
     column = results.columns[0]
@@ -100,4 +100,4 @@ def close_lines(results: Results) -> list[str]:
     said = "; ".join(
         f"{one} and {other} ({written(apart)} over {apart.n} seeds)" for one, other, apart in pairs
     )
-    return [f"Closer in {column.title} than their differences spread: {said}."] if pairs else []
+    return [f"No clear difference in {column.title}, seed by seed: {said}."] if pairs else []

@@ -1,4 +1,4 @@
-"""A study in one small file, to go on from on another machine: what the tables are made of, without checkpoints."""
+"""A study in one small file, to continue on another machine: what the tables need, without checkpoints."""
 
 from __future__ import annotations
 

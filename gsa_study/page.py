@@ -40,15 +40,15 @@ def write_study_report(results: Results, folder: Path) -> list[Path]:
 
 
 def write_tables(results: Results, folder: Path) -> list[Path]:
-    """Write tables.md, arms.csv and values.csv for a place where the run folders will not be, as for documentation."""
+    """Write tables.md, arms.csv and values.csv for a place without the run folders, such as documentation."""
     return _write(folder, {"tables.md": markdown(results), **_csvs(results)})
 
 
 def tables(results: Results, folder: Path | None) -> dict[str, tuple[Rows, list[str]]]:
-    """Title -> the table, and what a reader should know of it.
+    """Title -> the table, and the lines below it.
 
     Args:
-        folder: run folders are linked as seen from this one; None: they are named, as where they will not be.
+        folder: run folders are linked from this one; None: they are named only.
     """
     head, *rows = run_rows(results, folder)
     if folder:

@@ -20,7 +20,7 @@ from gsa_train.reliability.last_words import SUBMISSION
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST_STOP_SECONDS = 600
-"""torchrun waits so long for its ranks, which finish their step and save."""
+"""How long torchrun waits for its ranks, which finish their step and save."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 MOST_LETTERS = 300
 TRACEBACK = "Traceback (most recent call last):"
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""By which torchrun ends where a rank has failed; the rank's error stands before it."""
+"""torchrun's own error where a rank has failed; the rank's error comes before it."""
 WARNING = re.compile(
     r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # of torch, `W1126 09:00:00 ...`: a process group that was not destroyed
     r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # of Python, and the line of code below it
@@ -16,12 +16,12 @@ WARNING = re.compile(
 
 
 def reason_in(printed: str, crashed: bool) -> str:
-    """The error of the last Python traceback, or else the last line that says something and is no warning; empty where
-    there is none.
+    """The error of the last Python traceback, or else the last line with text that is not a warning; empty where there
+    is none.
 
     Args:
-        crashed: it may have ended by an error that nothing caught. Otherwise it has said why itself, at the end, and a
-            traceback before that is of something that it went on without.
+        crashed: it may have ended by an uncaught error. Otherwise its last line says why, and an earlier traceback is
+            from an error that it survived.
     """
     lines = printed.splitlines()
     found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")

@@ -1,8 +1,8 @@
-"""Pages of results for the documentation, of one template: question, setup, one table, one figure, verdict.
+"""Pages of results for the documentation, from one template: question, setup, one table, one figure, verdict.
 
-The numbers come from the record of the study alone (`record.py`). A person writes the verdict, in the page: what stands
-from `## Verdict` on is kept. Its first paragraph stands in the table of all studies, README.md, where a person writes
-what stands above `## Studies`.
+All numbers above the verdict come from the record of the study (`record.py`). A person writes the verdict in the page:
+the text from `## Verdict` on is kept. Its first paragraph goes into the table of all studies in README.md, where a
+person writes the text above `## Studies`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Standing:
 
 
 def write_figure(results: Results, out: Path) -> Path | None:
-    """A study's figure; None where it stays as it is, since no run's losses are recorded."""
+    """Write a study's figure; None where it stays as it is because no losses are recorded."""
     path = out / f"{results.study.config.name}.png"
     if path.is_file() and not any(each.losses for each in results.finished):
         return None
@@ -51,7 +51,7 @@ def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
 
 
 def write_with_verdict(path: Path, parts: Sequence[str]) -> str:
-    """Write a page above the verdict that is there. Returns the verdict's first paragraph."""
+    """Write the page, and keep its verdict. Returns the verdict's first paragraph."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     verdict = text.partition(f"\n{VERDICT}\n")[2].strip() or NO_VERDICT
     write_text(path, [*parts, VERDICT, verdict])
@@ -64,7 +64,7 @@ def write_text(path: Path, parts: Sequence[str]) -> None:
 
 
 def page_parts(results: Results) -> list[str]:
-    """What stands above the verdict: without numbers where no run is finished."""
+    """The text above the verdict: without numbers where no run is finished."""
     study = results.study
     head = [f"# {study.title}", study.config.question.strip()]
     if not results.finished:
@@ -101,7 +101,7 @@ def setup(results: Results) -> str:
 
 
 def on_page(results: Results) -> Results:
-    """With a column for each metric that the page shows, at its last point."""
+    """The results with one column for each metric that the page shows, at its last point."""
     last = {column.key: column for column in results.columns}
     shown = results.study.config.table or list(last)
     return replace(results, columns=tuple(last[key] for key in shown if key in last))
@@ -121,7 +121,7 @@ def with_paper(results: Results) -> Rows:
 
 
 def write_overview(standings: Sequence[Standing], out: Path) -> Path:
-    """README.md: what a person writes above the studies, and all verdicts."""
+    """README.md: the text that a person writes, and the table of all verdicts."""
     path = out / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
     rows = [["study", "runs", "verdict"]]

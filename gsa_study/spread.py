@@ -37,7 +37,7 @@ def difference(one: Mapping[int, float | None], other: Mapping[int, float | None
     """One arm's values less another's, seed by seed, over the seeds that both have.
 
     Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
-    to both is no part of their difference.
+    to both cancels in their difference.
     """
     return spread_of(
         value - beside
@@ -47,7 +47,7 @@ def difference(one: Mapping[int, float | None], other: Mapping[int, float | None
 
 
 def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[str, str, Spread]]:
-    """Each pair of arms whose mean difference is within what single seeds' differences spread, with that difference.
+    """Each pair of arms whose mean difference is at most the deviation of the seeds' differences, with that difference.
 
     Args:
         arms: arm -> seed -> value

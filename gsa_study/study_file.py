@@ -33,7 +33,7 @@ class StudyRun:
     """From both."""
     ranks: int
     source: RunSource | None = None
-    """Whose weights it begins with; None: of no run of the study."""
+    """The run with whose weights it begins; None: no run of the study."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        """That it trains on itself."""
+        """Tokens of its own training."""
         return self.steps * self.tokens_a_step
 
     @property
@@ -143,7 +143,7 @@ def _arms_in_words(names: Sequence[str]) -> str:
 
 
 def base_config(study_path: str | Path, config: str) -> str:
-    """The file beside the study file, if there is one of this name; else the words as they are."""
+    """The file beside the study file, if there is one of this name; else the text as it is."""
     beside = Path(study_path).parent / config
     return str(beside) if beside.is_file() else config
 

@@ -1,4 +1,4 @@
-"""A study's results as tables: of the arms, of each run, and of the runs themselves; as Markdown and CSV."""
+"""A study's results as tables of arms, of each run's values and of the runs, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
     """A run a row: where it is, and what it ran.
 
     Args:
-        folder_of: folders are told as seen from this one; None: as the study has them.
+        folder_of: folders are relative to this one; None: as the study has them.
 
-    Tokens and time of a run that begins with another one's weights are told as `that one's + its own`.
+    Tokens and time of a run that begins with another one's weights are written as `that one's + its own`.
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
@@ -157,7 +157,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def narrow(rows: Rows) -> Rows:
-    """Turned on its side where it has more columns than rows: few arms with many metrics are a column each."""
+    """Transposed where it has more columns than rows: few arms with many metrics are a column each."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > len(rows) else rows
 
 
@@ -171,7 +171,7 @@ def markdown_table(rows: Rows) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Or says that there is none."""
+    """Or the sign for a missing one."""
     return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 
@@ -205,19 +205,19 @@ def values_csv(results: Results) -> str:
 
 
 FORMULA = tuple("=+-@\t\r")
-"""What spreadsheets compute begins with one of these, if it is no number."""
+"""A cell that begins with one of these is a formula to spreadsheets, unless it is a number."""
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """A word that a spreadsheet would compute, such as a host's or a device's name out of a run folder, gets an
-    apostrophe in front, which spreadsheets do not show."""
+    """Text that a spreadsheet would compute, such as a device's name from a run folder, gets an apostrophe in front,
+    which spreadsheets do not show."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()
 
 
 def word_of(cell: str) -> str:
-    """What `csv_text` was given."""
+    """The text that `csv_text` was given."""
     return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA) else cell
 
 

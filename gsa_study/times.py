@@ -1,4 +1,4 @@
-"""How long a study's jobs took, by which a start knows what it can end: `times.jsonl` of the study's folder."""
+"""How long a study's jobs took, from which a start knows what it can finish: `times.jsonl` of the study's folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gsa_train.checkpoint.files import step_of
 
 TIMES = "times.jsonl"
 SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
-"""What is expected, over what was measured: of an arm's other seeds; of another arm, as with its start the slowest of
-the paper's four models takes 1.4 times the time of the fastest; of a job that had not ended when it was stopped."""
+"""Expected over measured time: from the arm's other seeds; from another arm (with its start the slowest of the paper's
+four models takes 1.4 times as long as the fastest); from a job that had not ended when it was stopped."""
 MANY_ARMS, BESIDE_MANY = 2, 1.25
 """What another arm is expected to take over the slowest of this number of arms: a slow one may be among them."""
 
@@ -25,7 +25,7 @@ class WallTimes:
     ended: dict[str, float] = field(default_factory=dict)
     """Jobs that ended in the start that began them."""
     cut: dict[str, float] = field(default_factory=dict)
-    """After which a job that began from nothing had not ended."""
+    """Seconds after which a job that began from nothing had not ended."""
 
 
 def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:
@@ -33,7 +33,7 @@ def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None
 
 
 def read_times(study_folder: Path) -> WallTimes:
-    """The newest of each."""
+    """The newest note of each job."""
     times = WallTimes()
     for note in read_notes(study_folder / TIMES):
         key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")

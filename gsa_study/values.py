@@ -73,7 +73,7 @@ class RunValues:
 
     @property
     def tokens_before(self) -> float:
-        """Training time of the runs before."""
+        """Tokens of the runs before."""
         return self.run.source.tokens if self.run.source else 0
 
     @cached_property
@@ -96,7 +96,7 @@ class RunValues:
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def losses(self) -> list[LossPoint]:
-        """The curve of the loss by both."""
+        """The loss by tokens and by seconds."""
         own = [
             LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records
@@ -107,8 +107,8 @@ class RunValues:
         return [point for point in before if point.tokens <= self.tokens_before] + own
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
-        for the last one."""
+        """The largest, the median or the last value that this run itself has logged. Largest and median are NaN where
+        any step is."""
         records = self.records
         if statistic != "last":
             records = [record for record in records if "event" not in record]
@@ -175,7 +175,7 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def raised(start: float | None, points: Points) -> Points:
-    """The points, raised by what was there before them; none where that is not known."""
+    """The points, raised by the value at their start; none where that is not known."""
     return [] if start is None else [(x, start + y) for x, y in points]
 
 

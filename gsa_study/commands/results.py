@@ -2,10 +2,10 @@
 
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
-A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
-`records/`), which takes the runs that are finished in folders here first; one of time and memory, made of what the
-benches wrote; and README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where the
-losses it shows are not recorded. Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
+First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
+for each study file in `--studies` that has a `question`, a page of time and memory from what the benches wrote, and
+README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no losses are recorded.
+Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
 bench, or no room.
 """
 
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def check_names(studies: Sequence[Study]) -> None:
-    """Two of one name would have one page and one record, from which each would drop the other's arms.
+    """Two studies of one name would share a page and a record, and each would drop the other's arms.
 
     Raises:
         ConfigError: there are two.

@@ -180,7 +180,7 @@ def test_differences_of_arms_are_those_of_their_seeds(compared: Study, tmp_path:
     ]
     assert "| two | 2 | -0.2 ± 1.1 |" in markdown(results)
     (line,) = close_lines(results)
-    assert line.endswith(" than their differences spread: one and two (0.2 ± 1.1 over 2 seeds).")
+    assert line.endswith(", seed by seed: one and two (0.2 ± 1.1 over 2 seeds).")
     (page, *_) = write_study_report(results, tmp_path / "report")
     assert "-0.2 ± 1.1" in page.read_text()
 
