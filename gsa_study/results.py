@@ -77,7 +77,7 @@ def page_parts(results: Results) -> list[str]:
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
         f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), [records](records). "
-        f"Study file: `{study.path}`. `python launch/results.py` writes all but the verdict.",
+        "`python launch/results.py` writes all but the verdict.",
     ]
 
 

@@ -77,6 +77,9 @@ def test_the_pages_of_this_repository_are_those_of_their_record(
         if path.suffix in (".md", ".csv"):
             here = tmp_path / path.relative_to(ROOT)
             assert here.read_bytes() == path.read_bytes(), f"{path}: run launch/results.py"
+        if path.suffix == ".md":
+            said = [line for line in path.read_text().splitlines() if not line.startswith("|")]
+            assert len(" ".join(said).split()) <= 500, f"{path}: at most 500 words without its tables"
 
 
 def test_a_run_of_another_machine_joins_those_whose_folders_are_gone(folder: Path) -> None:
