@@ -117,7 +117,7 @@ def _arms(study: StudyConfig) -> Iterator[str]:
 
 
 def _initial_weights(study: StudyConfig) -> Iterator[str]:
-    """Of arms that begin with the weights of others."""
+    """Arms that begin with the weights of others."""
     arms = {arm.name: arm for arm in study.arms}
     for number, arm in enumerate(study.arms):
         where, source = f"arms.{number}.initial_weights", arm.initial_weights
@@ -147,7 +147,7 @@ def _initial_weights(study: StudyConfig) -> Iterator[str]:
 
 
 def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
-    """Each behind the one with whose weights it begins; there is no circle."""
+    """Each after the arm with whose weights it begins; there is no circle."""
     left, ordered = list(arms), list[ArmConfig]()
     while left:
         names = {arm.name for arm in left}
@@ -157,6 +157,8 @@ def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
 
 
 def _metrics(study: StudyConfig) -> Iterator[str]:
+    for key in set(study.table) - {metric.key for metric in study.metrics}:
+        yield problem_line("table", key, "the study has no such metric", "name the key of one of its metrics")
     for number, metric in enumerate(study.metrics):
         where = f"metrics.{number}"
         for arm in metric.paper.keys() - {arm.name for arm in study.arms}:

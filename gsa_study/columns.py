@@ -22,16 +22,16 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class Equal:
-    """Where the runs of a study are compared: what all finished ones have, but for those with whose weights others
-    begin, which may be shorter."""
+    """Where the runs of a study are compared: what all finished ones have. Runs with whose weights others begin may be
+    shorter, and do not count."""
 
     tokens: int
     seconds: float | None
-    """None: the time of one of them is not known."""
+    """None: the time of one run is not known."""
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
-    """Of all that are finished; None where none is."""
+    """From all finished runs; None where none is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
     begun_with = {run.name for each in finished for run in each.run.before}
     ends = [each for each in finished if each.run.name not in begun_with]
@@ -59,7 +59,7 @@ class Column:
 
 
 def columns_of(study: Study, equal: Equal | None) -> list[Column]:
-    """The study's metrics, in its order and without values; without those at tokens or time where no run is
+    """The study's metrics, in its order and without values; without columns at tokens or time where no run is
     finished."""
     columns: list[Column] = []
     for metric in study.config.metrics:

@@ -14,7 +14,7 @@ class ArmConfig:
     """What the arm has otherwise than the base config, `section.field: value`. A list, as all `phases`, is written as
     YAML has it. Not `run.name`, `run.dir`, `run.seed` and `data.seed`, which the study sets."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds of this arm's runs. Empty: those of the study."""
+    """Seeds of this arm's runs. Empty: the study's seeds."""
     initial_weights: str = ""
     """Arm with whose weights this one begins, as `checkpoint.initial_weights` does: seed by seed, and in the same text
     where that one stopped reading. It is trained first, and once for all arms that name it. Empty: no arm."""
@@ -26,7 +26,7 @@ class ArmConfig:
 class EvaluationConfig:
     name: str = ""
     """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
-    of the run's folder, with `-L<length>` and `-k<k_base>` behind the name where those are listed."""
+    of the run's folder, with `-L<length>` and `-k<k_base>` after the name where lengths and budgets are listed."""
     arms: list[str] = field(default_factory=list)
     """Arms that are evaluated: each evaluation is a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
@@ -40,7 +40,7 @@ class EvaluationConfig:
     """Values of `gsa.k_base`, an evaluation for each, with `gsa.k_min` and `gsa.k_max` moved as far as needed; arms
     without an indexer are evaluated once. Empty: as in training."""
     max_tokens: int = 0
-    """Tokens of each text; 0 = all of it (of validation sets as many as in training)."""
+    """Tokens of each text; 0 = all of it (validation sets: the same number as in training)."""
     tasks: list[str] = field(default_factory=list)
     """Request files and tasks of lm-evaluation-harness, as `--tasks` takes them; a FILE.yaml runs the code it names."""
     task_examples: int = 0
@@ -68,9 +68,9 @@ class MetricConfig:
     source: Literal["training", "summary", "evaluation"] = "training"
     """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
     evaluations: list[str] = field(default_factory=list)
-    """With `source: evaluation`, of which ones. Empty: of all."""
+    """With `source: evaluation`, the names of the evaluations. Empty: all."""
     statistic: Literal["value", "max", "median", "last"] = "value"
-    """Of the records of training: the value at one point; or the largest, the median or the last of what a run has
+    """What of the training records: the value at one point; or the largest, the median or the last of what a run has
     logged, without what a run with whose weights it begins has. `last` is for scores of tasks, made at the end."""
     at_tokens: list[int] = field(default_factory=list)
     """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
@@ -86,12 +86,12 @@ class MetricConfig:
 @dataclass(frozen=True)
 class SelectionsConfig:
     seq_len_tokens: int = 0
-    """Save what each trained indexer makes of so many tokens of validation text, as `launch/export_indexer.py` does,
-    in `selections.pt` of the run's folder; 0 = do not."""
+    """Save what each trained indexer makes of this number of tokens of validation text in `selections.pt` of the run's
+    folder, as `launch/export_indexer.py` does; 0 = do not."""
     layers: list[int] = field(default_factory=lambda: [0])
     """Layers whose indexers are saved, from 0."""
     runs: list[str] = field(default_factory=list)
-    """Runs of which they are saved, `<arm>-seed<N>`. Empty: all that have an indexer."""
+    """Runs whose selections are saved, `<arm>-seed<N>`. Empty: all that have an indexer."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StudyConfig:
     """Seeds: each arm is trained once with each, as `run.seed` (initial weights) and `data.seed` (order of the text).
     Arms with the same seed read the same text in the same order."""
     set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """What all arms have otherwise than the base config; an arm's own `set` comes behind it."""
+    """What all arms have otherwise than the base config; an arm's own `set` comes after it."""
     data_parallel: int = 1
     """Data-parallel ranks of each run. It takes as many devices times `parallel.tensor`, `context` and `pipeline`."""
     arms: list[ArmConfig] = field(default_factory=list)
@@ -119,6 +119,8 @@ class StudyConfig:
     """What is evaluated after each run. Empty: nothing."""
     metrics: list[MetricConfig] = field(default_factory=list)
     """What is compared, in the order of the tables."""
+    table: list[str] = field(default_factory=list)
+    """Keys of the metrics that the page of results shows, each at its last point. Empty: all."""
     selections: SelectionsConfig = field(default_factory=SelectionsConfig)
     """Selections saved for the benches of kernels."""
 

@@ -20,15 +20,15 @@ class ArmCost:
     runs: int
     finished: int
     tokens: int
-    """Of all runs."""
+    """Sum over all runs."""
     operations: float
     """Floating-point operations of all runs' training."""
     gpu_hours: float | None
-    """Of the steps of all runs; None where no MFU is known."""
+    """For the steps of all runs; None where no MFU is known."""
     gpu_hours_left: float | None
     """Without the steps that are logged already."""
     source: str
-    """Of the MFU."""
+    """Where the MFU comes from."""
 
 
 def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> list[ArmCost]:
@@ -81,7 +81,7 @@ def _mfu(of_arm: Sequence[RunValues], device: str, mfu: float | None) -> tuple[f
 
 
 def _share_done(each: RunValues) -> float:
-    """Of the steps; those after the last checkpoint are counted, though a start may do them again."""
+    """Share of the steps; steps after the last checkpoint count, though a start may do them again."""
     return 1.0 if each.complete else (each.records[-1]["step"] / each.run.steps if each.records else 0.0)
 
 

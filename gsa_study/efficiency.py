@@ -1,5 +1,5 @@
-"""The page of time and memory: what the benches of one machine measured, with theory and the paper beside it; and
-efficiency.csv, from which texts take its numbers (`gsa_study/verdicts.py`)."""
+"""The page of time and memory: what the benches of one machine measured, next to the theory; and efficiency.csv, all
+numbers in full."""
 
 from __future__ import annotations
 
@@ -21,24 +21,61 @@ from gsa_study.efficiency_cases import (
     selections,
     steps,
 )
-from gsa_study.results import NOT_RUN, Standing
+from gsa_study.results import NOT_RUN, Standing, write_with_verdict
 from gsa_study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
-from gsa_study.verdicts import read_verdict
 from gsa_train.config import Config, ConfigError
 from gsa_train.files import write_atomically
 
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
+QUESTION = (
+    "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is "
+    "faster or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, "
+    f"the time to read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens "
+    f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is the "
+    "number of keys that a tile of queries reads, over the number that one query selects."
+)
+
+
+HEADS = {
+    "ms": "ms",
+    "time": "over standard",
+    "forward": "forward",
+    "theory": "theory",
+    "forward_backward": "forward + backward",
+    "with_indexer_loss": "with indexer loss",
+    "gib": "peak memory, GiB",
+    "memory": "peak memory over standard or dense",
+}
 
 
 @dataclass(frozen=True)
 class Table:
     title: str
     head: Sequence[str]
+    """Headings of the cells that say what a row is about."""
+    keys: Sequence[str]
+    """Keys of the values that follow."""
     cases: Sequence[Case]
+
+    def rows(self) -> list[list[str]]:
+        """The last column has the commit, where the rows of the bench have several."""
+        commits = any(case.commit for case in self.cases)
+        rows = [[*self.head, *(HEADS[key] for key in self.keys), *["commit"] * commits]]
+        for case in self.cases:
+            if case.is_shown:
+                numbers = (number(key, case.values.get(key)) for key in self.keys)
+                rows.append([*map(str, case.about), *numbers, *[case.commit] * commits])
+        return rows
+
+
+def number(key: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f}" if key == "gib" or (key == "ms" and value >= 100) else f"{value:.2f}"
 
 
 def read_benches(folder: Path) -> dict[str, Bench]:
-    """Of the JSON files that the benches write with `--out`; those that are there.
+    """Read the JSON files that the benches wrote with `--out`, as far as they are there.
 
     Raises:
         ConfigError: one is damaged.
@@ -64,46 +101,39 @@ def efficiency_tables(benches: Mapping[str, Bench], shapes: Mapping[str, Config]
     Args:
         shapes: config by the benches' name of its shape, `1.7B`.
     """
-    times = ["forward", "theory", "forward + backward", "with indexer loss", "peak memory"]
-    of_steps = ["shape", "tokens", "layers", "model", "r", "step, ms", "over standard", "theory", "the paper"]
-    memory = ["peak memory, GiB", "over standard"]
-    of_generation = [
-        "",
-        "tokens",
-        "sequences",
-        "model",
-        "ms",
-        "over standard",
-        "theory",
-        "the paper, at 128K",
-    ]
+    of_layer = ("forward", "theory", "forward_backward", "with_indexer_loss", "memory")
+    of_step = ("ms", "time", "theory", "gib", "memory")
     found = [
         Table(
             "One layer's attention",
-            ["shape", "tokens", "selection", "r", *times],
+            ("shape", "tokens", "selection", "r"),
+            of_layer,
             [*random_inputs(benches, shapes), *selections(benches, shapes)],
         ),
         Table(
             "A training step of the whole model",
-            ["config", "step, ms", "over standard", "the paper", "peak memory, GiB"],
-            list(steps(benches)),
+            ("config",),
+            ("ms", "time", "gib", "memory"),
+            [*steps(benches)],
         ),
         Table(
             "Training steps from 4K to 128K tokens",
-            [*of_steps, *memory, "commit"],
+            ("shape", "tokens", "layers", "model", "r"),
+            of_step,
             [*measured_steps(benches), *scaled_steps(benches)],
         ),
         Table(
             "Generation by the whole model",
-            [*of_generation, *memory, "commit"],
-            list(generation(benches, shapes)),
+            ("", "tokens", "sequences", "model"),
+            of_step,
+            [*generation(benches, shapes)],
         ),
     ]
     return [table for table in found if table.cases]
 
 
 def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench], out: Path) -> list[Path]:
-    """The CSV of all numbers, with the columns of a study's one. Returns the files that were written: none without a
+    """Write the CSV of all numbers, with the columns of a study's CSV. Returns the written files: none without a
     bench's file."""
     rows: list[Sequence[object]] = []
     for case in (case for table in tables for case in table.cases):
@@ -124,25 +154,16 @@ def write_efficiency_values(tables: Sequence[Table], benches: Mapping[str, Bench
 def write_efficiency(
     tables: Sequence[Table], benches: Mapping[str, Bench], out: Path
 ) -> tuple[Standing, Path]:
-    path, verdict = out / f"{NAME}.md", read_verdict(out, NAME)
-    parts = [f"# {TITLE}"]
-    parts.append(
-        "GSA's time and memory over those of the standard model, or of dense attention: below 1 GSA is faster or "
-        "smaller. Theory counts operations of matrix products, as the paper's theorem 1 does: scores of all keys by "
-        "the indexer, attention to k_base of them; in decoding, the time to read weights and caches. The paper has "
-        f"{PAPER['step']} for a training step, and at 128K tokens {PAPER['prefill']} for prefill, {PAPER['decode']} "
-        f"for decoding and {PAPER['memory']} for memory."
-    )
-    parts.append(verdict if benches else f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
+    path = out / f"{NAME}.md"
+    parts = [f"# {TITLE}", QUESTION]
+    if not benches:
+        parts.append(f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
     for table in tables:
-        rows = [list(table.head), *(list(case.cells) for case in table.cases)]
-        parts += [f"## {table.title}", markdown_table(rows)]
-    parts += ["## Source", bullets(bench.about for bench in benches.values())] if benches else []
-    parts += [f"In full in [{NAME}.csv]({NAME}.csv)."] if tables else []
-    parts.append("Made by `python launch/results.py` from the benches' files: do not edit.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
-    said = verdict.splitlines()[0] if verdict else "no verdict yet"
-    return Standing(
-        path.name, TITLE, f"{len(benches)} of {len(BENCHES)} benches", said if benches else NOT_RUN
-    ), path
+        parts += [f"## {table.title}", markdown_table(table.rows())]
+    if benches:
+        about = bullets(bench.about for bench in benches.values())
+        parts += ["## Source", about, f"Steps of models with fewer layers are in [{NAME}.csv]({NAME}.csv)."]
+    parts.append("`python launch/results.py` writes all but the verdict from the benches' files.")
+    said = write_with_verdict(path, parts)
+    runs = f"{len(benches)} of {len(BENCHES)} benches"
+    return Standing(path.name, TITLE, runs, said if benches else NOT_RUN), path

@@ -1,5 +1,5 @@
 """What each bench measured, as rows of the page of time and memory: GSA's time and memory over the standard model's,
-with theory and the paper beside it."""
+next to the theory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.flops import causal_mean_keys, flops_per_token, mean_selected_keys
 
 DENSE = "torch cuDNN"
-LONG = 131072
 PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
-"""arXiv 2601.15305: GSA over the standard model; at 128K tokens, but for the training step."""
+"""arXiv 2601.15305: GSA over the standard model; at 128K tokens, except for the training step."""
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 SHARED_BLOCK, SHARED_WINDOW = 32, 64
-"""Of what the benches call shared."""
+"""What the benches call shared."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,16 @@ class Case:
     """One model at one length: a row of a table."""
 
     name: str
-    """The arm's in the CSV."""
-    cells: Sequence[str]
+    """Name of the arm in the CSV."""
+    about: Sequence[object]
+    """The row's first cells."""
     values: Mapping[str, float | None]
     """Key in the CSV (`KEYS`) -> number; None: not measured."""
     bench: str
     commit: str = ""
-    """Where not all rows of the bench are of one."""
+    """Where the rows of the bench have several."""
+    is_shown: bool = True
+    """On the page; else in the CSV alone."""
 
 
 KEYS = {
@@ -64,6 +66,14 @@ def _name(*words: object) -> str:
     return "_".join(map(str, words)).replace(" ", "_")
 
 
+def _over(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value / other
+
+
+def _digits(r: float | None) -> str:
+    return "–" if r is None else f"{r:.2g}"
+
+
 def random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
     bench, kind = "bench_gsa", "random inputs"
     for row in _rows(benches, bench):
@@ -75,12 +85,11 @@ def random_inputs(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) ->
                 "forward_backward": row["both_without_kl_ms"] / row["dense_both_ms"],
                 "with_indexer_loss": row["both_ms"] / row["dense_both_ms"],
             }
-            cells = [shape, str(length), kind, "–", *map(_two, values.values()), "–"]
-            yield Case(_name("layer", shape, length, kind), cells, values, bench)
+            yield Case(_name("layer", shape, length, kind), (shape, length, kind, "–"), values, bench)
 
 
 def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    """A length and a selection a row: made ones, each with its r, and those of a trained indexer."""
+    """A length and a selection a row: made ones, each with its r, and the selections of a trained indexer."""
     for bench in ("bench_long", "bench_long_trained"):
         rows = [row for row in _rows(benches, bench) if "attention" in row]
         dense = {(row["shape"], row["length"]): row for row in rows if row["attention"] == DENSE}
@@ -88,20 +97,17 @@ def selections(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> It
             if row["r"] is None:
                 continue
             shape, length = row["shape"], row["length"]
-            beside = dense[shape, length]
-            block = 32 if "block" in row["attention"] else 1
+            other, block = dense[shape, length], 32 if "block" in row["attention"] else 1
             values = {
-                "forward": row["forward_ms"] / beside["forward_ms"],
+                "forward": row["forward_ms"] / other["forward_ms"],
                 "theory": forward_ratio(shapes.get(shape), length, block),
-                "forward_backward": row["both_ms"] / beside["both_ms"],
-                "with_indexer_loss": None
-                if row["both_kl_ms"] is None
-                else row["both_kl_ms"] / beside["both_ms"],
-                "memory": row["peak_gib"] / beside["peak_gib"],
+                "forward_backward": row["both_ms"] / other["both_ms"],
+                "with_indexer_loss": _over(row["both_kl_ms"], other["both_ms"]),
+                "memory": row["peak_gib"] / other["peak_gib"],
             }
-            kind, r = row["attention"].removeprefix("GSA "), f"{row['r']:.2g}"
+            kind, r = row["attention"].removeprefix("GSA "), _digits(row["r"])
             name = _name("layer", shape, length, kind) + ("" if "selected" in kind else f"_r{r}")
-            yield Case(name, [shape, str(length), kind, r, *map(_two, values.values())], values, bench)
+            yield Case(name, (shape, length, kind, r), values, bench)
 
 
 def forward_ratio(config: Config | None, length: int, block: int) -> float | None:
@@ -119,72 +125,64 @@ def forward_ratio(config: Config | None, length: int, block: int) -> float | Non
 def steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
     bench = "bench_step"
     rows = [row for row in _rows(benches, bench) if "config" in row]
-    standard = next((row for row in rows if row["config"].startswith("standard_")), None)
+    standard = next((row["peak_gib"] for row in rows if row["config"].startswith("standard_")), None)
     for row in rows:
-        paper = PAPER["step"] if row["config"].startswith("gsa_") else ""
-        memory = row["peak_gib"] / standard["peak_gib"] if standard else None
+        memory = _over(row["peak_gib"], standard)
         values = {"ms": row["step_ms"], "time": row["ratio"], "gib": row["peak_gib"], "memory": memory}
-        cells = [row["config"], f"{row['step_ms']:.1f}", _two(row["ratio"]), paper, f"{row['peak_gib']:.1f}"]
-        yield Case(_name("step", row["config"]), cells, values, bench)
+        yield Case(_name("step", row["config"]), (row["config"],), values, bench)
 
 
 def _run(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What rows have in common whose models were measured beside each other."""
+    """Equal for rows whose models were measured side by side."""
     return row["gpu"], row["commit"], row.get("micro_batch")
 
 
 def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Whose steps they are."""
+    """Equal for rows of the same model."""
     return row["shape"], row["length"], row.get("layers"), row["model"]
 
 
 def measured_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """Steps of models with few layers, or with all. The newest row of each model."""
+    """Steps of models with few layers or all, the newest row of each model. The page shows the deepest."""
     rows = _rows(benches, STEPS)
     whole = {(_run(row), _model(row)) for row in rows if "whole_ms" in row}
     steps = {(_run(row), _model(row)): row for row in rows if row.get("step_ms") is not None}
     newest = {model: (run, row) for (run, model), row in steps.items()}
+    deepest: dict[tuple[str, int], int] = {}
+    for shape, length, layers, _ in newest:
+        deepest[shape, length] = max(layers, deepest.get((shape, length), 0))
     for model_key, (run, row) in sorted(newest.items(), key=lambda each: each[0][:3]):
-        standard = steps.get((run, (*model_key[:3], "standard")))
+        standard = steps.get((run, (*model_key[:3], "standard")), {})
         is_whole = (run, model_key) in whole
         values = {
             "ms": row["step_ms"],
-            "time": 1 / row["speed_up"] if row.get("speed_up") else None,
+            "time": _over(1, row.get("speed_up") or None),
             "theory": 1 / row["flops_limit"],
             "gib": row["peak_gib"],
-            "memory": row["peak_gib"] / standard["peak_gib"] if standard else None,
+            "memory": _over(row["peak_gib"], standard.get("peak_gib")),
         }
         shape, length, layers, model = row["shape"], row["length"], row["layers"], row["model"]
-        paper = PAPER["step"] if model.startswith("gsa") and length == 4096 else ""
-        cells = [
-            shape, str(length), "all" if is_whole else str(layers), model,
-            "–" if row.get("r") is None else f"{row['r']:.2g}",
-            f"{values['ms']:.1f}", _two(values["time"]), _two(values["theory"]), paper, f"{values['gib']:.1f}",
-            _two(values["memory"]), row["commit"],
-        ]  # fmt: skip
+        about = (shape, length, "all" if is_whole else layers, model, _digits(row.get("r")))
         depth = () if is_whole else (layers, "layers")
-        yield Case(_name("step", shape, length, *depth, model), cells, values, STEPS, row["commit"])
+        is_shown = layers == deepest[shape, length]
+        yield Case(_name("step", shape, length, *depth, model), about, values, STEPS, row["commit"], is_shown)
 
 
 def scaled_steps(benches: Mapping[str, Bench]) -> Iterator[Case]:
-    """What two depths say of a whole model that was not measured. The newest row of each model."""
+    """Whole models that were not measured, scaled from two depths; the newest row of each."""
     rows = _rows(benches, STEPS)
     measured = {_model(row) for row in rows if row.get("step_ms") is not None}
     whole = {_model(row): row for row in rows if "whole_ms" in row}
     scaled = [row for model, row in whole.items() if model not in measured]
     for row in sorted(scaled, key=lambda each: (each["shape"], each["length"])):
-        time_over = 1 / row["whole_speed_up"] if row.get("whole_speed_up") else None
         shape, length, model = row["shape"], row["length"], row["model"]
-        cells = [
-            shape, str(length), "all, scaled", model, "–", f"{row['whole_ms']:.1f}", _two(time_over), "–", "", "–", "–",
-            row["commit"],
-        ]  # fmt: skip
-        values = {"ms": row["whole_ms"], "time": time_over}
-        yield Case(_name("step", shape, length, model), cells, values, STEPS, row["commit"])
+        values = {"ms": row["whole_ms"], "time": _over(1, row.get("whole_speed_up") or None)}
+        about = (shape, length, "all, scaled", model, "–")
+        yield Case(_name("step", shape, length, model), about, values, STEPS, row["commit"])
 
 
 def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float | None:
-    """Operations of GSA's forward pass over the standard model's, of the last token's logits neither's."""
+    """Operations of GSA's forward pass over the standard model's, both without the logits."""
     if config is None:
         return None
     gsa = config.gsa
@@ -192,54 +190,39 @@ def prefill_ratio(config: Config | None, length: int, is_shared: bool) -> float 
         gsa = replace(gsa, selection_block=SHARED_BLOCK, local_window=SHARED_WINDOW)
     phase = PhaseConfig(attention="sparse", train="base")
     found = flops_per_token(config.model, gsa, config.moe, phase, length)
-    # Of what is trained a third is the forward pass; the indexer, which is not, has no other.
+    # A third of a trained part is the forward pass. The indexer is not trained, and has no other pass.
     trained = found.projections + found.gates + found.mlp + found.attention
     ours = trained / 3 + found.indexer_projections + found.indexer_scores
     return ours / ((found.dense_equivalent - found.output - found.gates) / 3)
 
 
 def generation(benches: Mapping[str, Bench], shapes: Mapping[str, Config]) -> Iterator[Case]:
-    """Prefill, and a token of decoding. Theory of the latter: what the weights and caches take to be read."""
-    bench = "bench_generate"
-    rows = _rows(benches, bench)
+    """Prefill, and a token of decoding. The theory of decoding is the time to read weights and caches."""
+    bench, same = "bench_generate", ("prefill", "batch", "length")
+    rows = [row for row in _rows(benches, bench) if "prefill" in row or "step_ms" in row]
     for row in rows:
-        commit = row.get("commit") or benches[bench].commit
-        if "prefill" in row:
-            standard = next(
-                each for each in rows if each.get("prefill") == row["prefill"] and each["model"] == "standard"
-            )
-            length, model, peak = row["prefill"], row["model"], row.get("peak_gib")
-            is_gsa, at_paper_s = model != "standard", model == "GSA" and length == LONG
+        model, commit = row["model"], row.get("commit") or benches[bench].commit
+        standard = next(
+            each
+            for each in rows
+            if each["model"] == "standard" and all(each.get(key) == row.get(key) for key in same)
+        )
+        if (length := row.get("prefill")) is not None:
+            theory = prefill_ratio(shapes.get("1.7B"), length, model == "GSA shared")
             values = {
                 "ms": row["ms"],
                 "time": row["ms"] / standard["ms"],
-                "theory": prefill_ratio(shapes.get("1.7B"), length, model == "GSA shared") if is_gsa else 1.0,
-                "gib": peak,  # rows of earlier versions have none
-                "memory": None if peak is None else peak / standard["peak_gib"],
+                "theory": 1.0 if model == "standard" else theory,
+                "gib": row.get("peak_gib"),  # rows of earlier versions have none
+                "memory": _over(row.get("peak_gib"), standard.get("peak_gib")),
             }
-            said = f" (the paper: {PAPER['memory']})" if at_paper_s and peak is not None else ""
-            cells = ["prefill", str(length), "1", model, f"{row['ms']:.1f}"]
-            cells += [_two(values["time"]), _two(values["theory"]), PAPER["prefill"] if at_paper_s else ""]
-            cells += ["–" if peak is None else f"{peak:.1f}", _two(values["memory"]) + said, commit]
-            yield Case(_name("prefill", length, model), cells, values, bench, commit)
-        elif "step_ms" in row:
-            same = ("batch", "length")
-            standard = next(
-                each
-                for each in rows
-                if all(each.get(key) == row[key] for key in same) and each["model"] == "standard"
-            )
-            length, batch, model = row["length"], row["batch"], row["model"]
+            yield Case(_name("prefill", length, model), ("prefill", length, 1, model), values, bench, commit)
+        else:
             values = {
                 "ms": row["step_ms"],
                 "time": row["step_ms"] / standard["step_ms"],
                 "theory": row["bound_ms"] / standard["bound_ms"],
             }
-            paper = PAPER["decode"] if model == "GSA" and length == LONG else ""
-            cells = ["decode", str(length), str(batch), model, f"{row['step_ms']:.2f}"]
-            cells += [_two(values["time"]), _two(values["theory"]), paper, "–", "–", commit]
-            yield Case(_name("decode", length, batch, model), cells, values, bench, commit)
-
-
-def _two(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
+            about = ("decode", row["length"], row["batch"], model)
+            name = _name("decode", row["length"], row["batch"], model)
+            yield Case(name, about, values, bench, commit)

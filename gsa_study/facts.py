@@ -1,4 +1,4 @@
-"""What tables and figures say of a run, whether its folder is here or only the record of it in docs/results."""
+"""What tables and figures show of a run, whether its folder is here or only the record of it in docs/results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RunFacts:
     folder: Path
     """Where it is or was."""
     tokens: int | None = None
-    """That it was trained on itself; None: nothing is logged."""
+    """Tokens of its own training; None: nothing is logged."""
     seconds: float | None = None
-    """Of its own training."""
+    """Its own training time."""
     seconds_before: float | None = 0.0
-    """Of the runs with whose weights it began; None: not known."""
+    """Training time of the runs with whose weights it began; None: not known."""
     devices: tuple[str, ...] = ()
     commits: tuple[str, ...] = ()
-    """Of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
+    """The commits of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""
     text: str = ""
     """Fingerprint of the training text; empty: not known."""
     losses: Sequence[LossPoint] = ()
@@ -41,13 +41,13 @@ class RunFacts:
 
     @property
     def all_seconds(self) -> float | None:
-        """None: not known of a part."""
+        """None: the time of a part is not known."""
         known = self.seconds is not None and self.seconds_before is not None
         return (self.seconds_before or 0.0) + (self.seconds or 0.0) if known else None
 
 
 def facts_of(values: RunValues, failures: Mapping[str, str]) -> RunFacts:
-    """Of a run whose folder is here, or which has none.
+    """Read a run whose folder is here, or which has none.
 
     Args:
         failures: job -> why it failed.

@@ -1,4 +1,4 @@
-"""The figure of a study's page: each arm's value of the first metric, and its losses, in the color of its row."""
+"""The figure of a study's page: each arm's value of the first metric, and its losses by tokens and by training time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ArmDots:
     runs: tuple[RunFacts, ...]
     """Finished ones with a value that is a number, in the order of the seeds."""
     values: tuple[float, ...]
-    """Of these runs."""
+    """The values of these runs."""
 
     @property
     def mean(self) -> float:
@@ -39,7 +39,7 @@ class ArmDots:
 
 
 def arm_dots(results: Results, column: Column) -> list[ArmDots]:
-    """A row for each arm of which a finished run has this value; the smallest mean, of a loss the best, comes first."""
+    """A row for each arm that has a finished run with this value; the smallest mean (the best loss) comes first."""
     found = []
     for arm in results.arms:
         runs = [each for each in results.finished if each.run.arm == arm]
@@ -51,13 +51,15 @@ def arm_dots(results: Results, column: Column) -> list[ArmDots]:
 
 
 def write_study_figure(results: Results, path: Path) -> Path:
-    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has, and the losses by
-    tokens beside it, where those of half the arms are recorded. Without such a metric the figure is empty."""
+    """Draw a row for each arm with a dot for each run, of the first metric that any finished run has. Where the losses
+    of half the arms are recorded they follow to the right, by tokens and by training time. Without such a metric the
+    figure is empty."""
     found = ((column.title, arm_dots(results, column)) for column in results.columns)
     title, rows = next((each for each in found if each[1]), ("", []))
-    figure = Figure(figsize=(12, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
     with_losses = sum(any(run.losses for run in row.runs) for row in rows)
-    axes = figure.subplots(1, 2 if 2 * with_losses >= len(rows) else 1, squeeze=False)[0]
+    columns = 3 if 2 * with_losses >= len(rows) else 1
+    figure = Figure(figsize=(12 + columns, max(3.6, 1.2 + 0.26 * len(rows))), dpi=120, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
@@ -65,8 +67,8 @@ def write_study_figure(results: Results, path: Path) -> Path:
     colors = [colormaps["viridis"](0.92 * place / last) for place in range(len(rows))]
     if rows:
         _draw_dots(axes[0], rows, colors, title)
-        for ax in axes[1:]:
-            _draw_losses(ax, rows, colors)
+        for ax, by_time in zip(axes[1:], (False, True), strict=False):
+            _draw_losses(ax, rows, colors, by_time)
     figure.savefig(path)
     return path
 
@@ -85,19 +87,22 @@ def _draw_dots(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], label
     ax.set_xlabel(f"{label} (a dot for each seed)")
 
 
-def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color]) -> None:
-    """Of each arm's first seed of which they are known; the best one in front."""
+def _draw_losses(ax: Axes, rows: Sequence[ArmDots], colors: Sequence[Color], by_time: bool) -> None:
+    """Draw the losses of each arm's first seed that has recorded ones; the best arm is drawn last."""
     lines, is_first = [], True
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         drawn = next((run for run in row.runs if run.losses), None)
         is_first &= drawn is row.runs[0]
         if drawn is not None:
-            x, y = [point.tokens for point in drawn.losses], [point.loss for point in drawn.losses]
+            points = [point for point in drawn.losses if not by_time or point.seconds is not None]
+            x = [(point.seconds or 0.0) / 60 if by_time else point.tokens for point in points]
+            y = [point.loss for point in points]
             ax.plot(x, y, color=color, linewidth=1.4, zorder=len(rows) - place)
             lines.append((x, y))
     if shown := shown_range(lines):
         ax.set_ylim(*shown)
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.set_xlabel("tokens")
+    if not by_time:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.set_xlabel("minutes of training" if by_time else "tokens")
     of_another = "train loss (nats per token) of the\nfirst seed that has recorded ones"
     ax.set_ylabel("train loss of the first seed (nats per token)" if is_first else of_another)

@@ -1,4 +1,4 @@
-"""What a study has to do, each a command that a user would type: train, evaluate, save selections."""
+"""The jobs of a study, each a command that a user would type: train, evaluate, save selections."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Job:
     run: StudyRun
     kind: Literal["train", "evaluate", "selections"]
     name: str
-    """Of the evaluation; empty for other jobs."""
+    """Name of the evaluation; empty for other jobs."""
     command: tuple[str, ...]
     devices: int
 
     @property
     def key(self) -> str:
-        """By which the job is told from all others of the study, and known again."""
+        """Identifies the job within the study, also in later starts."""
         return f"{self.run.name} {self.kind} {self.name}".strip()
 
     @property
     def result(self) -> Path:
-        """The file that is there, and whole, once the job is finished."""
+        """The file that is there and complete once the job is finished."""
         if self.kind == "train":
             return self.run.folder / "summary.json"
         if self.kind == "selections":
@@ -39,7 +39,7 @@ class Job:
 
 
 def jobs_of(study: Study) -> list[Job]:
-    """All jobs, each run's evaluations behind its training."""
+    """All jobs, each run's evaluations after its training."""
     jobs = []
     for run in study.runs:
         jobs.append(Job(run, "train", "", train_command(run), run.ranks))
@@ -64,8 +64,8 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Name, and words of the command line behind the program, of each of its lengths and budgets; of a run that is not
-    evaluated none."""
+    """Name, and words of the command line after the program, for each length and budget; none for a run that is not
+    evaluated."""
     if evaluation.arms and run.arm not in evaluation.arms:
         return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
@@ -113,7 +113,7 @@ def has_indexer(run: StudyRun) -> bool:
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """Of the checkout; else the command that the installation put beside this Python."""
+    """The script of the checkout; else the command that the installation put next to this Python."""
     script = SOURCE / "launch" / f"{name}.py"
     if script.is_file():
         return (sys.executable, str(script))

@@ -1,5 +1,5 @@
-"""What a reader of a study's tables should know: arms that are too close to tell apart, runs and metrics that are
-missing, runs of several commits, devices or texts."""
+"""Caveats of a study's tables: arms without a clear difference, runs and metrics that are missing, runs of several
+commits, devices or texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_train.metrics.progress import compact
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader should know: arms of one seed, metrics that no run has, runs that are not in the means."""
+    """Arms of one seed, metrics that no run has, runs that are not in the means."""
     lines = []
     lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
@@ -39,18 +39,7 @@ def notes(results: Results) -> list[str]:
         for each in results.values
         if each.records_end_at is not None
     ]
-    for what, found in (
-        ("commits", {short(commit) for each in results.finished for commit in each.commits}),
-        ("devices", {device for each in results.finished for device in each.devices}),
-        ("training texts", {each.text for each in results.finished if each.text}),
-    ):
-        if len(found) > 1:
-            lines.append(f"The finished runs are of several {what}: {', '.join(sorted(found))}.")
-    unknown = sum(not each.text for each in results.finished)
-    if 0 < unknown < len(results.finished):
-        lines.append(
-            f"Of {unknown} of the {len(results.finished)} finished runs it is not known of which text they are."
-        )
+    lines += origins(results)
     other = [f"{job}: {reason}" for job, reason in results.failures.items() if not job.endswith(" train")]
     lines += [f"Failed: {line}" for line in other]
     for column in results.columns:
@@ -59,8 +48,24 @@ def notes(results: Results) -> list[str]:
     return lines
 
 
+def origins(results: Results) -> list[str]:
+    """Commits, devices and training texts, where the finished runs have several."""
+    lines = []
+    for what, found in (
+        ("commits", {short(commit) for each in results.finished for commit in each.commits}),
+        ("devices", {device for each in results.finished for device in each.devices}),
+        ("training texts", {each.text for each in results.finished if each.text}),
+    ):
+        if len(found) > 1:
+            lines.append(f"The finished runs have several {what}: {', '.join(sorted(found))}.")
+    unknown = sum(not each.text for each in results.finished)
+    if 0 < unknown < len(results.finished):
+        lines.append(f"The text of {unknown} of the {len(results.finished)} finished runs is not recorded.")
+    return lines
+
+
 def weights_in_words(study: Study) -> list[str]:
-    """Of the arms that begin with another one's weights, a line for each that they begin with."""
+    """A line for each arm with whose weights others begin."""
     of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
     for run in study.runs:
         if (source := run.source) is not None:
@@ -87,7 +92,7 @@ def _meant(results: Results, column: Column) -> str:
 
 
 def close_lines(results: Results) -> list[str]:
-    """Which arms the first metric does not tell apart: of the others their deviations are in the table."""
+    """Pairs of arms without a clear difference in the first metric."""
     if not results.columns:
         return []
     column = results.columns[0]
@@ -95,4 +100,4 @@ def close_lines(results: Results) -> list[str]:
     said = "; ".join(
         f"{one} and {other} ({written(apart)} over {apart.n} seeds)" for one, other, apart in pairs
     )
-    return [f"Closer in {column.title} than their differences spread: {said}."] if pairs else []
+    return [f"No clear difference in {column.title}, seed by seed: {said}."] if pairs else []

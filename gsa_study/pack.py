@@ -1,4 +1,4 @@
-"""A study in one small file, to go on from on another machine: what the tables are made of, without checkpoints."""
+"""A study in one small file, to continue on another machine: what the tables need, without checkpoints."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OF_RUN = (
 def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
     """Write a .tar.gz whose top folder is the study's; returns how many runs it has.
 
-    Runs of which all is finished or has failed. What is still to do of the others needs their checkpoints, which are
-    not small: they are left out, and begin anew.
+    It has the runs whose jobs are all finished or have failed. The others need their checkpoints, which are not small:
+    they are left out, and start again from the beginning.
     """
     runs = packed_runs(study, failures)
     _write(study, _files(study, runs), out, "w:gz")
@@ -37,7 +37,7 @@ def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
 
 def pack_weights(study: Study, failures: Collection[str], out: Path) -> list[str]:
     """Write a .tar, to be unpacked at the same place, of the checkpoints with which runs begin that are still to do;
-    returns their runs and steps. They are of runs that `pack_study` packs: any other one begins anew itself."""
+    returns their runs and steps. They belong to runs that `pack_study` packs: any other run starts again itself."""
     packed = {run.name for run in packed_runs(study, failures)}
     needed = {
         str(run.source.checkpoint): run.source

@@ -23,13 +23,13 @@ class StudyPlan:
 
     finished: tuple[Job, ...]
     failed: tuple[tuple[Job, str], ...]
-    """With why. They are not tried again by themselves."""
+    """With the reason. They are tried again only on request."""
     due: tuple[Job, ...]
-    """To be started, or gone on with; of each run its training first."""
+    """To be started or continued; each run's training comes first."""
     blocked: tuple[Job, ...]
-    """Not to be done, as a training that they need has failed, or cannot be done here."""
+    """Not done: a training that they need has failed, or cannot be done here."""
     without_checkpoint: tuple[Job, ...] = ()
-    """Not to be done here: they need checkpoints of finished runs that are not in this folder."""
+    """Not done here: they need checkpoints of finished runs that are not in this folder."""
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:
@@ -87,14 +87,14 @@ def plan_study(
 
 
 def in_words(folders: Sequence[Path]) -> str:
-    """The first of them, and how many more there are: all runs of a study may have a change in common."""
+    """The first folder, and how many more there are: all runs of a study may have a change in common."""
     more = len(set(folders)) - 1
     return f"{folders[0]} and {more} more" if more else str(folders[0])
 
 
 def needed_trainings(job: Job) -> list[str]:
-    """Names of the runs that must be trained before the job: those with whose weights its run begins; unless it is that
-    run's training, its run, too."""
+    """Names of the runs that must be trained before the job: the runs with whose weights its run begins, and its own
+    run unless the job is that training."""
     own = [] if job.kind == "train" else [job.run]
     return [run.name for run in (*own, *job.run.before)]
 
@@ -102,7 +102,7 @@ def needed_trainings(job: Job) -> list[str]:
 def chosen(
     states: Sequence[JobState], arms: Collection[str] | None, seeds: Collection[int] | None
 ) -> list[JobState]:
-    """Those of some arms and seeds, and the trainings with whose weights they begin; None: of all.
+    """The states of some arms and seeds, and of the trainings with whose weights they begin; None: all.
 
     Raises:
         StudyError: the study has no such arm or seed.
@@ -160,7 +160,7 @@ class Ended:
     """How a process of a job ended."""
 
     code: int
-    """Of the process, negative for a signal; of the main rank where that is known."""
+    """Exit code of the process, negative for a signal; of the main rank where it is known."""
     complete: bool
     """The job's result is there."""
     progressed: bool
@@ -181,7 +181,7 @@ class Verdict:
 
 
 def judge(ended: Ended) -> Verdict:
-    """What follows of how a job ended."""
+    """What to do after a job has ended."""
     code, said = ended.code, f": {ended.error}" if ended.error else ""
     if ended.complete:
         return Verdict("finished")

@@ -20,7 +20,7 @@ from gsa_train.reliability.last_words import SUBMISSION
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST_STOP_SECONDS = 600
-"""torchrun waits so long for its ranks, which finish their step and save."""
+"""How long torchrun waits for its ranks, which finish their step and save."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -62,7 +62,7 @@ def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
 
 
 def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Path) -> dict[str, str]:
-    """Of a job on these GPUs, or on CPUs.
+    """The environment of a job on these GPUs, or on CPUs.
 
     Args:
         notes: the folder into which the main rank writes its exit code: torchrun's own is 1 for all.
@@ -117,7 +117,7 @@ class Running:
     checkpoint_before: str
     log_bytes_before: int
     began: float
-    """Of `time.monotonic`."""
+    """By `time.monotonic`."""
 
     def exit_code(self) -> int | None:
         """None while it is at work; the main rank's where torchrun hides it."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 MOST_LETTERS = 300
 TRACEBACK = "Traceback (most recent call last):"
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""By which torchrun ends where a rank has failed; the rank's error stands before it."""
+"""torchrun's own error where a rank has failed; the rank's error comes before it."""
 WARNING = re.compile(
     r"^(\[rank\d+\]:)?\s*\[?W\d{4} "  # of torch, `W1126 09:00:00 ...`: a process group that was not destroyed
     r"|:\d+: \w*Warning: |^\s*warnings\.warn\("  # of Python, and the line of code below it
@@ -16,12 +16,12 @@ WARNING = re.compile(
 
 
 def reason_in(printed: str, crashed: bool) -> str:
-    """The error of the last Python traceback, or else the last line that says something and is no warning; empty where
-    there is none.
+    """The error of the last Python traceback, or else the last line with text that is not a warning; empty where there
+    is none.
 
     Args:
-        crashed: it may have ended by an error that nothing caught. Otherwise it has said why itself, at the end, and a
-            traceback before that is of something that it went on without.
+        crashed: it may have ended by an uncaught error. Otherwise its last line says why, and an earlier traceback is
+            from an error that it survived.
     """
     lines = printed.splitlines()
     found = (_last_error(lines) if crashed else "") or next(_said(reversed(lines)), "")
@@ -38,8 +38,8 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """The first line behind the frames, which are indented. Each line may begin with the rank's name, as torch has
-    it (`[rank0]: `); those of other ranks may stand in between."""
+    """The first line after the frames, which are indented. Each line may begin with the rank's name, as torch has
+    it (`[rank0]: `); lines of other ranks may come in between."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

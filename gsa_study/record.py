@@ -1,4 +1,4 @@
-"""The record of a study in docs/results, of which its page is made: plain CSVs, so that a clone without any run folder
+"""The record of a study in docs/results, from which its page is made: plain CSVs, so that a clone without run folders
 has all that the page shows.
 
 `<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
@@ -28,11 +28,11 @@ RUNS_HEAD = (
     "arm", "seed", "tokens", "seconds", "seconds_before", "devices", "folder", "commits", "data_fingerprint",
     "equal_tokens", "equal_seconds",
 )  # fmt: skip
-"""Tokens and seconds are of its own training, `before` of the runs with whose weights it began. `equal`: where the
-study's runs are compared, in each row the same. An empty cell: not known."""
+"""Tokens and seconds are its own training, `before` is the training of the runs with whose weights it began. `equal`:
+where the study's runs are compared, the same in each row. An empty cell: not known."""
 CURVES_HEAD = ("run", "tokens", "seconds", "loss")
 MOST_POINTS = 100
-"""Of a curve, about: a figure has no more pixels for a line that bends."""
+"""Points of a curve, about: a figure has no more pixels for more."""
 BETWEEN = "; "
 """Devices of one run."""
 REMEDY = "take the file as it was committed (git restore), or remove the line"
@@ -63,7 +63,7 @@ def files_of(study: Study, out: Path) -> Files:
 
 
 def recorded_results(study: Study, out: Path) -> Results:
-    """Of the record alone.
+    """Results from the record alone.
 
     Raises:
         ConfigError: a damaged file of it.
@@ -80,13 +80,13 @@ def recorded_results(study: Study, out: Path) -> Results:
 
 def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     """Write the record with the runs that are finished in folders here. Returns its files, none where no run is
-    finished, and what is not or no longer in it, in words.
+    finished, and a line for each run or metric that is not or no longer in it.
 
-    Left out is a run that began with another config than the study now asks for, as it is not that arm, and one whose
-    records are cut off.
+    A run that began with another config than the study now asks for is left out, because it is not that arm. So is a
+    run whose records are cut off.
 
-    A recorded run whose folder is not here has no value but the recorded ones. While there is such a run, all are
-    compared where it was: a new run that ended before has no value there.
+    A recorded run whose folder is not here has its recorded values only. While there is such a run, all runs are
+    compared at its point: a new run that ended earlier has no value there.
 
     Raises:
         ConfigError: a damaged file of the record.
@@ -125,8 +125,8 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _usable(here: Mapping[str, RunValues]) -> tuple[dict[str, RunValues], list[str]]:
-    """Runs that have records up to their end and began, as did those with whose weights they began, with the configs
-    that the study asks for, wherever its text lay; and which of them are others, in words."""
+    """Runs with records up to their end that began with the configs the study asks for, as did the runs with whose
+    weights they began; paths of texts may differ. Also a line for each run that is left out."""
     kept, left_out = {}, []
     for name, values in here.items():
         if values.records_end_at is not None:
@@ -234,7 +234,7 @@ def _number(cell: str) -> float | None:
 
 
 def _read(path: Path, head: Sequence[str], add: Callable[[Mapping[str, str]], None]) -> None:
-    """Pass each row of a CSV on; none where there is no such file.
+    """Call `add` with each row of a CSV; with none where there is no such file.
 
     Raises:
         ConfigError: the first line that is damaged, or that `add` refuses with a ValueError.

@@ -1,36 +1,25 @@
-"""Pages of results for the documentation: a study's numbers with the paper's beside them, and what people say of both.
+"""Pages of results for the documentation, from one template: question, setup, one table, one figure, verdict.
 
-Numbers come from the record of the study alone (`gsa_study/record.py`). What a person writes is in
-`verdicts/<study>.md` of the same folder (`gsa_study/verdicts.py`): its first line stands in the table of all studies.
-`verdicts/recommendation.md` opens that table's page.
+All numbers above the verdict come from the record of the study (`record.py`). A person writes the verdict in the page:
+the text from `## Verdict` on is kept. Its first paragraph goes into the table of all studies in README.md, where a
+person writes the text above `## Studies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsa_study.headline import FIGURE
-from gsa_study.notes import close_lines, notes
+from gsa_study.notes import origins
 from gsa_study.record import files_of
-from gsa_study.tables import (
-    SPREAD,
-    Results,
-    Rows,
-    arm_rows,
-    bullets,
-    markdown_table,
-    narrow,
-    run_rows,
-    seed_by_seed,
-    value_rows,
-)
-from gsa_study.verdicts import read_verdict
+from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, narrow
 from gsa_train.files import write_atomically
+from gsa_train.metrics.progress import compact
 
-RECOMMENDATION = "recommendation"
 NOT_RUN = "not run yet"
+NO_VERDICT = "No verdict yet."
+VERDICT, STUDIES = "## Verdict", "## Studies"
 
 
 @dataclass(frozen=True)
@@ -44,73 +33,82 @@ class Standing:
 
 
 def write_figure(results: Results, out: Path) -> Path | None:
-    """A study's figure; None where it stays as it is, since no run's losses are recorded."""
+    """Write a study's figure; None where it stays as it is because no losses are recorded."""
     path = out / f"{results.study.config.name}.png"
     if path.is_file() and not any(each.losses for each in results.finished):
         return None
-    # Here: matplotlib takes half a second, and is there for reports alone.
+    # Here: matplotlib takes half a second, and only pages and reports need it.
     from gsa_study.figure import write_study_figure
 
     return write_study_figure(results, path)
 
 
 def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
-    """A study's page.
-
-    Raises:
-        ConfigError: the verdict names a number that is not there.
-    """
     study, finished = results.study, len(results.finished)
-    page, verdict = out / f"{study.config.name}.md", read_verdict(out, study.config.name)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(page, page_text(results, verdict))
-    said = verdict.splitlines()[0] if verdict else "no verdict yet"
-    runs = f"{finished} of {len(results.runs)}"
-    return Standing(page.name, study.title, runs, said if finished else NOT_RUN), page
+    path, runs = out / f"{study.config.name}.md", f"{finished} of {len(results.runs)}"
+    said = write_with_verdict(path, page_parts(results))
+    return Standing(path.name, study.title, runs, said if finished else NOT_RUN), path
 
 
-def page_text(results: Results, verdict: str) -> str:
-    """Without numbers where no run is finished."""
-    study, finished = results.study, len(results.finished)
-    parts = [f"# {study.title}", study.config.question.strip()]
-    parts.append(f"{finished} of {len(results.runs)} runs are finished.")
-    if not finished:
-        parts.append(f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`.")
-        return "\n\n".join(parts) + "\n"
-    figure = f"![The first metric of each arm, and losses by tokens]({study.config.name}.png)"
-    parts += [verdict, figure, "## Arms", markdown_table(narrow(with_paper(results))), SPREAD]
-    said = notes(results) + losses_in_words(results)
-    parts += [*seed_by_seed(results), bullets(close_lines(results)), bullets(said)]
-    parts += folded("Numbers of each run", narrow(value_rows(results)))
-    parts += folded("Folder, config and commit of each run", run_rows(results))
-    values, runs, curves = (f"[{path.name}]({path.as_posix()})" for path in astuple(files_of(study, Path())))
-    parts.append(
-        f"In full: {values}, {runs}, {curves}. Study file: `{study.path}`. Made by `python launch/results.py` from "
-        "these files, which have what the folders had: do not edit."
-    )
-    return "\n\n".join(filter(None, parts)) + "\n"
+def write_with_verdict(path: Path, parts: Sequence[str]) -> str:
+    """Write the page, and keep its verdict. Returns the verdict's first paragraph."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    verdict = text.partition(f"\n{VERDICT}\n")[2].strip() or NO_VERDICT
+    write_text(path, [*parts, VERDICT, verdict])
+    return verdict.partition("\n\n")[0]
 
 
-def losses_in_words(results: Results) -> list[str]:
-    """What the figure lacks: runs of before losses were recorded."""
-    of_all, without = len(results.finished), sum(not each.losses for each in results.finished)
-    if not without:
-        return []
-    if without == of_all:
-        return ["The runs' losses are not recorded: the figure stays as it was made from their folders."]
+def write_text(path: Path, parts: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
+
+
+def page_parts(results: Results) -> list[str]:
+    """The text above the verdict: without numbers where no run is finished."""
+    study = results.study
+    head = [f"# {study.title}", study.config.question.strip()]
+    if not results.finished:
+        return [*head, f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`."]
+    values = files_of(study, Path()).values
     return [
-        f"The losses of {without} of the {of_all} finished runs are not recorded: an arm without any has no line in "
-        "the figure, which shows no losses at all if that is most of the arms."
+        *head,
+        setup(results),
+        bullets(origins(results)),
+        markdown_table(narrow(with_paper(on_page(results)))),
+        f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
+        f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), [records](records). "
+        "`python launch/results.py` writes all but the verdict.",
     ]
 
 
-def folded(summary: str, rows: Rows) -> list[str]:
-    """A table that a reader opens: the page is of the arms."""
-    return [f"<details><summary>{summary}</summary>", markdown_table(rows), "</details>"]
+def setup(results: Results) -> str:
+    finished = results.finished
+    tokens = sorted({each.all_tokens for each in finished})
+    of_each = " to ".join(
+        compact(count) for count in (tokens if len(tokens) < 3 else (tokens[0], tokens[-1]))
+    )
+    devices = ", ".join(sorted({device for each in finished for device in each.devices}))
+    unrecorded = sum(not each.losses for each in finished)
+    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished: {of_each} tokens each"
+    said += f", on {devices}." if devices else "."
+    if any(each.run.source for each in finished):
+        said += " Tokens include the training of the arm with whose weights an arm begins."
+    if unrecorded == len(finished):
+        said += " Their losses are not recorded: the figure is the one made from their folders."
+    elif unrecorded:
+        said += f" The losses of {unrecorded} of them are not recorded, and not in the figure."
+    return said
+
+
+def on_page(results: Results) -> Results:
+    """The results with one column for each metric that the page shows, at its last point."""
+    last = {column.key: column for column in results.columns}
+    shown = results.study.config.table or list(last)
+    return replace(results, columns=tuple(last[key] for key in shown if key in last))
 
 
 def with_paper(results: Results) -> Rows:
-    """The table of the arms, and behind a metric of which the paper says something what it says."""
+    """The table of the arms, with what the paper says of a metric to the right of it."""
     head, *rows = arm_rows(results)
     first = len(head) - len(results.columns)
     places = [first + number for number, column in enumerate(results.columns) if column.paper]
@@ -123,14 +121,13 @@ def with_paper(results: Results) -> Rows:
 
 
 def write_overview(standings: Sequence[Standing], out: Path) -> Path:
-    """README.md: the recommendation and the headline figure, if they are there, and what each page says."""
-    path, recommendation = out / "README.md", read_verdict(out, RECOMMENDATION)
-    rows = [["study", "runs", "what it says"]]
+    """README.md: the text that a person writes, and the table of all verdicts."""
+    path = out / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else "# Results\n"
+    rows = [["study", "runs", "verdict"]]
     rows += [[f"[{each.title}]({each.page})", each.runs, each.said] for each in standings]
-    figure = f"![Losses by tokens and by training time]({FIGURE})" if (out / FIGURE).is_file() else ""
-    parts = ["# Results", recommendation, figure, markdown_table(rows)]
-    parts.append(
-        "Made by `python launch/results.py`: do not edit. [studies.md](../how_to/studies.md) says how studies are run."
+    made = (
+        "`python launch/results.py` writes this table. [Studies](../how_to/studies.md) says how to run one."
     )
-    write_atomically(path, "\n\n".join(filter(None, parts)) + "\n")
+    write_text(path, [text.partition(f"\n{STUDIES}\n")[0].strip(), STUDIES, markdown_table(rows), made])
     return path

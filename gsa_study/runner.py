@@ -39,9 +39,9 @@ class StudyRunner:
     gpus: Sequence[str] | None
     """None: CPUs, one job at a time."""
     deadline: float | None = None
-    """Of `time.time`: from then on the jobs under way are stopped."""
+    """By `time.time`: from then on the jobs under way are stopped."""
     all_jobs: Sequence[Job] = ()
-    """Of the study: by their times it is known what ends before the deadline, and nothing else starts. Empty: whatever
+    """All jobs of the study: their times tell what ends before the deadline, and nothing else starts. Empty: whatever
     is due starts, to go on from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
@@ -91,8 +91,8 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """A guess keeps no training from being the first of a start: else it might never be measured. Evaluations fit:
-        they were counted with the training before them, whose checkpoint they need."""
+        """A guess does not prevent the first training of a start: otherwise it might never be measured. Evaluations
+        always fit: they were counted with the training before them, whose checkpoint they need."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))
@@ -154,7 +154,7 @@ class StudyRunner:
         self._leave_out(job)
 
     def _leave_out(self, job: Job) -> None:
-        """What needs this run's training is not done in this start."""
+        """Drop the jobs that need this run's training from this start."""
         if job.kind == "train":
             self._due = [each for each in self._due if job.run.name not in needed_trainings(each)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:
-    """Of each run's value; None for a run that has none."""
+    """From each run's value; None for a run that has none."""
     known = [value for value in values if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     return Spread(
@@ -33,23 +33,11 @@ def spread_of(values: Iterable[float | None]) -> Spread:
     )
 
 
-def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and what the median distance from it would be the standard deviation of, were the values normal: neither
-    follows a few values that lie far off.
-
-    Half of a normal distribution lies within 0.6745 standard deviations, the quantile of 3/4, so that the median
-    distance counts 1 / 0.6745 = 1.4826 times (Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation).
-    """
-    middle = statistics.median(values)
-    distance = statistics.median(abs(value - middle) for value in values)
-    return middle, distance / statistics.NormalDist().inv_cdf(0.75)
-
-
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Of two arms' values by seed: one less the other, over the seeds that both have.
+    """One arm's values less another's, seed by seed, over the seeds that both have.
 
     Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
-    to both is no part of their difference.
+    to both cancels in their difference.
     """
     return spread_of(
         value - beside
@@ -59,7 +47,7 @@ def difference(one: Mapping[int, float | None], other: Mapping[int, float | None
 
 
 def close_pairs(arms: Mapping[str, Mapping[int, float | None]]) -> list[tuple[str, str, Spread]]:
-    """Each pair of arms whose mean difference is within what single seeds' differences spread, with that difference.
+    """Each pair of arms whose mean difference is at most the deviation of the seeds' differences, with that difference.
 
     Args:
         arms: arm -> seed -> value

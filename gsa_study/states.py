@@ -1,5 +1,5 @@
-"""What a study's folders say of its jobs: finished, changed, failed. The run folders are the memory of a study; beside
-them it keeps only which jobs failed, and why."""
+"""The states of a study's jobs, from its folders: finished, changed, failed. The run folders are the memory of a study;
+in addition it keeps only which jobs failed, and why."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gsa_train.config.load import flat_fields
 from gsa_train.files import append_line
 
 FAILURES = "failures.jsonl"
-"""In the study's folder: each failure of a job, and that it was over."""
+"""In the study's folder: each failure of a job, and each retry."""
 PLACE_FIELDS = ("run.dir",)
-"""Of no meaning to what a run computes: it differs where the study is started from another folder. So does the front of
-`checkpoint.initial_weights`, where that is another run of the study."""
+"""Without effect on what a run computes: it differs where the study is started from another folder. So does the
+beginning of `checkpoint.initial_weights`, where that is another run of the study."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
-"""Where the text lies differs from machine to machine; that it is the same, its fingerprint tells."""
+"""Paths of texts differ from machine to machine; a fingerprint tells whether the text is the same."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class JobState:
     job: Job
     finished: bool
     changed: tuple[str, ...] = ()
-    """What the study now asks otherwise than when the job began, `field: before -> now`."""
+    """Fields that the study has changed since the job began, `field: before -> now`."""
     lacks_checkpoint: bool = False
     """It is not finished, and needs a checkpoint of a finished run that is not here: on another machine, or removed. A
     training needs the one with whose weights it begins, any other job its own run's."""
@@ -63,7 +63,7 @@ def is_complete(run: StudyRun) -> bool:
 
 
 def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[str]:
-    """Of the config with which the run was started last, beside the one that the study asks for."""
+    """Fields in which the config of the run's last start differs from the one that the study asks for."""
     path = run.folder / "config.yaml"
     if not path.is_file():
         return

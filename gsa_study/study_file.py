@@ -30,10 +30,10 @@ class StudyRun:
     overrides: tuple[str, ...]
     """`key=value`, all that the command line has."""
     config: Config
-    """Of both."""
+    """From both."""
     ranks: int
     source: RunSource | None = None
-    """Whose weights it begins with; None: of no run of the study."""
+    """The run with whose weights it begins; None: no run of the study."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        """That it trains on itself."""
+        """Tokens of its own training."""
         return self.steps * self.tokens_a_step
 
     @property
@@ -75,7 +75,7 @@ class RunSource:
 
     @property
     def tokens(self) -> int:
-        """Of all runs up to here."""
+        """Tokens of all runs up to here."""
         before = self.run.source.tokens if self.run.source else 0
         return before + self.step * self.run.tokens_a_step
 
@@ -100,7 +100,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     """The study of a YAML file.
 
     Args:
-        overrides: `section.field=value` of all arms, before those of the file.
+        overrides: `section.field=value` of all arms, before the file's own.
         need_data: also check that the text of each run is there.
 
     Raises:
@@ -143,13 +143,13 @@ def _arms_in_words(names: Sequence[str]) -> str:
 
 
 def base_config(study_path: str | Path, config: str) -> str:
-    """The file beside the study file, if there is one of this name; else the words as they are."""
+    """The file beside the study file, if there is one of this name; else the text as it is."""
     beside = Path(study_path).parent / config
     return str(beside) if beside.is_file() else config
 
 
 def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """A list of a `set`'s fields, as all phases, becomes the text that stands behind `phases=` on a command line."""
+    """A list of a `set`'s fields, as all phases, becomes the text that follows `phases=` on a command line."""
     arms = tree.get("arms")
     for part in (tree, *(arms if isinstance(arms, list) else [])):
         fields = part.get("set") if isinstance(part, dict) else None
@@ -227,7 +227,7 @@ def _runs_of(
 
 
 def _wrong_layers(config: Config, study: StudyConfig) -> list[str]:
-    """Of `selections`, which would be found only once the run has been trained."""
+    """Mistakes in `selections` that would be found only once the run has been trained."""
     layers = config.model.num_layers
     beyond = [layer for layer in study.selections.layers if layer >= layers]
     if not beyond or config.gsa.attention == "dense" or study.selections.seq_len_tokens == 0:

@@ -1,4 +1,4 @@
-"""A study's results as tables: of the arms, of each run, and of the runs themselves; as Markdown and CSV."""
+"""A study's results as tables of arms, of each run's values and of the runs, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Results:
     failures: Mapping[str, str]
     """Job -> why it failed."""
     values: tuple[RunValues, ...] = ()
-    """All that the runs have logged, in the same order; empty where the results are those of a record."""
+    """All that the runs have logged, in the same order; empty where the results come from a record."""
 
     @property
     def finished(self) -> list[RunFacts]:
@@ -51,7 +51,7 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    """Of the run folders."""
+    """From the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
     runs = tuple(facts_of(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]
@@ -80,7 +80,7 @@ def _means(results: Results, arm: str) -> list[str]:
 
 
 def value_rows(results: Results) -> Rows:
-    """A run a row: each number of which the means are made."""
+    """A run a row: each number that goes into the means."""
     head = ["run", *(column.title for column in results.columns)]
     rows = []
     for each in results.finished:
@@ -93,9 +93,9 @@ def run_rows(results: Results, folder_of: Path | None = None) -> Rows:
     """A run a row: where it is, and what it ran.
 
     Args:
-        folder_of: folders are told as seen from this one; None: as the study has them.
+        folder_of: folders are relative to this one; None: as the study has them.
 
-    Tokens and time of a run that begins with another one's weights are told as `that one's + its own`.
+    Tokens and time of a run that begins with another one's weights are written as `that one's + its own`.
     """
     head = ["run", "state", "tokens", "training time", "device", "folder", "config", "commit"]
     rows = []
@@ -120,7 +120,7 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """An arm a row: the study's first metric less that of its first arm with the same seed; without arms that share
+    """An arm a row: the study's first metric less the first arm's with the same seed; without arms that share
     fewer than two seeds with it. Empty where there is none."""
     if not results.columns:
         return []
@@ -131,7 +131,7 @@ def seed_rows(results: Results) -> Rows:
         apart = difference(results.by_seed(arm, column), beside)
         if apart.deviation is not None:
             rows.append([arm, str(apart.n), written(apart)])
-    return [["arm", "seeds", f"{column.title}, less that of {first}"], *rows] if rows else []
+    return [["arm", "seeds", f"{column.title}, less {first}"], *rows] if rows else []
 
 
 def relative(path: Path, folder: Path) -> str:
@@ -152,18 +152,12 @@ SEEDS = (
 )
 
 
-def seed_by_seed(results: Results) -> list[str]:
-    """The table of differences and what it says; nothing where no two arms share seeds."""
-    rows = seed_rows(results)
-    return [markdown_table(rows), SEEDS] if rows else []
-
-
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
 def narrow(rows: Rows) -> Rows:
-    """Turned on its side where it has more columns than rows: few arms with many metrics are a column each."""
+    """Transposed where it has more columns than rows: few arms with many metrics are a column each."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > len(rows) else rows
 
 
@@ -177,12 +171,12 @@ def markdown_table(rows: Rows) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Or says that there is none."""
+    """Or the sign for a missing one."""
     return cell in ("", "–", "?") or (cell[0].isdigit() and len(cell.split()) <= 3) or cell[0] in "-−"
 
 
 def arms_csv(results: Results) -> str:
-    """Of each arm and column n, mean and deviation, in full."""
+    """n, mean and deviation of each arm and column, in full."""
     rows: list[Sequence[object]] = [("arm", "metric", "key", "at", "n", "mean", "deviation", "not_finite")]
     for column in results.columns:
         for arm in results.arms:
@@ -193,11 +187,11 @@ def arms_csv(results: Results) -> str:
 
 
 VALUES_HEAD = ("arm", "seed", "metric", "key", "at", "value", "folder", "config", "commits")
-"""Of a CSV from which texts take numbers."""
+"""Columns of the record's values."""
 
 
 def values_csv(results: Results) -> str:
-    """Of each finished run and column the value, in full, with folder, config and commit."""
+    """The value of each finished run and column, in full, with folder, config and commit."""
     rows: list[Sequence[object]] = [VALUES_HEAD]
     for column in results.columns:
         for each in results.finished:
@@ -211,19 +205,19 @@ def values_csv(results: Results) -> str:
 
 
 FORMULA = tuple("=+-@\t\r")
-"""What spreadsheets compute begins with one of these, if it is no number."""
+"""A cell that begins with one of these is a formula to spreadsheets, unless it is a number."""
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """A word that a spreadsheet would compute, such as a host's or a device's name out of a run folder, gets an
-    apostrophe in front, which spreadsheets do not show."""
+    """Text that a spreadsheet would compute, such as a device's name from a run folder, gets an apostrophe in front,
+    which spreadsheets do not show."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()
 
 
 def word_of(cell: str) -> str:
-    """What `csv_text` was given."""
+    """The text that `csv_text` was given."""
     return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA) else cell
 
 

@@ -1,4 +1,4 @@
-"""How long a study's jobs took, by which a start knows what it can end: `times.jsonl` of the study's folder."""
+"""How long a study's jobs took, from which a start knows what it can finish: `times.jsonl` of the study's folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gsa_train.checkpoint.files import step_of
 
 TIMES = "times.jsonl"
 SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
-"""What is expected, over what was measured: of an arm's other seeds; of another arm, as with its start the slowest of
-the paper's four models takes 1.4 times the time of the fastest; of a job that had not ended when it was stopped."""
+"""Expected over measured time: from the arm's other seeds; from another arm (with its start the slowest of the paper's
+four models takes 1.4 times as long as the fastest); from a job that had not ended when it was stopped."""
 MANY_ARMS, BESIDE_MANY = 2, 1.25
-"""Over the slowest of so many arms or more another one is expected to take this, since a slow one may be among them."""
+"""What another arm is expected to take over the slowest of this number of arms: a slow one may be among them."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class WallTimes:
     """Seconds by the key of the job."""
 
     ended: dict[str, float] = field(default_factory=dict)
-    """Of jobs that ended in the start that began them."""
+    """Jobs that ended in the start that began them."""
     cut: dict[str, float] = field(default_factory=dict)
-    """After which a job that began from nothing had not ended."""
+    """Seconds after which a job that began from nothing had not ended."""
 
 
 def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None:
@@ -33,7 +33,7 @@ def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None
 
 
 def read_times(study_folder: Path) -> WallTimes:
-    """The newest of each."""
+    """The newest note of each job."""
     times = WallTimes()
     for note in read_notes(study_folder / TIMES):
         key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")
@@ -50,7 +50,7 @@ class Expected:
 
 
 def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:
-    """Of the job; of a training with the evaluations behind it, which need its checkpoint.
+    """Time of the job; of a training together with its evaluations, which need its checkpoint.
 
     Args:
         jobs: all of the study.
@@ -61,8 +61,10 @@ def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected |
     own = _of_one(job, jobs, times)
     if own is None or job.kind != "train":
         return own
-    behind = (_of_one(each, jobs, times) for each in jobs if each.run.name == job.run.name and each != job)
-    return Expected(own.seconds + sum(each.seconds for each in behind if each is not None), own.is_guess)
+    evaluations = (
+        _of_one(each, jobs, times) for each in jobs if each.run.name == job.run.name and each != job
+    )
+    return Expected(own.seconds + sum(each.seconds for each in evaluations if each is not None), own.is_guess)
 
 
 def _of_one(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:

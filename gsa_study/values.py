@@ -22,12 +22,12 @@ Over = Literal["tokens", "seconds"]
 class LossPoint(NamedTuple):
     tokens: float
     seconds: float | None
-    """Of training; None: not known."""
+    """Training time; None: not known."""
     loss: float
 
 
 class RunValues:
-    """Of a run at any time; before it has logged anything, empty.
+    """What a run has logged at any time; at first empty.
 
     Where it begins with another run's weights, its tokens and its time go on from that run's, and so do its curves.
     """
@@ -64,16 +64,16 @@ class RunValues:
     @cached_property
     def tokens(self) -> Points:
         """(step, tokens trained on)"""
-        return behind(self.tokens_before, self.own_tokens)
+        return raised(self.tokens_before, self.own_tokens)
 
     @cached_property
     def seconds(self) -> Points:
         """(step, seconds of training); empty where they are not known of a run before."""
-        return behind(self.seconds_before, self.own_seconds)
+        return raised(self.seconds_before, self.own_seconds)
 
     @property
     def tokens_before(self) -> float:
-        """Of the runs before."""
+        """Tokens of the runs before."""
         return self.run.source.tokens if self.run.source else 0
 
     @cached_property
@@ -96,7 +96,7 @@ class RunValues:
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def losses(self) -> list[LossPoint]:
-        """The curve of the loss by both."""
+        """The loss by tokens and by seconds."""
         own = [
             LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records
@@ -107,8 +107,8 @@ class RunValues:
         return [point for point in before if point.tokens <= self.tokens_before] + own
 
     def statistic(self, key: str, statistic: str) -> float | None:
-        """The largest, the median or the last of what this run itself has logged. NaN where any of the steps is, but
-        for the last one."""
+        """The largest, the median or the last value that this run itself has logged. Largest and median are NaN where
+        any step is."""
         records = self.records
         if statistic != "last":
             records = [record for record in records if "event" not in record]
@@ -151,7 +151,7 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """Of summary.json or results.json, which have what is not finite as text; None where it is no number."""
+    """A number of summary.json or results.json, which have what is not finite as text; None where it is no number."""
     number = numbers_back(value)
     return float(number) if is_number(number) else None
 
@@ -174,8 +174,8 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
     return knots
 
 
-def behind(start: float | None, points: Points) -> Points:
-    """The points, raised by what was there before them; none where that is not known."""
+def raised(start: float | None, points: Points) -> Points:
+    """The points, raised by the value at their start; none where that is not known."""
     return [] if start is None else [(x, start + y) for x, y in points]
 
 

@@ -97,8 +97,6 @@ class Curves:
     x_label: str
     counts: bool = False
     """x counts what comes by the million."""
-    later: bool = False
-    """y has the range that `shown_range` gives, which the first steps do not rule. Else that of all values."""
 
 
 def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
@@ -108,8 +106,6 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
         for index, (name, (x, y)) in enumerate(panel.lines.items()):
             if y:
                 _plot(ax, x, y, name, *_line_look(index))
-        if panel.later and (shown := shown_range(list(panel.lines.values()))):
-            ax.set_ylim(*shown)
         ax.set_ylabel(panel.y_label)
         ax.set_xlabel(panel.x_label)
         ax.set_xlim(left=0)

@@ -32,7 +32,7 @@ says how a config is read and checked.
 STUDY_HEAD = """\
 # Study files
 
-What the file of `launch/study.py --study FILE` can say: its own fields, then those of the sections inside it.
+What the file of `launch/study.py --study FILE` can say: its own fields, then the fields of the sections inside it.
 [studies.md](../how_to/studies.md) says what is done with them.
 """
 

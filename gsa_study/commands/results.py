@@ -2,11 +2,11 @@
 
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
-A page for each study file in `--studies` that has a `question`, made of the record of its runs (`<study>.csv` and
-`records/`), into which those go first that are finished in folders here; one of time and memory, made of what the
-benches wrote; seeds.csv, what another seed does in all studies; main.png, the losses of the arms that headline.yaml of
-`--studies` lists; and README.md over all. A figure stays as it is where the losses it shows are not recorded. Exit code
-2: wrong use, a mistake in a study file, headline.yaml or a verdict, a damaged file of a record or a bench, or no room.
+First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
+for each study file in `--studies` that has a `question`, a page of time and memory from what the benches wrote, and
+README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no losses are recorded.
+Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
+bench, or no room.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from gsa_study.efficiency import (
     write_efficiency,
     write_efficiency_values,
 )
-from gsa_study.headline import FIGURE, FILE, load_headline, write_headline
 from gsa_study.record import recorded_results, update_record
 from gsa_study.results import write_figure, write_overview, write_page
-from gsa_study.seeds import write_seeds
 from gsa_study.study_file import Study, load_study
 from gsa_train.config import ConfigError, load_config
 from gsa_train.config.load import problem_line, read_yaml
@@ -43,41 +41,24 @@ def main() -> int:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
-        headline_file = arguments.studies / FILE
-        headline = load_headline(headline_file, studies) if headline_file.is_file() else None
         shapes = {name: load_config(config, need_data=False) for name, config in SHAPES.items()}
         benches = read_benches(arguments.benches)
         tables = efficiency_tables(benches, shapes)
-        results = []
-        for study in studies:  # the records of all ahead of all pages: verdicts take numbers of any study
-            files_of_record, left_out = update_record(study, arguments.out)
-            results.append(recorded_results(study, arguments.out))
-            written += files_of_record
-            print("".join(f"{line}\n" for line in left_out), end="")
-        written += write_seeds([study.config.name for study in studies], arguments.out)
         written += write_efficiency_values(tables, benches, arguments.out)
-        for each in results:
-            figure = write_figure(each, arguments.out) if each.finished else None
-            standing, page = write_page(each, arguments.out)
+        for study in studies:
+            files_of_record, left_out = update_record(study, arguments.out)
+            print("".join(f"{line}\n" for line in left_out), end="")
+            results = recorded_results(study, arguments.out)
+            figure = write_figure(results, arguments.out) if results.finished else None
+            standing, page = write_page(results, arguments.out)
             standings.append(standing)
-            written += [page, *filter(None, [figure])]
-            if each.finished and figure is None:
+            written += [*files_of_record, page, *filter(None, [figure])]
+            if results.finished and figure is None:
                 print(
-                    f"kept {arguments.out / each.study.config.name}.png: the losses of its runs are not recorded"
+                    f"kept {arguments.out / study.config.name}.png: the losses of its runs are not recorded"
                 )
         standing, page = write_efficiency(tables, benches, arguments.out)
         written.append(page)
-        if headline is not None:
-            of_studies = {each.study.config.name: each for each in results}
-            figure, lacking = write_headline(headline, of_studies, arguments.out)
-            if figure is None:
-                lines = ", ".join(lacking)
-                print(
-                    f"did not draw {arguments.out / FIGURE}: no seed has recorded losses of all its arms; the nearest "
-                    f"lacks {lines}"
-                )
-            else:
-                written.append(figure)
         written.append(write_overview([*standings, standing], arguments.out))
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -93,7 +74,7 @@ def main() -> int:
 
 
 def check_names(studies: Sequence[Study]) -> None:
-    """Two of one name would have one page and one record, from which each would drop the other's arms.
+    """Two studies of one name would share a page and a record, and each would drop the other's arms.
 
     Raises:
         ConfigError: there are two.
@@ -103,7 +84,7 @@ def check_names(studies: Sequence[Study]) -> None:
         name, first = study.config.name, of_name.setdefault(study.config.name, study.path)
         if first != study.path:
             raise ConfigError(
-                study.path, [problem_line("name", name, f"also that of {first}", "give it its own")]
+                study.path, [problem_line("name", name, f"also the name of {first}", "give it its own")]
             )
 
 

@@ -164,7 +164,7 @@ def conclude(study: Study, plan: StudyPlan, runner: StudyRunner, arguments: argp
 
 
 def say_what_is_too_long(study: Study, runner: StudyRunner, within_seconds: float) -> None:
-    """Of the trainings that did not start, as there was no time for them."""
+    """Name the trainings that did not start because there was no time for them."""
     jobs, times = jobs_of(study), read_times(study.folder)
     for job in runner.left:
         expected = expected_time(job, jobs, times)

@@ -14,7 +14,7 @@ from gsa_train.config import config_to_yaml
 
 
 def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two, of which one asks something, in a folder where `launch/results.py` now starts."""
+    """Two, one with a question, in a folder where `launch/results.py` now starts."""
     for name in ("studies", "benches"):
         (tmp_path / name).mkdir()
     base = {"phases": [{"name": "sparse", "steps": 10}]}

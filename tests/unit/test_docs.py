@@ -19,11 +19,9 @@ from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.process import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Lab notes name commands and settings as they were at the commit of the note.
-PAGES = [page for page in ALL_PAGES if page.parent.name != "lab_notes"]
-
-NOTE_PARTS = ["Question", "Setup", "Result", "Decision"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The log names commands and settings as they were at the commit of the entry.
+PAGES = [page for page in PAGES if page.name != "LOG.md"]
 
 
 def _id(page: Path) -> str:
@@ -32,17 +30,6 @@ def _id(page: Path) -> str:
 
 HINTS = get_type_hints(Config)
 SECTIONS = {field.name: HINTS[field.name] for field in fields(Config) if is_dataclass(HINTS[field.name])}
-
-
-WHOLE_PAGES = [page for page in ALL_PAGES if page.parent.name != "verdicts"]
-"""A verdict is put into a page of the folder above it, where its links lead from."""
-
-
-@pytest.mark.parametrize("page", WHOLE_PAGES, ids=_id)
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
@@ -63,20 +50,6 @@ def test_commands_exist(page: Path) -> None:
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) <= targets
     scripts = set(re.findall(r"(?<![\w/])((?:launch|data|kernels|tests)/[\w/]+\.(?:py|sh))", text))
     assert [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
-
-
-NOTES = [page for page in ALL_PAGES if page.parent.name == "lab_notes" and page.name != "README.md"]
-
-
-@pytest.mark.parametrize("page", NOTES, ids=_id)
-def test_lab_notes_have_one_form_and_are_in_their_index(page: Path) -> None:
-    index = (page.parent / "README.md").read_text(encoding="utf-8")
-    chapter = index.partition(f"]({page.name})")[2].partition("\n## ")[0]
-    _, *notes = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    titles = [note.partition("\n")[0] for note in notes]
-    assert re.findall(r"^- (.+)$", chapter, re.MULTILINE) == titles != []
-    for title, note in zip(titles, notes, strict=True):
-        assert re.findall(r"^\*\*(\w+)\.\*\* ", note, re.MULTILINE) == NOTE_PARTS, title
 
 
 def test_the_config_reference_is_that_of_the_dataclasses() -> None:

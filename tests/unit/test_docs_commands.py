@@ -21,8 +21,8 @@ from gsa_train.model.flops import count_parameters
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-# Lab notes name commands and files as they were at the commit of the note.
-PAGES = [page for page in PAGES if page.parent.name != "lab_notes"]
+# The log names commands and files as they were at the commit of the entry.
+PAGES = [page for page in PAGES if page.name != "LOG.md"]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 RANKS_OF_MAKE = 2
 
@@ -149,12 +149,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-WHOLE_PAGES = [page for page in PAGES if page.parent.name != "verdicts"]
-"""A verdict is put into a page of the folder above it, where its links lead from."""
-
-
 @pytest.mark.parametrize(
-    "page", [*WHOLE_PAGES, *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page", [*PAGES, DOCS / "LOG.md", *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_links_and_their_anchors_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", markdown_of(page)):

@@ -21,10 +21,8 @@ PEAK = re.compile(
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if PEAK.search(path.read_text("utf-8"))]
 STUDIES = ROOT / "docs/how_to/studies.md"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
-# Lab notes name options as they were at the commit of the note; pages of results are made by launch/results.py.
-PAGES += [
-    page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"lab_notes", "results"} & {*page.parts}
-]
+# The log names options as they were at the commit of the entry; pages of results are made by launch/results.py.
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"LOG.md", "results"} & {*page.parts}]
 
 
 def peak_gib(path: Path, overrides: list[str]) -> float:

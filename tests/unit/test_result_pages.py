@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,9 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from gsa_eval.report.plots import Curves, write_curves
 from gsa_study.commands.results import main
 from gsa_study.efficiency_cases import forward_ratio, prefill_ratio
 from gsa_study.figure import arm_dots, write_study_figure
-from gsa_study.record import RUNS_HEAD
-from gsa_study.seeds import write_seeds
-from gsa_study.spread import median_and_deviation
 from gsa_study.study_file import load_study
 from gsa_study.tables import read_results
 from gsa_train.config import Config, GSAConfig, ModelConfig
@@ -54,27 +49,47 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     out = folder / "out"
     table = lines_of(out / "small.md", "| ")
     assert table[0] == "| arm | one | two |"
-    assert table[3:8] == [
+    assert table[3:7] == [
         "| runs | 2 | 1 of 2 |",
-        "| loss, at 50 tokens | 15.50 ± 0.71 | 25 |",
         "| loss, at 90 tokens | 11.50 ± 0.71 | 21 |",
         r"| loss, at 90 tokens: the paper |  | 2.5 \| less |",
         "| val_loss | 20.50 ± 0.71 | 30 |",
     ]
     assert "one,2,val_loss,val_loss,at the end,21.0," in (out / "small.csv").read_text()
-    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | no verdict yet |"]
+    assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | No verdict yet. |"]
 
-    (out / "verdicts").mkdir()
-    (out / "verdicts" / "small.md").write_text("Reproduced in small.\n\nOne is better.\n")
-    (out / "verdicts" / "recommendation.md").write_text("Take one.\n")
+    # What a person writes stays: a page's verdict, and what stands above the table of studies.
+    said = "Reproduced in small.\n\nOne is better.\n"
+    page = (out / "small.md").read_text()
+    assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
+    (out / "small.md").write_text(
+        page.replace("No verdict yet.\n", said).replace("| 2 | 1 of 2 |", "| 9 | 9 |")
+    )
+    overview = (out / "README.md").read_text()
+    (out / "README.md").write_text(overview.replace("# Results\n", "# Results\n\nTake one.\n"))
     assert main() == 0
-    figure = "![The first metric of each arm, and losses by tokens](small.png)"
-    said = f"\n\nReproduced in small.\n\nOne is better.\n\n{figure}"
-    assert said in (out / "small.md").read_text()
+    assert (out / "small.md").read_text() == page.replace("No verdict yet.\n", said)
     assert (out / "small.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n| study")
-    said = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
-    assert lines_of(out / "README.md", "| [Two") == [said]
+    assert (out / "README.md").read_text().startswith("# Results\n\nTake one.\n\n## Studies\n\n| study")
+    row = "| [Two models](small.md) | 3 of 4 | Reproduced in small. |"
+    assert lines_of(out / "README.md", "| [Two") == [row]
+
+
+def test_the_page_shows_the_metrics_that_the_study_lists(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(folder, "one", 1, 20.0)
+    file = folder / "studies" / "small.yaml"
+    study = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**study, "table": ["val_loss"]}))
+    assert main() == 0
+    page = (folder / "out" / "small.md").read_text()
+    assert "| val_loss | 20 | – |" in page
+    assert "loss, at 90 tokens" not in page
+    assert ",loss,at 90 tokens," in (folder / "out" / "small.csv").read_text()
+    file.write_text(yaml.safe_dump({**study, "table": ["val_los"]}))
+    assert main() == 2
+    assert "table = val_los: the study has no such metric" in capsys.readouterr().err
 
 
 def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folder: Path) -> None:
@@ -87,7 +102,7 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
         assert write_study_figure(shown, folder / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("without", "panels"), [((), 2), (("one",), 2), (("one", "two"), 1)])
+@pytest.mark.parametrize(("without", "panels"), [((), 3), (("one",), 3), (("one", "two"), 1)])
 def test_losses_are_shown_where_those_of_half_the_arms_are_recorded(
     folder: Path, without: tuple[str, ...], panels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,170 +138,6 @@ def test_wrong_folders_and_damaged_benches_write_no_pages(
     assert "bench_gsa.json: 1 problem\n  damaged (JSONDecodeError" in capsys.readouterr().err
 
 
-def test_numbers_of_a_verdict_are_filled_from_the_runs(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arm, seed, loss in (("one", 1, 20.0), ("one", 2, 21.0), ("two", 1, 30.0)):
-        finish(folder, arm, seed, loss)
-    verdict = folder / "out" / "verdicts" / "small.md"
-    verdict.parent.mkdir(parents=True)
-    verdict.write_text(
-        "{small/one/val_loss:.2f} is {small/one/val_loss / small/two/val_loss:.3f} of it; "
-        "{small/two/loss@at 50 tokens:.0f}; {small/one-seed2/val_loss:.0f}.\n"
-    )
-    assert main() == 0
-    said = "20.50 is 0.667 of it; 25; 21."  # the ratio is of seed 1, which both have
-    assert f"\n\n{said}\n\n" in (folder / "out" / "small.md").read_text()
-    assert lines_of(folder / "out" / "README.md", "| [Two")[0].endswith(f"| {said} |")
-
-    verdict.write_text(
-        "{small/one/loss:.2f} {small/one/loss@at 7 tokens:.1f} {small/three/val_loss:.2f} {big/one/val_loss:.2f} "
-        "{small/one/val_loss:.2y} {small/one/val_loss} {small/two-seed2/val_loss:.2f} "
-        "{small/one-seed2/val_loss / small/two/val_loss:.2f}"
-    )
-    capsys.readouterr()
-    assert main() == 2
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()] == [
-        "out/verdicts/small.md: 8 problems",
-        "{small/one/loss:.2f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
-        "{small/one/loss@at 7 tokens:.1f}: loss of one stands at 50 tokens, at 90 tokens; name one of these behind @",
-        "{small/three/val_loss:.2f}: out/small.csv has no val_loss of three",
-        "{big/one/val_loss:.2f}: no out/big.csv; give a study with finished runs",
-        "{small/one/val_loss:.2y}: Unknown format code 'y' for object of type 'float'",
-        "{small/two-seed2/val_loss:.2f}: out/small.csv has no val_loss of two-seed2",
-        "{small/one-seed2/val_loss / small/two/val_loss:.2f}: small/one-seed2/val_loss and small/two/val_loss have no "
-        "seed in common",
-        "{small/one/val_loss}: not a number of a study; write {study/arm/metric:.1f}",
-    ]
-
-
-# ---- what another seed does
-
-
-def test_what_seeds_differ_by_is_of_all_arms_of_all_studies(two_studies: Path) -> None:
-    """From the pages' CSVs: second seed less first, as losses; arms of one seed and runs that diverged have none."""
-    (two_studies / "studies" / "headline.yaml").unlink()
-    for name in ("small", "other"):
-        path = two_studies / "studies" / f"{name}.yaml"
-        metrics = [{"key": "val_perplexity", "source": "summary"}]
-        asked = {"metrics": metrics, "seeds": [1, 2, 3, 5, 7]}
-        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **asked}))
-    out = two_studies / "out"
-    (out / "records").mkdir(parents=True)
-    perplexities = {
-        "small": [("one", 1, 2.0), ("one", 2, 2.2), ("two", 1, 9.0)],
-        "other": [("one", 3, 4.0), ("one", 5, 4.8), ("one", 7, 9.0), ("two", 1, 2.0), ("two", 2, math.inf),
-                  ("two", 3, 3.0)],
-    }  # fmt: skip
-    for study, rows in perplexities.items():
-        lines = [f"{arm},{seed},,val_perplexity,at the end,{value},,," for arm, seed, value in rows]
-        head = "arm,seed,metric,key,at,value,folder,config,commits"
-        (out / f"{study}.csv").write_text("\n".join([head, *lines]) + "\n")
-        runs = [f"{arm},{seed},100,,,,,,,100," for arm, seed, _ in rows]
-        head = ",".join(RUNS_HEAD)
-        (out / "records" / f"{study}_runs.csv").write_text("\n".join([head, *runs]) + "\n")
-    (out / "verdicts").mkdir()
-    (out / "verdicts" / "recommendation.md").write_text(
-        "{seeds/small.one/difference:.4f} {seeds/other.one/difference:.4f} {seeds/other.two/difference:.4f}: "
-        "{seeds/all/arms:.0f} arms, {seeds/all/median:.4f}, {seeds/all/no_difference:.0%}\n"
-    )
-    assert main() == 0
-    median, deviation = median_and_deviation([math.log(1.1), math.log(1.2), math.log(1.5)])
-    assert (out / "README.md").read_text().splitlines()[2] == (
-        f"0.0953 0.1823 0.4055: 3 arms, {median:.4f}, {math.exp(2 * deviation) - 1:.0%}"
-    )
-
-
-def test_one_arm_says_nothing_of_seeds(tmp_path: Path) -> None:
-    rows = ["arm,seed,key,value", "one,1,val_perplexity,2.0", "one,2,val_perplexity,3.0"]
-    (tmp_path / "small.csv").write_text("\n".join(rows))
-    assert write_seeds(["small", "not_run"], tmp_path) == []
-    assert not (tmp_path / "seeds.csv").exists()
-
-
-def test_median_and_deviation_by_hand() -> None:
-    assert median_and_deviation([1.0, 3.0, 2.0, 7.0, 100.0]) == (3.0, pytest.approx(1.4826 * 2, rel=1e-4))
-
-
-# ---- the headline figure
-
-
-def ask_for_headline(folder: Path, *lines: tuple[str, str, str], title: str = "Both") -> None:
-    named = [dict(zip(("study", "arm", "label"), line, strict=True)) for line in lines]
-    (folder / "studies" / "headline.yaml").write_text(yaml.safe_dump({"title": title, "lines": named}))
-
-
-@pytest.fixture
-def two_studies(folder: Path) -> Path:
-    study = yaml.safe_load((folder / "studies" / "small.yaml").read_text())
-    (folder / "studies" / "other.yaml").write_text(yaml.safe_dump({**study, "name": "other"}))
-    ask_for_headline(folder, ("small", "two", "model two"), ("other", "one", "model one"))
-    return folder
-
-
-def test_the_headline_figure_has_the_first_seed_that_all_arms_have(
-    two_studies: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish(two_studies, "two", 2, 30.0)
-    for seed, loss in ((1, 25.0), (2, 20.0)):
-        finish(two_studies, "one", seed, loss, study="other")
-    drawn: list[Curves] = []
-
-    def write_and_note(panels: Sequence[Curves], title: str, path: Path) -> Path:
-        drawn.extend(panels if path.name == "main.png" else [])
-        return write_curves(panels, title, path)
-
-    monkeypatch.setattr("gsa_eval.report.plots.write_curves", write_and_note)
-    assert main() == 0
-    by_tokens, by_time = drawn
-    losses = {"model two": [25, 21, 20], "model one": [15, 11, 10]}
-    assert by_tokens.lines == {label: ([50, 90, 100], values) for label, values in losses.items()}
-    minutes = pytest.approx([5 / 60, 9 / 60, 10 / 60])
-    assert by_time.lines == {label: (minutes, values) for label, values in losses.items()}
-    assert by_time.x_label == "minutes of training, on NVIDIA H200"
-    assert (two_studies / "out" / "main.png").read_bytes().startswith(b"\x89PNG")
-    assert "(main.png)\n\n| study" in (two_studies / "out" / "README.md").read_text()
-
-
-def test_the_headline_figure_stays_where_not_all_of_its_runs_are_here(
-    two_studies: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish(two_studies, "two", 1, 30.0)
-    assert main() == 0
-    figure = two_studies / "out" / "main.png"
-    said = "did not draw out/main.png: no seed has recorded losses of all its arms; the nearest lacks model one\n"
-    assert said in capsys.readouterr().out
-    assert not figure.exists()
-    assert "main.png" not in (two_studies / "out" / "README.md").read_text()
-    figure.write_bytes(b"as it was made elsewhere")
-    assert main() == 0
-    assert said in capsys.readouterr().out
-    assert figure.read_bytes() == b"as it was made elsewhere"
-    assert "(main.png)" in (two_studies / "out" / "README.md").read_text()
-
-
-def test_a_mistake_in_the_headline_is_named(two_studies: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ask_for_headline(
-        two_studies, ("smal", "one", "a"), ("small", "tow", "b"), ("silent", "one", "c"), ("small", "one", "b"),
-        title="",
-    )  # fmt: skip
-    assert main() == 2
-    said = capsys.readouterr().err.splitlines()
-    assert [line.strip() for line in said] == [
-        "studies/headline.yaml: 6 problems",
-        "title = '': nothing there; say what the figure shows",
-        "lines.0.study = smal: no study of this name has a question; did you mean small?",
-        "lines.1.label = b: there twice; give each line its own",
-        "lines.1.arm = tow: the study small has no such arm; did you mean two?",
-        "lines.2.study = silent: no study of this name has a question; give one of other, small",
-        "lines.3.label = b: there twice; give each line its own",
-    ]
-    assert not (two_studies / "out").exists()
-    (two_studies / "studies" / "headline.yaml").write_text("title: None\nline: []\n")
-    assert main() == 2
-    assert "unknown key; did you mean lines?" in capsys.readouterr().err
-
-
 # ---- time and memory
 
 
@@ -320,30 +171,16 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
     assert line == "| 1.7B | 131072 | token | 4 | 0.50 | 0.09 | 0.25 | – | 1.50 |"
     assert (
         lines_of(page, "| decode")[1]
-        == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | 0.13 | – | – | 0123456 |"
+        == "| decode | 131072 | 1 | GSA | 3.00 | 0.75 | 0.50 | – | – | 0123456 |"
     )
     _, short, _, long = lines_of(page, "| prefill")
-    assert short == "| prefill | 32768 | 1 | GSA | 5.0 | 0.50 | 0.56 |  | – | – | 0123456 |"
-    assert (
-        long
-        == "| prefill | 131072 | 1 | GSA | 20.0 | 0.20 | 0.24 | 0.09 | 11.0 | 1.10 (the paper: 0.97) | 89abcde |"
-    )
+    assert short == "| prefill | 32768 | 1 | GSA | 5.00 | 0.50 | 0.56 | – | – | 0123456 |"
+    assert long == "| prefill | 131072 | 1 | GSA | 20.00 | 0.20 | 0.24 | 11.0 | 1.10 | 89abcde |"
     assert lines_of(page, "- `bench_long`") == [
         "- `bench_long`: NVIDIA H200, torch 2.11, Triton 3.6, 0123456"
     ]
-    assert "2 of 6 benches | no verdict yet" in (folder / "out" / "README.md").read_text()
+    assert "2 of 6 benches | No verdict yet." in (folder / "out" / "README.md").read_text()
 
-    # A text takes the numbers in full: of any page, and of what was just measured.
-    verdicts = folder / "out" / "verdicts"
-    verdicts.mkdir()
-    (verdicts / "recommendation.md").write_text(
-        "{efficiency/layer_1.7B_131072_token_r4/forward_backward:.3f}, "
-        "{efficiency/prefill_131072_standard/time / efficiency/prefill_131072_GSA/time:.1f} times as fast, "
-        "{efficiency/decode_131072_1_GSA/theory:.1f}, {efficiency/prefill_131072_GSA/memory:.2f}\n"
-    )
-    assert main() == 0
-    said = "# Results\n\n0.250, 5.0 times as fast, 0.5, 1.10\n"
-    assert (folder / "out" / "README.md").read_text().startswith(said)
     where = "by bench_long,0.25,benches/bench_long.json,,0123456\n"
     assert f",forward_backward,{where}" in (folder / "out" / "efficiency.csv").read_text()
 
@@ -360,7 +197,7 @@ def test_the_theory_of_one_layer_by_hand() -> None:
 
 def test_steps_over_lengths(folder: Path) -> None:
     """The newest row of a case, over the standard model's of the same device, commit and micro-batch. Whole models by
-    their own steps where these were measured, else as scaled ones."""
+    their own steps where these were measured, else as scaled ones. The page shows the deepest models."""
     common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
     gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
     rows = [
@@ -379,11 +216,9 @@ def test_steps_over_lengths(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "benches" / "bench_step_lengths.json").write_text(json.dumps({**BENCH, "rows": rows}))
     assert main() == 0
-    standard, of_gsa, _, measured, scaled = lines_of(folder / "out" / "efficiency.md", "| 94m")
-    assert standard == "| 94m | 8192 | 12 | standard | – | 90.0 | 1.00 | 1.00 |  | 10.0 | 1.00 | b |"
-    assert of_gsa == "| 94m | 8192 | 12 | gsa | 3.5 | 180.0 | 2.00 | 0.80 |  | 15.0 | 1.50 | b |"
-    assert measured == "| 94m | 8192 | all | gsa_rope | 3.5 | 351.0 | 1.25 | 0.80 |  | 10.0 | 1.00 | b |"
-    assert scaled == "| 94m | 8192 | all, scaled | gsa | – | 200.0 | 2.50 | – |  | – | – | b |"
+    _, measured, scaled = lines_of(folder / "out" / "efficiency.md", "| 94m")  # the deepest
+    assert measured == "| 94m | 8192 | all | gsa_rope | 3.5 | 351.0 | 1.25 | 0.80 | 10.0 | 1.00 | b |"
+    assert scaled == "| 94m | 8192 | all, scaled | gsa | – | 200.0 | 2.50 | – | – | – | b |"
     with (folder / "out" / "efficiency.csv").open(newline="") as file:
         values = {(row["arm"], row["key"]): float(row["value"]) for row in csv.DictReader(file)}
     assert values["step_94m_8192_12_layers_gsa", "time"] == 2.0

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from gsa_study.commands.study import main
-from gsa_study.headline import load_headline
 from gsa_study.jobs import Job, jobs_of
 from gsa_study.plan import Ended, StudyError, check_unchanged, judge, next_job, plan_study
 from gsa_study.states import (
@@ -369,13 +368,6 @@ def test_shipped_studies_are_accepted(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     if "arms" in yaml.safe_load(path.read_text()):
         load_study(path, need_data=False)
-
-
-def test_the_shipped_headline_is_accepted() -> None:
-    studies = [load_study(ROOT / "studies" / "four_models_350m.yaml", need_data=False)]
-    headline = load_headline(ROOT / "studies" / "headline.yaml", studies)
-    wanted = ["standard", "gated_only", "block_32", "gsa", "window_alone", "sparse_only"]
-    assert list(headline.arms.values()) == [("four_models_350m", arm) for arm in wanted]
 
 
 def test_the_study_that_the_guide_shows_is_accepted(tmp_path: Path) -> None:
