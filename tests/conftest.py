@@ -26,6 +26,8 @@ for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]
 os.environ["NETRC"] = os.devnull
+# Before huggingface_hub is imported, which reads it then: a name that is not there is asked for on no server.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Asked otherwise, CUDA does not work in forks of this process.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -44,6 +46,8 @@ else:
 
 # W&B's service lists the installed packages by `pip list` at the beginning of each run, two CPU seconds.
 os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
+# It prints three lines about a product of its own where a test before has imported transformers.
+os.environ["WANDB_DISABLE_WEAVE"] = "true"
 # So does lm-evaluation-harness with each result, beside compilers and drivers; we keep nothing of it.
 collect_env.get_pretty_env_info = lambda: ""
 

@@ -82,15 +82,12 @@ def test_where_no_layout_fits_the_reason_of_each_is_told(
     assert "parallel.tensor" in reasons["tp 2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
         ([], ["tp 2, sp", "pp 2"]),
-        pytest.param(
-            ["--experts"],
-            ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"],
-            marks=pytest.mark.nightly,
-        ),
+        (["--experts"], ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"]),
     ],
 )
 def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ def test_its_checkpoint_evaluates_exports_and_generates(
         assert command.main() == 0  # type: ignore[attr-defined]
         return capsys.readouterr().out
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run(export_hf, "--run", demo.folder, "--out", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["num_experts"], config["num_experts_per_tok"]) == (EXPERTS, 2)

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train import commands
+import gsa_eval.commands
+import gsa_study.commands
+import gsa_train.commands
 from gsa_train.commands import goodput
 from gsa_train.process.as_command import READER_LEFT, as_command
 from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
-NOT_MAINS = ("as_command", "pretrain")  # training goes on without a reader, and heeds signals itself
+NOT_MAINS = ("pretrain",)  # training goes on without a reader, and heeds signals itself
 
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
@@ -75,8 +77,8 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_ends_so() -> None:
-    names = [each.name for each in pkgutil.iter_modules(commands.__path__) if each.name not in NOT_MAINS]
-    assert "evaluate" in names
-    for name in names:
-        main = importlib.import_module(f"gsa_train.commands.{name}").main
-        assert hasattr(main, "__wrapped__"), f"{name}.main lacks @as_command()"
+    for package in (gsa_train.commands, gsa_eval.commands, gsa_study.commands):
+        for each in pkgutil.iter_modules(package.__path__):
+            if each.name not in NOT_MAINS:
+                main = importlib.import_module(f"{package.__name__}.{each.name}").main
+                assert hasattr(main, "__wrapped__"), f"{each.name}.main lacks @as_command()"

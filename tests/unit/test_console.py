@@ -17,7 +17,7 @@ from gsa_train.process.console import MOST_WAITING_BYTES, ConsoleWriter
 
 SPEAKS = """
 import logging, os, sys
-from gsa_train.run import console
+from gsa_train.process import console
 console.DRAIN_SECONDS = console.CHILD_SECONDS = 0.2
 console.open_descriptors()
 console.take_console()

@@ -83,8 +83,8 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
 BENCH = "benchmarks/bench_training.py"
 FIRST_TORCH = """
 import os, runpy, sys
-from gsa_train import cuda_connections
-from gsa_train.run import console
+from gsa_train.distributed import cuda_connections
+from gsa_train.process import console
 
 class Finder:
     def find_spec(self, name, path, target=None):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsa_train.commands import export_indexer as export
 from gsa_train.checkpoint.load import load_weights
+from gsa_train.commands import export_indexer as export
 from gsa_train.commands.export_indexer import capture_indexers
 from gsa_train.config import config_to_yaml
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer

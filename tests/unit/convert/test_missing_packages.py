@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gsa_eval import convert
 from gsa_eval.commands import analyze, evaluate, export_hf, generate, import_hf
-from gsa_train import convert
 
 COMMANDS = {
     "evaluate": (evaluate, "--run r --name n"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import tokenizers
 import torch
 from tokenizers import processors
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("lm_eval")
 
 from lm_eval import simple_evaluate
