@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gsa_data.chat import ChatFolder
 from gsa_data.chat_template import ChatEncoder, find_chat_template
@@ -35,7 +34,6 @@ from gsa_train.data.batches import (
 )
 from gsa_train.data.tokenizer import load_tokenizer
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import enter_phase
 from gsa_train.validation.perplexity import evaluate, ngram_perplexities
 from helpers.chats import WITH_BLOCKS, conversation, make_tokenizer, write_chats
 from helpers.checkpoints import write_checkpoint
@@ -118,32 +116,6 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
     ) as refusal:
         TrainBatches(config, single_rank(), load_tokenizer(config), state)
     assert refusal.value.other_data, "--accept-new-data goes on"
-
-
-@pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
-def test_loss_and_gradient_are_those_of_labels_of_minus_100(chats: Path, phase: Any) -> None:
-    """As transformers has it: cross-entropy over the logits with ignore_index -100, mean over the labels that count."""
-    config = config_of(chats)
-    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None).next_step()
-    assert all(0 < batch.loss_mask.mean() < 0.7 for batch in batches)
-    model = tiny_model(config, variance_ema=0.02)
-    enter_phase(model, phase)
-    losses, count = [], sum(int(batch.loss_mask.sum()) for batch in batches)
-    for batch in batches:
-        positions = torch.arange(LENGTH).expand_as(batch.tokens)
-        with model.runtime.during(model.runtime.attention_pass):
-            logits = model.module(batch.tokens, positions, batch.document_ids)
-        labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
-        losses.append(F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum"))
-    mean = torch.stack(losses).sum() / count
-    mean.backward()
-    expected = {name: p.grad for name, p in model.gpt.named_parameters() if p.grad is not None}
-    result, gradients = step_gradients(tiny_model(config, variance_ema=0.02), phase, batches, config)
-    assert result.loss_tokens == count
-    assert result.loss_sum.item() / count == pytest.approx(mean.item(), rel=1e-6)
-    assert len(expected) > 10
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
@@ -268,23 +240,6 @@ def test_packed_is_unpacked(chats: Path) -> None:
     torch.testing.assert_close(packed.loss_sum, unpacked.loss_sum, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_what_is_masked_changes_nothing(chats: Path) -> None:
-    """Neither another label where none counts nor a sequence without any moves the loss or a gradient by a bit."""
-    config = config_of(chats)
-    batches = TrainBatches(config, single_rank(), load_tokenizer(config), None).next_step()
-    relabelled = [
-        dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 0, 5))
-        for batch in batches
-    ]
-    found = [
-        step_gradients(tiny_model(config, variance_ema=0.02), NO_KL, each, config)
-        for each in (batches, relabelled)
-    ]
-    assert found[0][0].loss_sum == found[1][0].loss_sum
-    for name, gradient in found[0][1].items():
-        assert torch.equal(gradient, found[1][1][name]), name
 
 
 def test_a_batch_without_an_answer_has_a_loss_of_0() -> None:
