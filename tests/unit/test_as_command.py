@@ -20,7 +20,8 @@ from gsa_train.process.as_command import READER_LEFT, as_command
 from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
-NOT_MAINS = ("pretrain",)  # training goes on without a reader, and heeds signals itself
+NOT_MAINS = ("config_reference", "export_indexer", "pretrain")
+"""What `make docs` calls; whose main is in launch/; training, which goes on without a reader and heeds signals itself."""
 
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
