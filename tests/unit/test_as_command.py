@@ -21,7 +21,7 @@ from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 NOT_MAINS = ("config_reference", "export_indexer", "pretrain")
-"""What `make docs` calls; whose main is in launch/; training, which goes on without a reader and heeds signals itself."""
+"""What `make docs` calls; its main is in launch/; training goes on without a reader, and heeds signals itself."""
 
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
