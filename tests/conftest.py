@@ -141,7 +141,7 @@ LONGEST_FILES = (
 
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
-    """From torch's own generator, which torch 2.13 seeds anew in each process; and in whatever order tests run."""
+    """From torch's own generator, which torch 2.13 seeds again in each process; and in whatever order tests run."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:

@@ -47,7 +47,7 @@ BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update
 
 STEPS = 9
 MEASURED = 5
-"""A step that is logged, with a validation behind it."""
+"""A step that is logged, with a validation after it."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     staging = Staging(HostMemory())
     torch.empty_like(tensors[0]).fill_(7.0)  # loads its kernel, for which the host would wait
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come behind it
+    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
     copies = staging.begin([group])
     assert copies._filled is not None

@@ -59,7 +59,7 @@ class Trainer:
         self.model: Model = build_model(config, self.parallel)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
         self.detector = SpikeDetector(config.monitor, self.parallel.device)
-        # As behind the first steps of a phase, which are not judged.
+        # As after the first steps of a phase, which are not judged.
         full = {"steps": 128, "history": [[8.0, 9.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
         self.detector.load({"detector": "robust", **full})
 
@@ -125,7 +125,7 @@ def test_the_host_waits_for_nothing(
 
 
 def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
-    """Its numbers are read behind the launch of the next step, and are those of a step whose host has waited."""
+    """Its numbers are read after the launch of the next step, and are those of a step whose host has waited."""
     one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
     found = []
     for each, waits in ((one, False), (other, True)):

@@ -20,7 +20,7 @@ def messages(
     phase: PhaseConfig = SPARSE,
     random: float = 0.2,
 ) -> list[str]:
-    """Of a phase that begins behind step 20 and logs each tenth step, with these recalls."""
+    """Of a phase that begins after step 20 and logs each tenth step, with these recalls."""
     warning = BlindIndexerWarning(phase, START)
     caplog.clear()
     with caplog.at_level(logging.WARNING):

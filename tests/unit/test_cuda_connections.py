@@ -117,7 +117,7 @@ sys.exit("torch was not imported")
 def test_launchers_set_it_before_torch_is_imported(
     command: list[str], with_tensor: str, without: str, tmp_path: Path
 ) -> None:
-    """An import may ask CUDA for devices, and behind that it is too late."""
+    """An import may ask CUDA for devices, and after that it is too late."""
     environment = {
         name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")
     }

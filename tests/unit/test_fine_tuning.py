@@ -122,7 +122,7 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
 def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
     chats: Path, tmp_path: Path, phase: Any
 ) -> None:
-    """transformers writes and masks each conversation by itself, a row each with padding behind it, and calculates the
+    """transformers writes and masks each conversation by itself, a row each with padding after it, and calculates the
     loss of labels of -100 where the assistant does not write. Training adds the document's end to each, which counts.
     Queries leave keys out."""
     budgets = {"k_base": 24, "k_min": 8, "k_max": 48, "indexer_rope": True, "attention": phase.attention}

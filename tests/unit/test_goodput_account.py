@@ -33,7 +33,7 @@ def lost(found: Account) -> dict[str, float]:
 
 def killed_and_resumed() -> list[Line]:
     """Killed at 1050, 4 s after its main thread last went on, when it had logged step 20 and stood in step 22; saved
-    at step 15. The next process begins at 1060 and goes on behind step 15."""
+    at step 15. The next process begins at 1060 and goes on after step 15."""
     return [
         start(1000, 1005, 0, **{"import": 5.0}),
         line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),

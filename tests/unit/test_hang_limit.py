@@ -134,7 +134,7 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
 
 
 def test_what_follows_a_step_lies_before_the_next_one() -> None:
-    """The rank that still saves is the one that the others wait for, in the step behind."""
+    """The rank that still saves is the one that the others wait for, in the following step."""
     ages = [age("saving", still=700), age("training", still=690)]
     fault = find_fault(ages, LONGEST)
     assert fault is not None

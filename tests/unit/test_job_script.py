@@ -159,7 +159,7 @@ def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> Non
 
 
 def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> None:
-    """Twice in a row at the time limit without a new checkpoint; progress in between counts anew."""
+    """Twice in a row at the time limit without a new checkpoint; progress in between resets the count."""
     assert job.start(STOP + "exit 1").wait(60) == 1
     assert job.start(SAVE + STOP + "exit 1").wait(60) == 1
     assert job.start(STOP + "exit 1").wait(60) == 1

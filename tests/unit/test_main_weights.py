@@ -89,7 +89,7 @@ def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
 
 
 def train(config: Config, folder: Path, resume_from: Path | None = None) -> list[dict[str, Any]]:
-    """The records of all phases, or of those behind the checkpoint at the end of one."""
+    """The records of all phases, or the records after the checkpoint at the end of one."""
     tokenizer, records = Tokenizer(config.data.tokenizer), []
     start = Start()
     if resume_from is not None:
@@ -157,4 +157,4 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
     run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
     assert train_phases(run, ranges) is not None
     assert alive == [[], [False], [False, False]]
-    assert len(kept) == 2  # none where a rewind begins anew
+    assert len(kept) == 2  # none where a rewind begins again

@@ -16,7 +16,7 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the last layer's router, behind which no other one is; its weight, and what went into it, [T, d]."""
+    """The last layer's router, after which there is no other one; its weight, and what went into it, [T, d]."""
     moe = {**SIZES, "balance_coeff": balance, "z_loss_coeff": z}
     config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
     model = tiny_model(config)

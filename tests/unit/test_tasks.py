@@ -80,7 +80,7 @@ def model() -> Model:
 
 
 def alone(model: Model, request: Request) -> float:
-    """In a sequence that is filled up with something else behind it."""
+    """In a sequence that is filled up with something else after it."""
     block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
     tokens, scored = request
     block[0, : len(tokens)] = torch.from_numpy(tokens)

@@ -176,7 +176,7 @@ def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_pa
 
 
 def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
-    """W&B tells their folders apart by a number behind the id; one without a server has a name of its own."""
+    """W&B tells their folders apart by a number after the id; one without a server has a name of its own."""
     names = ["run-20261126_162634-abc-9", "run-20261126_162635-abc-1", "offline-run-20261126_162635-abc"]
     for place, name in enumerate([*names, "run-20261126_162636-abc"]):
         folder = tmp_path / "wandb" / name

@@ -226,7 +226,7 @@ def test_parquet_holds_the_same_conversations(tmp_path: Path, kind: str) -> None
 def test_no_mark_is_lost_by_packing(
     folder: ChatFolder, chat_tokenizer: Tokenizer, config: StreamConfig
 ) -> None:
-    """In the first epoch each label that counts comes once, behind the token that precedes it."""
+    """In the first epoch each label that counts comes once, after the token that precedes it."""
     run = Run(folder, chat_tokenizer, config)
     while min(cursor[0] for cursor in run.state()["cursors"]) < 2:
         run.step(8)

@@ -75,7 +75,7 @@ def test_tokens_and_masks_are_those_of_transformers(
 
 
 def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer: Tokenizer) -> None:
-    """That is what a block around the message and its end would hold, and the newline behind it."""
+    """That is what a block around the message and its end would hold, and the newline after it."""
     by_prefix = ChatEncoder(template(PLAIN), chat_tokenizer)
     by_block = ChatEncoder(
         template(WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")), chat_tokenizer

@@ -121,7 +121,7 @@ def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenize
     assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
     stream = stream_of(across.text.blocks, across.text.lengths)
     ends = [-1, *np.flatnonzero(np.array(stream) == tokenizer.eos_id).tolist(), len(stream)]
-    documents = [stream[end + 1 : behind] for end, behind in pairwise(ends)]
+    documents = [stream[end + 1 : after] for end, after in pairwise(ends)]
     expected = sum(len(tokenizer.decode(each)) for each in documents) - len(tokenizer.decode(stream[:1]))
     assert across.text.text_bytes == expected
 

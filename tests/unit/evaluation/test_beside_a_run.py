@@ -214,7 +214,7 @@ def half_written(path: Path, content: str, **_: Any) -> None:
 def killed_at(patch: pytest.MonkeyPatch, moment: str) -> None:
     if moment == "half of results.json":
         patch.setattr(Path, "write_text", half_written)
-    elif moment == "behind the name":
+    elif moment == "after the name":
         rename = Path.rename
 
         def then_killed(*arguments: Any) -> None:
@@ -233,7 +233,7 @@ KILLS: dict[str, Any] = {
     "half of results.json": None,
     "between the files": (Path, "write_text", 2),
     "in front of the name": (Path, "rename", 1),
-    "behind the name": None,
+    "after the name": None,
 }
 
 
@@ -269,7 +269,7 @@ def test_a_kill_leaves_nothing_half_written(
     assert os.WIFSIGNALED(status), capfd.readouterr().err
     assert os.WTERMSIG(status) == signal.SIGKILL
     has_name = (evaluations / "first").exists()
-    assert has_name == (moment == "behind the name")
+    assert has_name == (moment == "after the name")
     assert command.main() == (2 if has_name else 0)
     if has_name:
         assert "exists; give another name, or remove the folder" in capfd.readouterr().err
