@@ -65,9 +65,7 @@ def test_layouts_need_no_package_that_logs(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(layouts_that_fit(1, Subject(True, "bf16"))) >= {"dp", "dp, recompute full"}
 
 
-def test_where_no_layout_fits_the_reason_of_each_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_layout_fits_the_reason_of_each_is_told(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr("sys.argv", ["layouts_on_gpu.py", "--tiny"])

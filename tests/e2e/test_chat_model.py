@@ -92,9 +92,7 @@ def messages(question: str, answer: str = "") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(
-    chat: Chat, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, question, monkeypatch, capsys):
     answer = ANSWERS[question]
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat.exported)
     prompt = tokenizer.apply_chat_template(messages(question), tokenize=False, add_generation_prompt=True)

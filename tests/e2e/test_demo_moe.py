@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -61,9 +60,7 @@ def test_every_logged_step_tells_of_its_experts(demo: Run) -> None:
     assert (demo.folder / "plots" / "experts.png").is_file()
 
 
-def test_its_checkpoint_evaluates_exports_and_generates(
-    demo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_checkpoint_evaluates_exports_and_generates(demo, tmp_path, monkeypatch, capsys):
     def run(command: object, *words: object) -> str:
         monkeypatch.setattr("sys.argv", ["command", *map(str, words)])
         assert command.main() == 0  # type: ignore[attr-defined]

@@ -30,9 +30,7 @@ def messages(
     return caplog.messages
 
 
-def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(caplog):
     (said,) = messages(caplog, [0.21] * 28)
     # 30 steps of warm-up and 100 more: steps 150, 160 and 170 are looked at.
     assert said.startswith(

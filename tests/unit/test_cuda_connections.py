@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -53,12 +52,7 @@ def test_tensor_parallelism_sets_it_once_and_says_so(caplog: pytest.LogCaptureFi
         ([TP], HOPPER, {VARIABLE: "1"}),
     ],
 )
-def test_otherwise_it_is_left_alone(
-    caplog: pytest.LogCaptureFixture,
-    layouts: list[ParallelConfig],
-    capability: int | None,
-    environment: dict[str, str],
-) -> None:
+def test_otherwise_it_is_left_alone(caplog, layouts, capability, environment):
     caplog.set_level(logging.INFO)
     assert prepare(layouts, capability, **environment) == environment
     assert not caplog.records
@@ -114,9 +108,7 @@ sys.exit("torch was not imported")
         ),
     ],
 )
-def test_launchers_set_it_before_torch_is_imported(
-    command: list[str], with_tensor: str, without: str, tmp_path: Path
-) -> None:
+def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without, tmp_path):
     """An import may ask CUDA for devices, and after that it is too late."""
     environment = {
         name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")

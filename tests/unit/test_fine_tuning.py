@@ -119,9 +119,7 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
 
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
-def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(
-    chats: Path, tmp_path: Path, phase: Any
-) -> None:
+def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(chats, tmp_path, phase):
     """transformers writes and masks each conversation by itself, a row each with padding after it, and calculates the
     loss of labels of -100 where the assistant does not write. Training adds the document's end to each, which counts.
     Queries leave keys out."""
@@ -304,9 +302,7 @@ def test_long_conversations_are_told_at_a_save(chats: Path, caplog: pytest.LogCa
         (["data.format=chats"], "data.format"),
     ],
 )
-def test_configs_that_are_refused(
-    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_that_are_refused(overrides, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     initial = ["checkpoint.initial_weights=configs"]  # any folder
     with pytest.raises(ConfigError) as caught:
@@ -339,9 +335,7 @@ def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
         )
 
 
-def test_the_bundled_conversations_are_those_of_their_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bundled_conversations_are_those_of_their_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
     script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
     assert script["main"]() == 0

@@ -52,9 +52,7 @@ def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
         (8, 0, 0, 0),  # in its start-up
     ],
 )
-def test_a_fault_costs_what_no_durable_checkpoint_has(
-    seconds: float, kept: float, worked: float, stalls: float
-) -> None:
+def test_a_fault_costs_what_no_durable_checkpoint_has(seconds, kept, worked, stalls):
     found = simulate(PARTS, 20, [Life(seconds), FOR_EVER], wall_seconds=seconds + 7 + 10)
     expected = {
         "productive": kept,

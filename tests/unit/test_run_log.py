@@ -18,9 +18,7 @@ LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
 
 
 @pytest.mark.parametrize("writes_late", [False, True])
-def test_every_record_has_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes_late: bool
-) -> None:
+def test_every_record_has_its_time(tmp_path, monkeypatch, writes_late):
     clock = iter([1000.5, 1001.25, 1002.125])
     monkeypatch.setattr(run_log, "time", Mock(time=lambda: next(clock)))
     for resume_step, steps in ((None, [1]), (1, [2])):

@@ -125,9 +125,7 @@ def test_training_does_not_notice(model: Model) -> None:
     assert all(torch.equal(now[name], weight) for name, weight in weights.items())
 
 
-def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(model, monkeypatch):
     monkeypatch.setattr("gsa_train.trainer.evaluate", lambda *_: {"validation_loss": 1.0})
     sinks = Mock()
     fields = {"tokenizer": Letters(), "prompts": encode_prompts(CONFIG, Letters()), "sinks": sinks}
@@ -228,9 +226,7 @@ def test_a_rewind_drops_later_samples(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [2, 3]
 
 
-def test_a_file_that_cannot_be_made_costs_its_samples_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_made_costs_its_samples_alone(tmp_path, caplog):
     (tmp_path / "samples.jsonl").mkdir()
     with open_sinks(LoggingConfig(tensorboard=False), tmp_path, ["sparse"], None, None) as sinks:
         (tmp_path / "samples.jsonl").mkdir(exist_ok=True)

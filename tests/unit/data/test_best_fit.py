@@ -66,9 +66,7 @@ def test_statistics_are_counted() -> None:
     assert packing_shares({})["filler_share"] is None
 
 
-def test_the_report_of_verify(
-    corpus: Manifest, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_verify(corpus, tokenizer, capsys):
     """Two lanes of 100 documents at 64 tokens, against blocks taken one by one."""
     arguments = ["--tokenizer", tokenizer.path, "--seq-len", "64", "--num-lanes", "2", "--pool", "5"]
     arguments += ["--k-base", "16"]

@@ -91,9 +91,7 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_on_mixed_formats_resumes_exactly(
-    tmp_path: Path, tokenizer: Tokenizer, num_workers: int
-) -> None:
+def test_a_run_on_mixed_formats_resumes_exactly(tmp_path, tokenizer, num_workers):
     for number, form in enumerate(FORMATS):
         texts = [document(100 * number + i) for i in range(40)]
         lines = b"".join(line(text) + b"\n" for text in texts)
@@ -159,9 +157,7 @@ BOMBS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(tmp_path, name, monkeypatch):
     monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 4 << 20)
     packed, kept = BOMBS[name]
     (tmp_path / name).write_bytes(packed)
@@ -317,9 +313,7 @@ def test_other_programs_write_the_same_rows(tmp_path: Path, writer: str) -> None
     ]
 
 
-def test_missing_pyarrow_is_named_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_named_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "s.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
@@ -332,9 +326,7 @@ def test_missing_pyarrow_is_named_before_anything_is_read(
     ("address", "message"),
     [("nothing://x/y", "Protocol not known"), ("sftp://host/x", "pip install paramiko")],
 )
-def test_an_address_that_cannot_be_read_names_the_remedy(
-    address: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_cannot_be_read_names_the_remedy(address, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(DataFault, match=message):
         build_manifest(address)

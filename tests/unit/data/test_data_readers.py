@@ -31,17 +31,13 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24
         (32, 8, 4, 1),
     ],
 )
-def test_workers_send_about_64k_tokens_at_once(
-    seq_len_tokens: int, num_workers: int, prefetch_blocks: int, blocks: int
-) -> None:
+def test_workers_send_about_64k_tokens_at_once(seq_len_tokens, num_workers, prefetch_blocks, blocks):
     """But no more blocks than they may read ahead, and without workers none is read before it is asked for."""
     config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
     assert group_blocks_of(config) == blocks
 
 
-def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(
-    corpus: Manifest, tokenizer: Tokenizer
-) -> None:
+def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, tokenizer):
     """One that nobody has asked for text is closed with its workers."""
     config = replace(CONFIG, num_workers=1)
     before = workers()  # of other tests, some of which kill their readers
@@ -82,9 +78,7 @@ def test_closed_stream(corpus: Manifest, tokenizer: Tokenizer) -> None:
         (errno.EMFILE, "look at `ulimit -a`, or set data.num_workers=0"),
     ],
 )
-def test_readers_that_cannot_be_started_are_said_in_a_line(
-    corpus: Manifest, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, error: int, remedy: str
-) -> None:
+def test_readers_that_cannot_be_started_are_said_in_a_line(corpus, tokenizer, monkeypatch, error, remedy):
     def fail(*_arguments: Any, **_options: Any) -> None:
         raise OSError(error, os.strerror(error))
 

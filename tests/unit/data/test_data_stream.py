@@ -116,13 +116,7 @@ def test_lanes_of_a_small_corpus_are_about_equally_long(sample_folder: Path, tok
     [((1, 0), (1, 0)), ((2, 2), (4, 1)), ((4, 1), (2, 0)), ((1, 0), (4, 2)), ((8, 1), (1, 2))],
     ids=str,
 )
-def test_resume_with_other_ranks_and_workers(
-    corpus: Manifest,
-    tokenizer: Tokenizer,
-    reference: Run,
-    before: tuple[int, int],
-    after: tuple[int, int],
-) -> None:
+def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, before, after):
     first = Run(corpus, tokenizer, replace(CONFIG, num_workers=before[1]), before[0])
     for _ in range(5):
         first.step(16)
@@ -141,9 +135,7 @@ def test_resume_with_other_ranks_and_workers(
 # Any number of ranks
 
 
-def test_readers_that_share_lanes_keep_order_state_and_counters(
-    corpus: Manifest, tokenizer: Tokenizer, reference: Run
-) -> None:
+def test_readers_that_share_lanes_keep_order_state_and_counters(corpus, tokenizer, reference):
     """Six readers of eight lanes, and then seven ranks, from a number of samples that neither divides."""
     first = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), 3, steps=4, global_batch_size=18)
     second = read_run(corpus, tokenizer, CONFIG, 7, steps=5, global_batch_size=14, state=first.state())
@@ -257,9 +249,7 @@ def test_replay_gives_the_consumed_samples(corpus: Manifest, tokenizer: Tokenize
     assert [len(chunk) for chunk in replay_blocks(corpus, tokenizer, CONFIG, end)] == [64, 16]
 
 
-def test_replay_of_another_text_than_was_consumed_is_noticed(
-    corpus: Manifest, tokenizer: Tokenizer, reference: Run
-) -> None:
+def test_replay_of_another_text_than_was_consumed_is_noticed(corpus, tokenizer, reference):
     """Of a run that had other weights of sources, or another length, before a resume."""
     for change in ({"source_weights": {"Synthetic": 0.5}}, {"seq_len_tokens": 48}):
         config = replace(CONFIG, **change)  # type: ignore[arg-type]
@@ -281,9 +271,7 @@ def test_validation_blocks(corpus: Manifest, tokenizer: Tokenizer) -> None:
         validation_blocks(corpus, tokenizer, 50, 0)
 
 
-def test_a_small_validation_set_tokenizes_few_documents(
-    corpus: Manifest, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_validation_set_tokenizes_few_documents(corpus, tokenizer, monkeypatch):
     encoded: list[str] = []
     encode = Tokenizer.encode
 

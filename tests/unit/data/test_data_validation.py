@@ -67,9 +67,7 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
         assert set(filling.tolist()) <= {tokenizer.eos_id}
 
 
-def test_tokens_of_a_text_give_the_scores_of_the_text(
-    mixed: Manifest, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path):
     folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
     text, tokens = read(mixed, tokenizer), read(folder, tokenizer)
     assert list(tokens.by_source) == list(text.by_source)

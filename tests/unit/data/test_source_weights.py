@@ -82,9 +82,7 @@ def test_over_any_epochs_a_document_comes_as_often_as_its_weight_says() -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [2, 8])
-def test_a_lane_may_get_only_shards_of_weight_0_for_some_epochs(
-    tokenizer: Tokenizer, tmp_path: Path, num_lanes: int
-) -> None:
+def test_a_lane_may_get_only_shards_of_weight_0_for_some_epochs(tokenizer, tmp_path, num_lanes):
     for shard, source in enumerate(("Web", "Books", "Code", "Wiki")):
         numbers = range(12 * shard, 12 * (shard + 1))
         write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(number), source) for number in numbers])
@@ -110,9 +108,7 @@ def with_weights(corpus: Any, tokenizer: Tokenizer, **weights: float) -> BlockSt
     return BlockStream(corpus, tokenizer, replace(CONFIG, source_weights=weights), 0, 1)
 
 
-def test_unknown_and_empty_sources(
-    mixed: Manifest, tokens: TokenFolder, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_unknown_and_empty_sources(mixed, tokens, tokenizer, tmp_path):
     for shard in range(120):
         write_shard(tmp_path / f"s{shard}.jsonl.zst", [line(document(shard), "Web")])
     many_shards = build_manifest(str(tmp_path))
@@ -130,9 +126,7 @@ def test_unknown_and_empty_sources(
         with_weights(mixed, tokenizer, **dict.fromkeys(nothing, 1e-9)).next_blocks(1)
 
 
-def test_tokens_without_sources(
-    mixed: Manifest, tokens: TokenFolder, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_tokens_without_sources(mixed, tokens, tokenizer, tmp_path):
     """A folder of format version 1 is read as before, but not with weights."""
     for record in tokens.records.values():
         ids = (tokens.root / f"{record.path}.tokens").read_bytes()

@@ -107,9 +107,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(
-    moment: str, run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(moment, run, monkeypatch, caplog):
     before_call(monkeypatch, *MOMENTS[moment], run.save)
     assert run.is_read_by(load_subject(Source(run=run.folder)))
     assert run.step == 2
@@ -119,9 +117,7 @@ def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(
     )
 
 
-def test_the_one_asked_for_is_not_replaced_by_another(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_one_asked_for_is_not_replaced_by_another(run, monkeypatch, capsys):
     for words in (["--run", run.folder, "--step"], ["--checkpoint"]):
         step = run.step if len(words) == 3 else run.folder / "checkpoints" / f"step_{run.step:08d}"
         before_call(monkeypatch, tensors.CheckpointTensors, "read", 3, run.save)
@@ -153,9 +149,7 @@ def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
             load_subject(Source(run=run.folder))
 
 
-def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, monkeypatch):
     """After a rewind the run comes to the step again."""
 
     def again() -> None:
@@ -171,9 +165,7 @@ def test_latest_moves_while_it_is_followed(run: RunUnderWay, monkeypatch: pytest
     assert find_checkpoint(run.folder) == run.folder / "checkpoints" / "step_00000002"
 
 
-def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypatch):
     """NFS keeps the file in its folder under another name as long as a process of the node has it open."""
     checkpoints, remove = run.folder / "checkpoints", shutil.rmtree
     held = checkpoints / ".tmp_step_00000001"
@@ -250,9 +242,7 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_kill_leaves_nothing_half_written(
-    moment: str, run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     words = ["--run", str(run.folder), "--name", "first", "--max-tokens", str(2 * LENGTH)]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
     before, evaluations = contents(run.folder), run.folder / "evaluations"

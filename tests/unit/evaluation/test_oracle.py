@@ -65,12 +65,7 @@ def test_all_keys_are_dense_attention_and_fewer_are_not(model: LlamaForCausalLM)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_command(
-    model: LlamaForCausalLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(model, tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.model").write_bytes(Path(TOKENIZER).read_bytes())
     words = [
