@@ -1,7 +1,5 @@
 """The layout table that `make layouts-gpu` runs on GPUs: its verdict, and two of its layouts on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

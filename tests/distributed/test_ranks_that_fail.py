@@ -1,7 +1,5 @@
 """What a test says of ranks that fail: which of them ended first, how, and where it was."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,8 +1,6 @@
 """A chat model from its training to those who run it: everyone writes the same tokens and stops at the end of the turn,
 and whatever says how to speak to it survives an export, an import and another export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -3,8 +3,6 @@
 What ends a run in a terminal is here, too: a hang-up with and without nohup, and Ctrl-C with a reader that it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

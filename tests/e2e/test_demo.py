@@ -1,7 +1,5 @@
 """The demo, shortened: what a run prints, learns and leaves in its folder."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

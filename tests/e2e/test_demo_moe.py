@@ -1,7 +1,5 @@
 """The demo with experts, shortened: what it logs and learns; its checkpoint evaluates, exports and generates."""
 
-from __future__ import annotations
-
 import json
 import math
 

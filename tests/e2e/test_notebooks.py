@@ -1,7 +1,5 @@
 """The notebooks of examples/ run from their first cell to the last, and show what they say they show."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A config that cannot run is refused within seconds: one message, exit code 2, nothing started."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

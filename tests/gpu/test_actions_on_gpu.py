@@ -1,7 +1,5 @@
 """Spikes and stops on a CUDA device, where a step's record is written after the launch of the next one."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

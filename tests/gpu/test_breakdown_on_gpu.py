@@ -1,7 +1,5 @@
 """What a step's time goes to on CUDA devices: beside the device's own clock, and over NCCL."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

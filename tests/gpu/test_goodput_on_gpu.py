@@ -1,7 +1,5 @@
 """Where the time goes on a CUDA device, whose work the host does not wait for; and compilation within a step."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

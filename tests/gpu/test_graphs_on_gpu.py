@@ -3,8 +3,6 @@
 The first test that fails says most: its trace names the operation that cannot be captured.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

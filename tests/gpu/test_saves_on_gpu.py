@@ -1,8 +1,6 @@
 """Saves on CUDA devices, whose copies are filled while the next step computes: the update waits, the host does not.
 What becomes of a save that fails on one of two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One training step in this process on a CUDA device: no waiting, repeatable, and the same by every kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

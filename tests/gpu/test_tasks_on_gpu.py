@@ -1,7 +1,5 @@
 """Tasks between training steps on a CUDA device: training does not notice; the scores are those of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation by the training's own model on a CUDA device, beside the model of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Real runs on CUDA devices over NCCL: `make test-gpu`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

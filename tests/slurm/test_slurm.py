@@ -1,8 +1,6 @@
 """A run under a real Slurm: preempted, asked to stop, its node lost, its time over; it ends with the numbers of a run
 that nothing disturbed. `make test-slurm`."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The bench of experts: megatron-core's mixture with our weights is ours to rounding, and what the bench compares."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """The bench of whole models: names of layouts, weak scaling, and what a traced step says, and ranks that fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A run says when its indexer selects no better than at random, once a phase, and not while it is still learning."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What `make chaos` says of its faults' times, and its ETTR by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

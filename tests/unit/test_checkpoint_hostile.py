@@ -1,7 +1,5 @@
 """Checkpoints that were made to harm: pickles that run something, names that lead out of the folder, sizes that lie."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import io

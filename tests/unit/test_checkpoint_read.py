@@ -1,7 +1,5 @@
 """A checkpoint is checked while it is read, by several threads: as surely as in a pass before, in every byte."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import zlib

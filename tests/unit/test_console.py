@@ -1,7 +1,5 @@
 """Whatever is below stdout and stderr: it ends or blocks no process, and lines that it does not take are counted."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pty

@@ -1,7 +1,5 @@
 """Replacing torch's functions leaves the rest of torch, and transformers, as they are."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

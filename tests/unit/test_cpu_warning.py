@@ -1,7 +1,5 @@
 """A model for GPUs that is started on CPUs is warned of, with its time and the remedy."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: when it is set, when it is left alone, and that it is before torch is imported."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

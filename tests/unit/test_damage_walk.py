@@ -3,8 +3,6 @@
 `pytest -s tests/unit/test_damage_walk.py` prints the table: file, damage, what a start makes of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

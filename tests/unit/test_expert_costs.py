@@ -1,7 +1,5 @@
 """What mixtures of experts cost: parameters, memory of the ranks, and what a dry run says of both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

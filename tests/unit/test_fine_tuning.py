@@ -1,7 +1,5 @@
 """Fine-tuning on conversations: what a step learns from, and what a config or a tokenizer is refused for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import runpy

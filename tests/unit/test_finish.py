@@ -1,7 +1,5 @@
 """The end of a run that is complete: what cannot be drawn costs no exit code."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

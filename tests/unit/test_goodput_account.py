@@ -1,7 +1,5 @@
 """ETTR and the time lost, of logs written by hand whose sums are done by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

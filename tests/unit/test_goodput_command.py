@@ -1,7 +1,5 @@
 """launch/goodput.py: the account of a run, a simulation with its parts, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

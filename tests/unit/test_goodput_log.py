@@ -1,7 +1,5 @@
 """What a run notes of its time: each second once, whatever ends its process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

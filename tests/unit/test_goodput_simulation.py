@@ -1,7 +1,5 @@
 """Simulated runs: by hand where a few seconds can be counted, by formulas where there are many."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """How long a rank may show no progress: what steps take, and more where no step tells."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A device that multiplies, remembers or sends wrongly is named before a run; a good one never is."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the Slurm job does after srun ended, with stand-ins for Slurm's commands. tests/slurm has the real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

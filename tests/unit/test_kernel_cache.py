@@ -1,7 +1,5 @@
 """Compiled kernels are kept beside the runs, whole and shared, and no disk that is full ends a run for them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Why a process ends is said once, where torchrun's user reads it, too."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

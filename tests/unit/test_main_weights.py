@@ -1,8 +1,6 @@
 """The fp32 weights of a phase in bf16 go on in the next one, in the same process or through a checkpoint. More ranks:
 tests/distributed/test_many_layouts.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

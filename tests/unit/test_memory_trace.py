@@ -4,8 +4,6 @@ Layers, vocabulary and lengths are those of the configs that come with it: in sm
 with the weights and with neither would have other shares. Few layers, so that what is not a layer's shows.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

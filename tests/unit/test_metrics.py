@@ -1,7 +1,5 @@
 """The record of a logged step: what its speed is counted from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 tests/gpu/test_graphs_on_gpu.py has real graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of sources and best-fit packing in the training loop: batches, metrics, a resume with other weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

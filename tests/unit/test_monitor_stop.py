@@ -1,7 +1,5 @@
 """A start after the monitor stopped the run: refused, unless something is different."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors of a checkpoint that cannot be filled: a fault of the file, or of who reads it."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 import zlib

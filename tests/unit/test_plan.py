@@ -1,7 +1,5 @@
 """What a step does follows from its number, its phase and the config."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A port that is taken is said in one line. Where torchrun makes the port, it says so itself."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A restart by torchrun or Slurm is told from a new start of the same command."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which checkpoint a start takes when some are damaged, missing, or named by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What a checkpoint's position in the text meets at a resume: the same data, other data, another tokenizer."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The losses of a router are means over the tokens of the global batch, times their coefficients: in gradients, against
 autograd of the definitions, whatever the micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

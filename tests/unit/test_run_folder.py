@@ -1,7 +1,5 @@
 """What a start makes of its run folder: one run at a time, what changed since the checkpoint, an older summary."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Every record has the time of its making, whichever way it goes, and after a resume, too."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Samples of fixed prompts: the argmax of the training model's own logits, on any layout; training does not notice."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The rules that call a step a spike: on made-up histories, and on the trace of a real run without faults."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Who asks a run to stop, when all ranks do it, and that nothing is lost in the middle of a validation."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

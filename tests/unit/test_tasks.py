@@ -1,8 +1,6 @@
 """Tasks between training steps: each request's log-likelihood is that of a pass of its own, on any number of replicas;
 training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A hang at the end of a run is named, and ends with the exit code that the run has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`checkpoint.initial_weights`: what a new run takes over from another one's checkpoint, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import re

@@ -1,7 +1,5 @@
 """Dense models of transformers as GSA models: the same first loss, training from there, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

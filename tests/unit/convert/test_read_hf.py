@@ -1,7 +1,5 @@
 """A folder of transformers that does not fit together is refused in one line, whoever reads it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

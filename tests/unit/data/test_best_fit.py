@@ -1,7 +1,5 @@
 """What best_fit packing counts and reports; test_data_oracle.py has its blocks against an oracle on lists."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

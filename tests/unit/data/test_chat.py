@@ -1,7 +1,5 @@
 """Conversations as a data format: which lines are left out, and what packing and resumes keep."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chat templates: which tokens are the assistant's, where a template is found, and which are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -3,8 +3,6 @@
 `pytest -s tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, what a resume makes of it.
 """
 
-from __future__ import annotations
-
 import builtins
 import shutil
 import threading

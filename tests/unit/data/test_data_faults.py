@@ -3,8 +3,6 @@
 Faults of gzip and Parquet files, and copied shards, are in test_data_formats.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

@@ -1,7 +1,5 @@
 """Shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

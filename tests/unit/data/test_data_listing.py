@@ -1,7 +1,5 @@
 """Which shards a folder holds: links, folders that cannot be listed, files of other kinds, text that is there twice."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os

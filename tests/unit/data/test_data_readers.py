@@ -1,7 +1,5 @@
 """Reader processes of a stream."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

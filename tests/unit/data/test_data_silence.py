@@ -4,8 +4,6 @@ The limits are on a clock that passes only in what hangs (data_clock.py). Withou
 for until the test fails.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator

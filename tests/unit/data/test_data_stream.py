@@ -1,7 +1,5 @@
 """Order and resume of a stream with reader processes; test_data_oracle.py compares random runs with an oracle."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace

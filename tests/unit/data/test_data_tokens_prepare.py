@@ -1,7 +1,5 @@
 """The command that prepares a folder of tokens: done once, resumed after a kill, repaired where the source changes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Validation text: which labels count, how many bytes they spell, and the same text by source."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights of sources: what they count and refuse; test_data_oracle.py has the order against an oracle."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import struct

@@ -1,8 +1,6 @@
 """An evaluation beside a run that goes on: checkpoints are deleted while they are read, and neither harms the other.
 And what a kill at any moment leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Our model class in lm-evaluation-harness gives what its own `hf` class gives of the exported model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

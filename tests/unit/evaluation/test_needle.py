@@ -1,8 +1,6 @@
 """Needles in a haystack: found by a model that is built to find them, through a selection of few keys, and not found by
 the same model without one part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Selections by a perfect indexer: the rule, beside loops; and a model under them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

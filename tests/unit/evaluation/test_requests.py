@@ -1,7 +1,5 @@
 """Request files: read or refused, tokens, scores by hand, and the command on a small model."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Results of evaluations: whole or not there, as pictures, in the run's report and as a W&B run of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """RULER: prompts that fit and hold their answers, scores, and models that find all or nothing by construction."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

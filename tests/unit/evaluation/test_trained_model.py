@@ -1,7 +1,5 @@
 """What `gsa_hf` does not have is scored by the training's own model: as a run does, and as the other where both can."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
