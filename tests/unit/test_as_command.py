@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import gsa_eval.commands
-import gsa_study.commands
-import gsa_train.commands
+from gsa_eval import commands as evaluation_commands
+from gsa_study import commands as study_commands
+from gsa_train import commands
 from gsa_train.commands import goodput
 from gsa_train.process.as_command import READER_LEFT, as_command
 from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
-NOT_MAINS = ("config_reference", "export_indexer", "pretrain")
-"""What `make docs` calls; its main is in launch/; training goes on without a reader, and heeds signals itself."""
+# Training goes on without a reader, and handles signals itself; an export has its main in launch/; `make docs`.
+NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
 
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
@@ -78,8 +78,13 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_ends_so() -> None:
-    for package in (gsa_train.commands, gsa_eval.commands, gsa_study.commands):
-        for each in pkgutil.iter_modules(package.__path__):
-            if each.name not in NOT_MAINS:
-                main = importlib.import_module(f"{package.__name__}.{each.name}").main
-                assert hasattr(main, "__wrapped__"), f"{each.name}.main lacks @as_command()"
+    names = [
+        f"{package.__name__}.{each.name}"
+        for package in (commands, evaluation_commands, study_commands)
+        for each in pkgutil.iter_modules(package.__path__)
+        if each.name not in NOT_MAINS
+    ]
+    assert {name.partition(".")[0] for name in names} == {"gsa_train", "gsa_eval", "gsa_study"}
+    for name in names:
+        main = importlib.import_module(name).main
+        assert hasattr(main, "__wrapped__"), f"{name}.main lacks @as_command()"
