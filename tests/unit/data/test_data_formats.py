@@ -88,23 +88,6 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
     assert build_manifest(str(tmp_path), text_field="content").fingerprint != default.fingerprint
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_on_mixed_formats_resumes_exactly(tmp_path, tokenizer, num_workers):
-    for number, form in enumerate(FORMATS):
-        texts = [document(100 * number + i) for i in range(40)]
-        lines = b"".join(line(text) + b"\n" for text in texts)
-        packed = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines), ".jsonl.zst": zstandard.compress(lines)}
-        packed[".parquet"] = parquet({"text": texts})
-        (tmp_path / f"s{number}{form}").write_bytes(packed[form])
-    manifest = build_manifest(str(tmp_path))
-    config = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=1, num_workers=num_workers, prefetch_blocks=8)
-    whole = read_run(manifest, tokenizer, config, steps=8)
-    first = read_run(manifest, tokenizer, config, steps=3)
-    rest = read_run(manifest, tokenizer, config, world_size=2, steps=5, state=first.state())
-    assert {**first.samples, **rest.samples} == whole.samples
-    assert rest.state() == whole.state()
-
-
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
     """As PowerShell and Excel write UTF-8. Behind the first line's beginning it is not one."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_corpus import Run, document, held_by_parts, read_run
+from data_corpus import document, held_by_parts
 
 from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, read_validation_set
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
@@ -81,16 +81,6 @@ def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Pa
     own_spaces = tokens[:-1].count(tokenizer.eos_id)
     assert found.text.text_bytes == tokenizer.token_bytes[tokens[1:]].sum() - own_spaces > 640
     assert list(found.by_source) == [NO_SOURCE]
-
-
-def test_resume_with_other_ranks_and_workers(written, tokenizer, tmp_path):
-    corpus = open_corpus(str(tmp_path))
-    whole = read_run(corpus, tokenizer, CONFIG, steps=9)  # type: ignore[arg-type]
-    before = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=4)  # type: ignore[arg-type]
-    other = replace(CONFIG, num_workers=1)
-    after: Run = read_run(corpus, tokenizer, other, 4, steps=5, state=before.state())  # type: ignore[arg-type]
-    assert {**before.samples, **after.samples} == whole.samples
-    assert after.state() == whole.state()
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
