@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,13 +95,12 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
             ),
         ]
     for ax, (name, norm, values, meaning) in zip(axes, panels, strict=True):
-        colors = copy.copy(matplotlib.colormaps["viridis"])
-        colors.set_bad("white")
+        colors = matplotlib.colormaps["viridis"].with_extremes(bad="white")
         edges = (-0.5, length - 0.5, length - 0.5, -0.5)
         if values is panels[-1][2] and maps.selected is not None:
             grey = pooled(torch.full((length, length), 0.5), visible, side)
             ax.imshow(grey, cmap=matplotlib.colors.ListedColormap([NOT_SELECTED]), extent=edges)
-            colors.set_bad(alpha=0)
+            colors = colors.with_extremes(bad=(0, 0, 0, 0))
         if isinstance(norm, LogNorm):
             values = np.maximum(values, LEAST_WEIGHT)
         image = ax.imshow(values, cmap=colors, norm=norm, extent=edges, interpolation="nearest")

@@ -27,6 +27,8 @@ for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]
 os.environ["NETRC"] = os.devnull
+# Before huggingface_hub is imported, which reads it then: a name that is not there is asked for on no server.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A shell's background job and nohup start with these ignored, and so would the processes that tests press Ctrl-C on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +52,8 @@ else:
 
 # W&B's service lists the installed packages by `pip list` at the beginning of each run, two CPU seconds.
 os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
+# It prints three lines about a product of its own where a test before has imported transformers.
+os.environ["WANDB_DISABLE_WEAVE"] = "true"
 # So does lm-evaluation-harness with each result, beside compilers and drivers; we keep nothing of it.
 collect_env.get_pretty_env_info = lambda: ""
 
@@ -143,7 +147,7 @@ LONGEST_FILES = (
 
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
-    """From torch's own generator, which torch 2.13 seeds anew in each process; and in whatever order tests run."""
+    """From torch's own generator, which torch 2.13 seeds again in each process; and in whatever order tests run."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:

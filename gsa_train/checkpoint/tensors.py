@@ -148,20 +148,20 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[str, FileRecord] = {}
-        self._file: Any = None
         self._name = ""
+        self._size_bytes = 0
         self.metadata = Metadata({}, storage_data={})
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         buffer = io.BytesIO()
         torch.save(tensor.contiguous().clone(), buffer)  # a view would be saved with all that it is a view of
         content = buffer.getbuffer()
-        if self._file is None or self._file.tell() + len(content) > LARGEST_FILE_BYTES:
+        if not self._name or self._size_bytes + len(content) > LARGEST_FILE_BYTES:
             self._end_file()
-            self._name = f"__0_{len(self._records)}.distcp"
-            self._file = (self._folder / self._name).open("wb")
-        start = self._file.tell()
-        self._file.write(content)
+            self._name, self._size_bytes = f"__0_{len(self._records)}.distcp", 0
+        with (self._folder / self._name).open("ab") as file:  # closed at once: a later tensor may be refused
+            file.write(content)
+        start, self._size_bytes = self._size_bytes, self._size_bytes + len(content)
         origin = torch.Size([0] * tensor.dim())
         self.metadata.state_dict_metadata[name] = TensorStorageMetadata(
             TensorProperties.create_from_tensor(tensor),
@@ -177,7 +177,6 @@ class _Writer:
         return self._records
 
     def _end_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._name:
             sync(self._folder / self._name)
             self._records[self._name] = describe_file(self._folder / self._name)

@@ -1,7 +1,5 @@
 """Runs of the bench of whole models, on two CPU ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fine-tuning on conversations trains and validates in every layout what one rank trains, also after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

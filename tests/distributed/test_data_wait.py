@@ -1,7 +1,5 @@
 """The measurement of data wait, on a run of one CPU rank with a reader."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Mixtures of experts in layouts of four ranks train what one rank trains, and go on from each other."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The fused kernels over two tensor-parallel ranks, which share out the rows of the indexer's loss."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

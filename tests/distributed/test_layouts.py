@@ -4,8 +4,6 @@ Every layout and option, with keys left out, is in test_many_layouts.py. Here ev
 that it sees: in real text the scores of equal tokens tie, and which of them is selected rounding decides.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from gsa_train.validation.perplexity import scores_of

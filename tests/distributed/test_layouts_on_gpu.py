@@ -1,7 +1,5 @@
 """The layout table that `make layouts-gpu` runs on GPUs: its verdict, and two of its layouts on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -65,9 +63,7 @@ def test_layouts_need_no_package_that_logs(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(layouts_that_fit(1, Subject(True, "bf16"))) >= {"dp", "dp, recompute full"}
 
 
-def test_where_no_layout_fits_the_reason_of_each_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_layout_fits_the_reason_of_each_is_told(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr("sys.argv", ["layouts_on_gpu.py", "--tiny"])
@@ -82,15 +78,12 @@ def test_where_no_layout_fits_the_reason_of_each_is_told(
     assert "parallel.tensor" in reasons["tp 2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
         ([], ["tp 2, sp", "pp 2"]),
-        pytest.param(
-            ["--experts"],
-            ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"],
-            marks=pytest.mark.nightly,
-        ),
+        (["--experts"], ["ep 2", "tp 2, sp, ep 2", "tp 2, sp, etp 2", "cp 2, ep 2"]),
     ],
 )
 def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tmp_path: Path) -> None:

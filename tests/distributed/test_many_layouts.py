@@ -3,8 +3,6 @@
 Whole runs are in test_layouts.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

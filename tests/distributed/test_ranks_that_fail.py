@@ -1,7 +1,5 @@
 """What a test says of ranks that fail: which of them ended first, how, and where it was."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -89,9 +87,9 @@ def test_no_signal_goes_to_ranks_that_are_over(tmp_path: Path, monkeypatch: pyte
 
 def test_the_first_error_is_shown_however_much_follows() -> None:
     error = "[rank2]: Traceback (most recent call last):\n[rank2]: ValueError: a reason\n"
-    before, behind = "warning\n" * SHOWN, "Traceback (most recent call last):\nlost a peer\n" * SHOWN
-    assert shown(before + error + behind).startswith(error)
-    assert shown(before + error + behind).endswith(behind[-SHOWN:])
+    before, after = "warning\n" * SHOWN, "Traceback (most recent call last):\nlost a peer\n" * SHOWN
+    assert shown(before + error + after).startswith(error)
+    assert shown(before + error + after).endswith(after[-SHOWN:])
     assert shown(before + error + "the end") == (before + error + "the end")[-SHOWN:]
     assert shown(error + before[-SHOWN:]) == error + before[-SHOWN:]
     assert shown(error) == error

@@ -1,7 +1,5 @@
 """Layouts of eight ranks, three ways of parallelism at once, train what one rank trains, and go on from each other."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,10 +1,7 @@
 """A chat model from its training to those who run it: everyone writes the same tokens and stops at the end of the turn,
 and whatever says how to speak to it survives an export, an import and another export."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("lm_eval")
 
 import transformers
@@ -94,9 +90,7 @@ def messages(question: str, answer: str = "") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(
-    chat: Chat, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, question, monkeypatch, capsys):
     answer = ANSWERS[question]
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat.exported)
     prompt = tokenizer.apply_chat_template(messages(question), tokenize=False, add_generation_prompt=True)

@@ -3,8 +3,6 @@
 What ends a run in a terminal is here, too: a hang-up with and without nohup, and Ctrl-C with a reader that it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -125,9 +123,7 @@ def terminals() -> Iterator[list[Terminal]]:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("console", CONSOLES)
-def test_no_console_ends_or_blocks_a_run(
-    tmp_path: Path, terminals: list[Terminal], console: str, ranks: int
-) -> None:
+def test_no_console_ends_or_blocks_a_run(tmp_path, terminals, console, ranks):
     terminal = Terminal(tmp_path, ranks, CONSOLES[console], TINY)
     terminals.append(terminal)
     terminal.wait_for("over")
@@ -168,9 +164,7 @@ def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path, terminals: list[Termina
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("target", ["rank 0", "rank 1", "torchrun"])
 @pytest.mark.parametrize("nohup", ["", "nohup "])
-def test_each_signal_saves(
-    tmp_path: Path, terminals: list[Terminal], number: signal.Signals, target: str, nohup: str
-) -> None:
+def test_each_signal_saves(tmp_path, terminals, number, target, nohup):
     terminal = Terminal(tmp_path, 2, in_foreground(nohup, tmp_path), LONG)
     terminals.append(terminal)
     terminal.wait_for("steps")

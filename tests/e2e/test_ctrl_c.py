@@ -1,7 +1,5 @@
 """Ctrl-C in a terminal: once, the run saves and ends; twice, or before the first step, it ends at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The demo, shortened: what a run prints, learns and leaves in its folder."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -147,7 +145,6 @@ doc_to_target: label
 def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path, monkeypatch):
     """Every file by hash and time, folders by their names."""
     pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "wiki.test.tokens").write_text(" \n = Tower = \n \n A tall tower of stone . \n")
     (tmp_path / "c4").mkdir()
     c4 = json.dumps({"text": "A gate of the tower is open. " * 20, "url": "https://example.org"})

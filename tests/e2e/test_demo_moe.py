@@ -1,10 +1,7 @@
 """The demo with experts, shortened: what it logs and learns; its checkpoint evaluates, exports and generates."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -61,15 +58,12 @@ def test_every_logged_step_tells_of_its_experts(demo: Run) -> None:
     assert (demo.folder / "plots" / "experts.png").is_file()
 
 
-def test_its_checkpoint_evaluates_exports_and_generates(
-    demo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_checkpoint_evaluates_exports_and_generates(demo, tmp_path, monkeypatch, capsys):
     def run(command: object, *words: object) -> str:
         monkeypatch.setattr("sys.argv", ["command", *map(str, words)])
         assert command.main() == 0  # type: ignore[attr-defined]
         return capsys.readouterr().out
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run(export_hf, "--run", demo.folder, "--out", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["num_experts"], config["num_experts_per_tok"]) == (EXPERTS, 2)

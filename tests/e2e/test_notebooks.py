@@ -1,7 +1,5 @@
 """The notebooks of examples/ run from their first cell to the last, and show what they say they show."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from helpers.notebooks import code_cells
 from helpers.runs import run_script
+from helpers.tiers import with_nightly
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -31,7 +30,7 @@ assert [record["step"] for record in names["steps"]] == list(range(1, len(losses
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", with_nightly(SHOWN, {"quick_start.ipynb"}))  # which trains the demo
 def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
     """In the folder where it is, as Jupyter runs it. What it starts itself is started for real."""
     script = tmp_path / "run.py"

@@ -1,7 +1,5 @@
 """A config that cannot run is refused within seconds: one message, exit code 2, nothing started."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -55,69 +53,6 @@ def message_of(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr
 
 
-WRONG = {
-    "misspelled field": (
-        "train.micro_batchsize=2",
-        "train.micro_batchsize = 2: unknown key; did you mean train.micro_batch_size?",
-    ),
-    "misspelled section": ("modle.num_layers=2", "modle = {...}: unknown key; did you mean model?"),
-    "wrong type": (
-        "model.num_layers=four",
-        "model.num_layers = four: not an integer; write for example model.num_layers=4",
-    ),
-    "unknown choice": (
-        "train.recompute=some",
-        "train.recompute = some: not one of none, selective, full; write for example train.recompute=none",
-    ),
-    "heads over tensor ranks": (
-        "parallel.tensor=4 model.num_heads=6",
-        "model.num_heads = 6: not a multiple of parallel.tensor = 4; set model.num_heads to 4 or 8",
-    ),
-    "layers over stages": (
-        "parallel.pipeline=4 model.num_layers=6",
-        "model.num_layers = 6: not a multiple of parallel.pipeline = 4; set model.num_layers to 4 or 8",
-    ),
-    "batch over ranks": (
-        "train.global_batch_size=10 train.micro_batch_size=2",
-        "train.global_batch_size = 10: not a multiple of train.micro_batch_size = 2 x 4 data-parallel ranks",
-    ),
-    "budget upside down": (
-        "gsa.k_min=100",
-        "gsa.k_min = 100: above gsa.k_base = 64; need k_min <= k_base <= k_max",
-    ),
-    "sparse phase without an indexer": (
-        "gsa.attention=dense",
-        "phases.1.attention = sparse: needs an indexer, and gsa.attention = dense builds none; set",
-    ),
-    "missing training folder": (
-        "data.train_dir=/no/such",
-        "data.train_dir = /no/such: no such folder; create it, or set another",
-    ),
-    "missing tokenizer": (
-        "data.tokenizer=/no/such",
-        "data.tokenizer = /no/such: no such file; set a tokenizer file",
-    ),
-    "ranks that do not divide": (
-        "parallel.tensor=3",
-        "world size = 4: not a multiple of parallel.tensor = 3 x parallel.context = 1 x parallel.pipeline = 1; "
-        "start 3 or 6 ranks",
-    ),
-    "deepspeed with a pipeline": (
-        "parallel.strategy=deepspeed parallel.pipeline=2",
-        "parallel.pipeline = 2: not with parallel.strategy = deepspeed, whose ranks are tensor x data parallel; set",
-    ),
-    "no value": ("run.seed=", "run.seed = '': no value after the =; write run.seed=VALUE"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_value_is_named_with_its_field_and_the_remedy(name):
-    overrides, expected = WRONG[name]
-    message = message_of(launch(*overrides.split(), ranks=4))
-    assert expected in message
-    assert message.startswith(f"{CONFIG}: ")
-
-
 def test_several_mistakes_come_in_one_message():
     message = message_of(launch("model.num_layers=four", "gsa.k_min=100", "train.grad_clp=1"))
     assert message.startswith(f"{CONFIG}: 3 problems\n")
@@ -126,19 +61,6 @@ def test_several_mistakes_come_in_one_message():
         "train.grad_clp",
         "gsa.k_min",
     ]
-
-
-def test_a_duplicate_key_is_refused(tmp_path):
-    path = tmp_path / "twice.yaml"
-    path.write_text("model:\n  num_layers: 2\n  num_layers: 4\n")
-    message = message_of(launch(config=str(path)))
-    assert "line 3: the key num_layers is already set in line 2" in message
-
-
-def test_a_missing_config_file_is_named():
-    message = message_of(launch(config="configs/none.yaml"))
-    assert "configs/none.yaml" in message
-    assert "No such file" in message
 
 
 def test_wrong_use_shows_the_usage():
@@ -201,17 +123,12 @@ def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_p
     assert [each.name for each in tmp_path.iterdir()] == ["validation"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "line"),
-    [(["gsa.k_min=100"], 1, "gsa.k_min = 100: above"), (["--dry-run"], 0, "demo on 2 ranks")],
-    ids=["wrong config", "dry run"],
-)
-def test_two_ranks_speak_with_one_voice(arguments, code, line, tmp_path):
-    command = ["launch/pretrain.py", "--config", CONFIG, *arguments]
+def test_a_dry_run_of_two_ranks_is_printed_once(tmp_path):
+    command = ["launch/pretrain.py", "--config", CONFIG, "--dry-run"]
     environment, log = {**os.environ, **ENVIRONMENT}, tmp_path / "log"
     agent = ForkedAgent(("--standalone", "--nproc_per_node=2"), command, REPOSITORY, environment, {}, log)
-    assert agent.wait(300) == code  # torchrun's own: 1 when a rank failed
-    assert log.read_text().count(line) == 1
+    assert agent.wait(300) == 0
+    assert log.read_text().count("demo on 2 ranks") == 1
 
 
 NODES = """

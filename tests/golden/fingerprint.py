@@ -37,7 +37,7 @@ def gpu_fingerprint() -> dict[str, str]:
 
 
 def commit_of(code: Path) -> str:
-    """Of the checkout; "-changed" behind it where tracked files are not those of the commit."""
+    """Of the checkout; "-changed" after it where tracked files are not those of the commit."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=False)
     if head.returncode != 0:
         return "unknown"

@@ -1,6 +1,4 @@
-"""Spikes and stops on a CUDA device, where a step's record is written behind the launch of the next one."""
-
-from __future__ import annotations
+"""Spikes and stops on a CUDA device, where a step's record is written after the launch of the next one."""
 
 import signal
 import subprocess
@@ -35,7 +33,7 @@ OPTIONS = (
     "monitor.rewind_skip_after_steps=4",
 )
 LEFT_OUT = list(range(43, 52))
-"""2 steps before the spike's first one, 45, to 4 behind the third."""
+"""2 steps before the spike's first one, 45, to 4 after the third."""
 
 
 def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:

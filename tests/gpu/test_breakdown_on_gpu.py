@@ -1,7 +1,5 @@
 """What a step's time goes to on CUDA devices: beside the device's own clock, and over NCCL."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -151,7 +149,7 @@ print(start.elapsed_time(other_is_over), start.elapsed_time(first_is_over))
 
 @pytest.mark.skipif((compute_capability() or 0) >= 10, reason="from Blackwell on it may not matter")
 def test_cuda_reads_the_variable() -> None:
-    """With one queue a kernel waits behind another stream's, which waits for a third; with several it does not."""
+    """With one queue a kernel waits for another stream's, which waits for a third; with several it does not."""
     ends = {}
     for connections in ("8", "1"):
         command = [sys.executable, "-c", ORDER, connections]

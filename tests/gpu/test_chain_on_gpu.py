@@ -1,8 +1,6 @@
 """Steps whose kernels are launched early: replays of a graph give the bits of kernels that are launched one by one,
 each when the one before has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

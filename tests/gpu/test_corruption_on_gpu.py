@@ -1,7 +1,5 @@
 """Steps computed twice and replicas compared, on two CUDA devices: clean runs stay as they are, a wrong bit shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

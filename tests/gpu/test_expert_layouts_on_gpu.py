@@ -1,8 +1,6 @@
 """Mixtures of experts over NCCL in bf16: every layout of two ranks trains what one rank trains, within the spread that
 one rank shows when only roundings change (tests/helpers/layouts_on_gpu.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

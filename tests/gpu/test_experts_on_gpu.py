@@ -1,7 +1,5 @@
 """Mixtures of experts on a CUDA device in bf16: grouped products against fp64, repeatable, and without waiting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

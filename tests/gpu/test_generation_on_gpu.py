@@ -56,7 +56,7 @@ def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "blocks", "mixed"])
 def test_products_of_few_rows_in_bf16(name: str) -> None:
-    """One step of one sequence, behind the same prompt: logits differ by rounding, as torch's do from fp32. Budgets
+    """One step of one sequence, after the same prompt: logits differ by rounding, as torch's do from fp32. Budgets
     take all keys, so that rounding changes no selection."""
     everything = {"index_topk": 64, "k_min": 64, "k_max": 64}
     exact = make_model(name, **everything).cuda()

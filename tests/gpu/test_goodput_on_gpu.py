@@ -1,7 +1,5 @@
 """Where the time goes on a CUDA device, whose work the host does not wait for; and compilation within a step."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 
@@ -42,7 +40,7 @@ def test_triton_tells_when_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_account_of_a_run_on_a_gpu(tmp_path: Path) -> None:
-    """Steps are logged one in five, and the device may be behind the host at each first and last one of a phase."""
+    """Steps are logged one in five, and the device may lag the host at each first and last one of a phase."""
     run = train(tmp_path, *SMALL, "logging.every_steps=5", "train.micro_batch_size=4", real=True)
     account = read_account(run.folder)
     assert account is not None

@@ -3,8 +3,6 @@
 The first test that fails says most: its trace names the operation that cannot be captured.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +45,7 @@ BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update
 
 STEPS = 9
 MEASURED = 5
-"""A step that is logged, with a validation behind it."""
+"""A step that is logged, with a validation after it."""
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The check of a CUDA device before a run: a healthy one has no fault, and a planted one is named by its UUID."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

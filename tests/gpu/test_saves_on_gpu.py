@@ -1,8 +1,6 @@
 """Saves on CUDA devices, whose copies are filled while the next step computes: the update waits, the host does not.
 What becomes of a save that fails on one of two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -48,7 +46,7 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     staging = Staging(HostMemory())
     torch.empty_like(tensors[0]).fill_(7.0)  # loads its kernel, for which the host would wait
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come behind it
+    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
     copies = staging.begin([group])
     assert copies._filled is not None
@@ -99,9 +97,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @TWO_DEVICES
-def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(
-    tmp_path: Path, undisturbed: Run
-) -> None:
+def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(tmp_path, undisturbed):
     faults = {"raising_saves": [1, [0]], "saves_end": True}
     retry = "checkpoint.retry_after_steps=1"
     run = start(tmp_path, *SMALL, retry, ranks=2, real=True, faults=faults).wait()
@@ -114,9 +110,7 @@ def test_a_rank_whose_save_raises_tells_the_others_and_training_goes_on(
 
 
 @TWO_DEVICES
-def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(
-    tmp_path: Path, undisturbed: Run
-) -> None:
+def test_a_rank_that_cannot_tell_the_others_ends_the_run_and_the_same_command_goes_on(tmp_path, undisturbed):
     run = start(tmp_path, *SMALL, ranks=2, real=True, faults={"lost_saves": [1, [1]]}).wait(expected=1)
     assert "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks" in run.output
     assert 10 <= run.steps()[-1]["step"] < 15

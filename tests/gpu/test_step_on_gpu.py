@@ -1,7 +1,5 @@
 """One training step in this process on a CUDA device: no waiting, repeatable, and the same by every kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +57,7 @@ class Trainer:
         self.model: Model = build_model(config, self.parallel)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
         self.detector = SpikeDetector(config.monitor, self.parallel.device)
-        # As behind the first steps of a phase, which are not judged.
+        # As after the first steps of a phase, which are not judged.
         full = {"steps": 128, "history": [[8.0, 9.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
         self.detector.load({"detector": "robust", **full})
 
@@ -110,9 +108,7 @@ def worst_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         ("gated_only_1.7b", -1, ("train.fused_ops=none",)),
     ],
 )
-def test_the_host_waits_for_nothing(
-    trainer: Callable[..., Trainer], name: str, phase: int, overrides: tuple[str, ...]
-) -> None:
+def test_the_host_waits_for_nothing(trainer, name, phase, overrides):
     one = trainer(config_of(name, *overrides), phase)
     one.step(0)  # compiles, and creates handles
     torch.cuda.synchronize()
@@ -125,7 +121,7 @@ def test_the_host_waits_for_nothing(
 
 
 def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
-    """Its numbers are read behind the launch of the next step, and are those of a step whose host has waited."""
+    """Its numbers are read after the launch of the next step, and are those of a step whose host has waited."""
     one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
     found = []
     for each, waits in ((one, False), (other, True)):
@@ -159,9 +155,7 @@ def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trai
 
 
 @pytest.mark.parametrize("kernel", ["masked", "gathered"])
-def test_only_the_first_step_compiles(
-    trainer: Callable[..., Trainer], kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_step_compiles(trainer, kernel, monkeypatch):
     """Lists of keys are of another length in each step."""
     one = trainer(config_of("gsa_1.7b", f"gsa.attention_kernel={kernel}"))
     one.step(0)
@@ -186,9 +180,7 @@ def test_only_the_first_step_compiles(
         (-1, ("gsa.attention_kernel=gathered", "train.seq_len_tokens=20000")),
     ],
 )
-def test_a_norm_that_is_not_finite_changes_no_weight(
-    trainer: Callable[..., Trainer], phase: int, overrides: tuple[str, ...], bad: float
-) -> None:
+def test_a_norm_that_is_not_finite_changes_no_weight(trainer, phase, overrides, bad):
     """Nor does any kernel, those of statistics included, stumble over such numbers; the next step is a clean one."""
     one = trainer(config_of("gsa_1.7b", *overrides), phase)
     one.step(0)
@@ -259,9 +251,7 @@ def test_steps_repeat_bit_for_bit(trainer: Callable[..., Trainer], overrides: tu
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "standard_1.7b"])
 @pytest.mark.parametrize(("precision", "largest"), [("fp32", 1e-4), ("bf16", 0.06)])
-def test_fused_operations_change_nothing_but_rounding(
-    trainer: Callable[..., Trainer], name: str, precision: str, largest: float
-) -> None:
+def test_fused_operations_change_nothing_but_rounding(trainer, name, precision, largest):
     found: list[Any] = []
     all_keys = ALL_KEYS if name.startswith("gsa") else ()
     for fused in ("none", "triton"):
@@ -277,9 +267,7 @@ def test_fused_operations_change_nothing_but_rounding(
 
 @pytest.mark.parametrize("name", ["cudnn", "flash_sdpa"])
 @pytest.mark.parametrize("config_name", ["standard_1.7b", "gated_only_1.7b"])
-def test_dense_attention_by_other_kernels(
-    trainer: Callable[..., Trainer], name: str, config_name: str
-) -> None:
+def test_dense_attention_by_other_kernels(trainer, name, config_name):
     found = []
     for chosen in ("triton", name):
         one = trainer(config_of(config_name, f"gsa.dense_attention={chosen}", NO_DOCUMENTS))
@@ -301,9 +289,7 @@ def test_dense_attention_by_other_kernels(
         ("gsa.output_gate=false", "gsa.output_transform=rms_norm", "gsa.gate_input=input_independent"),
     ],
 )
-def test_kernels_train_what_plain_torch_trains(
-    trainer: Callable[..., Trainer], overrides: tuple[str, ...]
-) -> None:
+def test_kernels_train_what_plain_torch_trains(trainer, overrides):
     """In fp32, where the two differ by the order of sums."""
     found = []
     for name in ("reference", "triton"):

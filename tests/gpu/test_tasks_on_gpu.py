@@ -1,9 +1,6 @@
 """Tasks between training steps on a CUDA device: training does not notice; the scores are those of the checkpoint."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +19,7 @@ GROUPS = ("gsa.indexer_pool=4", "data.attend_across_documents=true", "gsa.attent
 
 
 @pytest.mark.parametrize("overrides", [(), GROUPS], ids=["packed", "groups of keys"])
-def test_a_run_with_tasks_is_the_run_without(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_tasks_is_the_run_without(overrides, tmp_path, monkeypatch):
     places = [
         write_requests(tmp_path / "colours" / "rc", choice_requests()),
         write_requests(tmp_path / "gold" / "bpb", gold_requests()),

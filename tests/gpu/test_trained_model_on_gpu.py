@@ -1,9 +1,5 @@
 """Evaluation by the training's own model on a CUDA device, beside the model of transformers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,9 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("attention", ["gsa", "sdpa"])
-def test_both_models_give_the_same_loss(
-    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_models_give_the_same_loss(attention, tmp_path, monkeypatch):
     """In bf16, with gates that the fused operations have not, by the kernels and in plain torch."""
     monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
     config = evaluated_config(

@@ -1,7 +1,5 @@
 """Real runs on CUDA devices over NCCL: `make test-gpu`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -110,9 +108,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ),
     ],
 )
-def test_a_layout_over_nccl_follows_one_rank(
-    tmp_path: Path, one_rank: Run, ranks: int, layout: tuple[str, ...]
-) -> None:
+def test_a_layout_over_nccl_follows_one_rank(tmp_path, one_rank, ranks, layout):
     many = start(tmp_path, *LAYOUT, *layout, ranks=ranks, real=True).wait()
     for key in ("loss", "grad_norm", "indexer_kl"):
         pairs = zip(one_rank.series(key), many.series(key), strict=True)

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO on CUDA devices, with and without its optimizer in host memory. Needs the package deepspeed."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,382 +1,309 @@
-"""Every check between fields: what breaks it, and what its line says."""
+"""Every check between fields: the overrides that break it, and what its line says.
+
+A row: `override ; override -> fragment | fragment`; what is indented goes on with the row above.
+"""
 
 from os.path import expanduser
 
-BROKEN_RULES: list[tuple[list[str], list[str]]] = [
-    # bounds: what is counted one by one, and a step
-    (["model.num_layers=100000000000"], ["model.num_layers = 100000000000", "give at most 10000"]),
-    (["moe.experts=100000000000"], ["moe.experts = 100000000000", "give at most 65536"]),
-    (["train.seq_len_tokens=2147483648"], ["train.seq_len_tokens = 2147483648", "give at most 1000000000"]),
-    # model against layout
-    (
-        ["model.num_kv_heads=3"],
-        ["model.num_heads = 4", "not a multiple of model.num_kv_heads = 3", "set", "3 or 6"],
-    ),
-    (["parallel.tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8", "to 8"]),
-    (["profile.start_step=21"], ["profile.start_step = 21", "the last step of the run, 20"]),
-    (["profile.start_step=19"], ["profile.steps = 3", "profile.start_step = 19", "2 or less"]),
-    (["profile.ranks=[1, 1]"], ["profile.ranks.1 = 1", "named twice"]),
-    (["profile.ranks=[0, 8]"], ["profile.ranks.1 = 8", "no rank of this run, which has 8", "from 0 to 7"]),
-    (["profile.memory_snapshot=true"], ["profile.memory_snapshot = true", "profile.start_step = 0"]),
-    (["model.num_kv_heads=1", "parallel.tensor=2"], ["model.num_kv_heads = 1", "parallel.tensor = 2"]),
-    (["model.ffn_hidden_size=129", "parallel.tensor=2"], ["model.ffn_hidden_size = 129", "128 or 130"]),
-    (["model.vocab_size=513", "parallel.tensor=2"], ["model.vocab_size = 513", "512 or 514"]),
-    (
-        ["train.seq_len_tokens=257", "parallel.tensor=2"],
-        ["train.seq_len_tokens = 257", "parallel.tensor = 2"],
-    ),
-    (
-        ["model.num_layers=9", "parallel.pipeline=2"],
-        ["model.num_layers = 9", "parallel.pipeline = 2", "8 or 10"],
-    ),
-    (
-        ["parallel.grad_reduce_dtype=bf16", "train.precision=fp32"],
-        ["parallel.grad_reduce_dtype = bf16", "train.precision = fp32", "set it to fp32"],
-    ),
-    (
-        ["parallel.virtual_pipeline=2"],
-        ["parallel.virtual_pipeline = 2", "parallel.pipeline = 1", "set it to 1"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],
-        ["model.num_layers = 8", "pipeline = 2 x parallel.virtual_pipeline = 3", "6 or 12"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,4]"],
-        ["parallel.pipeline_layers = [3, 4]", "the sum 7", "give 2 numbers", "the sum 8"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[3,5]"],
-        ["parallel.pipeline_layers = [3, 5]", "2 numbers", "give 4 numbers", "virtual_pipeline = 2"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.pipeline_layers=[8,0]"],
-        ["parallel.pipeline_layers = [8, 0]", "the smallest 0", "at least 1"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.global_batch_size=20"],
-        ["train.global_batch_size = 20", "5 micro-batches", "parallel.pipeline = 2", "16 or 24"],
-    ),
-    (
-        ["parallel.pipeline=2", "parallel.pipeline_layers=[3,5]", "gsa.selection_reuse=3"],
-        ["gsa.selection_reuse = 3", "5 layers of a chunk (parallel.pipeline_layers)"],
-    ),
-    (
-        ["parallel.context=3", "train.seq_len_tokens=258"],
-        ["world size = 8", "parallel.context = 3", "start 6 or 9 ranks"],
-    ),
-    (
-        ["train.seq_len_tokens=250", "parallel.context=2"],
-        ["train.seq_len_tokens = 250", "parallel.context = 2", "2 chunks", "248 or 252"],
-    ),
-    (
-        ["train.seq_len_tokens=36", "parallel.context=2", "parallel.tensor=4"],
-        ["train.seq_len_tokens = 36", "not a multiple of 8", "parallel.tensor = 4", "32 or 40"],
-    ),
-    (
-        ["train.seq_len_tokens=80", "parallel.context=2", "gsa.selection_block=16", "gsa.local_window=16"],
-        ["gsa.selection_block = 16", "20 tokens of a chunk", "64 or 128"],
-    ),
-    (
-        ["train.seq_len_tokens=256", "parallel.context=2", "parallel.context_chunks=3"],
-        ["parallel.context_chunks = 3", "even number", "4"],
-    ),
-    (
-        ["train.seq_len_tokens=264", "parallel.context=2", "parallel.context_chunks=8"],
-        ["train.seq_len_tokens = 264", "multiple of 16", "8 chunks", "256 or 272"],
-    ),
-    (
-        ["parallel.context=2", "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],
-        ["gsa.dense_attention = cudnn", "parallel.context = 2", "set it to auto"],
-    ),
-    (["model.head_dim=63"], ["model.head_dim = 63", "odd", "even"]),
-    (["gsa.indexer_dim=63"], ["gsa.indexer_dim = 63", "odd", "even"]),
-    # layout against the world of 8
-    (
-        ["parallel.tensor=1", "parallel.pipeline=16", "model.num_layers=16"],
-        ["world size = 8", "start 16 ranks"],
-    ),
-    (
-        ["parallel.pipeline=3", "model.num_layers=9"],
-        ["world size = 8", "parallel.pipeline = 3", "start 6 or 9 ranks"],
-    ),
-    (["train.global_batch_size=20"], ["train.global_batch_size = 20", "8 data-parallel ranks", "16 or 24"]),
-    (
-        ["train.micro_batch_size=2"],
-        ["train.global_batch_size = 24", "train.micro_batch_size = 2", "16 or 32"],
-    ),
-    (
-        ["parallel.overlap_param_gather=true"],
-        ["parallel.overlap_param_gather = true", "overlap_grad_reduce = false"],
-    ),
-    (
-        [
-            f"parallel.{name}"
-            for name in ("overlap_param_gather=on", "overlap_grad_reduce=on", "distributed_optimizer=off")
-        ],
-        ["parallel.overlap_param_gather = true", "distributed_optimizer = false"],
-    ),
-    (
-        ["parallel.strategy=deepspeed", "parallel.pipeline=2"],
-        ["parallel.pipeline = 2", "parallel.strategy = deepspeed", "set it to 1, or parallel.strategy"],
-    ),
-    (["parallel.strategy=deepspeed", "parallel.context=2"], ["parallel.context = 2", "set it to 1"]),
-    (
-        ["parallel.strategy=deepspeed", "parallel.distributed_optimizer=off"],
-        ["parallel.distributed_optimizer = false", "always shards", "set it to true"],
-    ),
-    (
-        ["parallel.strategy=deepspeed", "parallel.overlap_grad_reduce=on"],
-        ["parallel.overlap_grad_reduce = true", "by itself", "set it to false"],
-    ),
-    (["parallel.strategy=deepspeed", "parallel.zero_stage=4"], ["parallel.zero_stage = 4", "not 1, 2 or 3"]),
-    (["parallel.optimizer_instances=3"], ["parallel.optimizer_instances = 3", "8 data x context ranks"]),
-    (
-        ["parallel.optimizer_instances=2", "parallel.distributed_optimizer=off"],
-        ["parallel.optimizer_instances = 2", "parallel.distributed_optimizer = false", "set it to 1"],
-    ),
-    (
-        ["parallel.optimizer_instances=2", "parallel.strategy=deepspeed"],
-        ["parallel.optimizer_instances = 2", "parallel.strategy = deepspeed", "set it to 1"],
-    ),
-    (
-        ["parallel.offload_optimizer=on"],
-        ["parallel.offload_optimizer = true", "parallel.strategy = megatron", "to deepspeed"],
-    ),
-    (["parallel.zero_stage=2"], ["parallel.zero_stage = 2", "parallel.strategy = megatron", "deepspeed"]),
-    # gsa
-    (["gsa.k_min=3000"], ["gsa.k_min = 3000", "above gsa.k_base = 2048"]),
-    (["gsa.k_max=2000"], ["gsa.k_max = 2000", "below gsa.k_base = 2048"]),
-    (["gsa.selection_block=4", "gsa.local_window=3"], ["gsa.local_window = 3", "gsa.selection_block = 4"]),
-    (
-        ["gsa.attention_kernel=gathered", "gsa.attention_impl=reference"],
-        ["gsa.attention_kernel = gathered", "gsa.attention_impl = reference"],
-    ),
-    (
-        ["gsa.attention_kernel=masked", "train.seq_len_tokens=65536"],
-        ["gsa.attention_kernel = masked", "train.seq_len_tokens = 65536"],
-    ),
-    (
-        ["gsa.attention_impl=triton", "gsa.indexer_heads=9"],
-        ["gsa.attention_impl = triton", "gsa.indexer_heads = 9", "1 to 8", "use reference"],
-    ),
-    (
-        ["gsa.attention_impl=triton", "gsa.indexer_dim=8"],
-        ["gsa.attention_impl = triton", "gsa.indexer_dim = 8", "16 to 128", "use reference"],
-    ),
-    (["gsa.selection_reuse=3"], ["gsa.selection_reuse = 3", "8 layers of a stage"]),
-    (["gsa.selection_reuse=8", "parallel.pipeline=2"], ["gsa.selection_reuse = 8", "4 layers of a stage"]),
-    (
-        ["gsa.selection_query=previous_mean"],
-        ["gsa.selection_query = previous_mean", "gsa.selection_block = 1"],
-    ),
-    (
-        [
-            "gsa.selection_query=previous_mean",
-            "gsa.selection_block=16",
-            "gsa.local_window=16",
-            "parallel.context=2",
-        ],
-        ["gsa.selection_query = previous_mean", "parallel.context = 2", "set it to first"],
-    ),
-    (
-        ["gsa.indexer_pool=4", "gsa.k_min=2"],
-        ["gsa.indexer_pool = 4", "gsa.k_min = 2", "set gsa.k_min to 4 or more"],
-    ),
-    (
-        ["gsa.indexer_pool=4", "gsa.selection_block=16", "gsa.local_window=16"],
-        ["gsa.indexer_pool = 4", "gsa.selection_block = 16", "set one of them to 1"],
-    ),
-    (["gsa.indexer_pool=4", "parallel.context=2"], ["gsa.indexer_pool = 4", "parallel.context = 2"]),
-    (
-        ["gsa.indexer_pool=4", "gsa.attention_impl=triton"],
-        ["gsa.attention_impl = triton", "gsa.indexer_pool = 4", "use reference"],
-    ),
-    (["gsa.reuse_teacher=group"], ["gsa.reuse_teacher = group", "gsa.selection_reuse = 1"]),
-    (
-        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "train.recompute=selective"],
-        ["gsa.reuse_teacher = group", "train.recompute = selective", "to none"],
-    ),
-    (
-        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "parallel.strategy=deepspeed"],
-        ["gsa.reuse_teacher = group", "parallel.strategy = deepspeed", "to megatron"],
-    ),
-    (
-        ["gsa.reuse_teacher=group", "gsa.selection_reuse=2", "gsa.attention_impl=triton"],
-        ["gsa.attention_impl = triton", "gsa.reuse_teacher = group", "use reference"],
-    ),
-    (["gsa.indexer_temperature=0"], ["gsa.indexer_temperature = 0.0", "learned"]),
-    (["gsa.indexer_temperature=warm"], ["gsa.indexer_temperature = warm", "learned"]),
-    *[
-        ([f"gsa.indexer_loss_row_fraction={share}"], ["gsa.indexer_loss_row_fraction", "not 1 / n"])
-        for share in ("0", "-0.5", "1.1", "0.3", "1e-320")
+SHORT = {
+    "YARN": [
+        "model.rope_scaling.rope_type=yarn",
+        "model.rope_scaling.factor=4",
+        "model.rope_scaling.original_max_position_embeddings=64",
     ],
-    *[
-        (
-            [f"gsa.dense_attention={name}"],
-            [f"gsa.dense_attention = {name}", "data.attend_across_documents = false", "auto"],
-        )
-        for name in ("cudnn", "flash_sdpa", "flash_attn")
-    ],
-    (
-        ["gsa.dense_attention=triton", "gsa.attention_impl=reference"],
-        ["gsa.dense_attention = triton", "gsa.attention_impl = reference"],
-    ),
-    (["gsa.variance_ema_decay=1"], ["gsa.variance_ema_decay = 1.0", "outside [0, 1)"]),
-    # recomputation
-    (
-        ["train.recompute=full", "train.recompute_num_layers=3"],
-        ["train.recompute_num_layers = 3", "8 layers"],
-    ),
-    (
-        ["train.recompute=full", "gsa.selection_reuse=4", "train.recompute_num_layers=2"],
-        ["train.recompute_num_layers = 2", "gsa.selection_reuse = 4", "set it to 4"],
-    ),
-    # monitor
-    (
-        ["monitor.window_steps=31", "monitor.min_history_steps=24"],
-        ["monitor.window_steps = 31", "32 or more"],
-    ),
-    (["monitor.min_history_steps=129"], ["monitor.min_history_steps = 129", "monitor.window_steps = 128"]),
-    (["monitor.min_history_steps=23"], ["monitor.min_history_steps = 23", "[24,"]),
-    (["monitor.lasting_sigmas=7"], ["monitor.lasting_sigmas = 7.0", "monitor.sigmas = 6.0"]),
-    (["monitor.grad_norm_min_ratio=0.5"], ["monitor.grad_norm_min_ratio = 0.5", "below 1"]),
-    (["monitor.lower_lr_factor=1"], ["monitor.lower_lr_factor = 1.0", "outside (0, 1)"]),
-    (["monitor.loss_min_rise_nats=-1"], ["monitor.loss_min_rise_nats = -1.0", "negative"]),
-    (
-        ["monitor.action=rewind", "checkpoint.every_steps=50"],
-        ["checkpoint.keep_last = 3", "monitor.rewind_min_steps = 100", "set it to 4"],
-    ),
-    (
-        ["train.iterations_to_skip=[20,21]"],
-        ["train.iterations_to_skip.1 = 21", "no step of this run, which has 20"],
-    ),
-    (["train.iterations_to_skip=[3,0]"], ["train.iterations_to_skip.1 = 0", "no step"]),
-    (["monitor.recheck_every_steps=-1"], ["monitor.recheck_every_steps = -1", "negative"]),
-    *(
-        (
-            [override, "gsa.dense_attention=cudnn", "data.attend_across_documents=true"],
-            [override.partition("=")[0], "gsa.dense_attention = cudnn", "bit for bit", "auto"],
-        )
-        for override in ("monitor.recheck_every_steps=10", "monitor.recheck_spikes=true")
-    ),
-    *(
-        (
-            [override, "parallel.strategy=deepspeed"],
-            [override.partition("=")[0], "parallel.strategy = deepspeed", "set that to megatron"],
-        )
-        for override in (
-            "monitor.recheck_every_steps=10",
-            "monitor.recheck_spikes=true",
-            "monitor.compare_replicas_every_steps=5",
-        )
-    ),
-    (
-        ["monitor.compare_replicas_every_steps=5", "parallel.tensor=2", "parallel.pipeline=4"],
-        ["monitor.compare_replicas_every_steps = 5", "one replica"],
-    ),
-    (["model.rotary_percent=1.5"], ["model.rotary_percent = 1.5", "above 1"]),
-    (["gsa.dense_below=-1"], ["gsa.dense_below = -1", "negative"]),
-    (["model.rotary_percent=0"], ["model.rotary_percent = 0.0", "not positive"]),
-    (
-        ["model.rotary_percent=0.3"],
-        ["model.rotary_percent = 0.3: turns 19 of", "RoPE turns pairs", "give 0.3125, which turns 20"],
-    ),
-    (
-        ["model.rotary_percent=0.58", "model.head_dim=100"],  # 57.99999999999999 channels
-        ["model.rotary_percent = 0.58: turns 57 of", "give 0.5800000000000001, which turns 58"],
-    ),
-    (
-        ["model.rotary_percent=0.01"],
-        ["model.rotary_percent = 0.01: turns 0 of model.head_dim = 64", "give 0.03125, which turns 2"],
-    ),
-    (["checkpoint.keep_every_steps=-1"], ["checkpoint.keep_every_steps = -1", "negative"]),
-    (
-        ["checkpoint.keep_every_steps=15", "checkpoint.every_steps=10"],
-        ["checkpoint.keep_every_steps = 15", "not a multiple of checkpoint.every_steps = 10"],
-    ),
-    # phases
-    (["phases=[]"], ["phases = []", "no phase"]),
-    (["phases.1.name=warmup"], ["phases = warmup", "2 phases"]),
-    (["phases.1.name=''"], ["phases.1.name = ''", "empty"]),
-    (["phases.1.steps=0"], ["phases.1.steps = 0", "below 1"]),
-    (["phases.1.lr=0", "phases.1.min_lr=0"], ["phases.1.lr = 0.0", "not positive"]),
-    (["phases.1.min_lr=-1"], ["phases.1.min_lr = -1.0", "negative"]),
-    (["phases.1.min_lr=1"], ["phases.1.min_lr = 1.0", "above phases.1.lr"]),
-    (["phases.1.warmup_steps=10"], ["phases.1.warmup_steps = 10", "phases.1.steps = 10"]),
-    (["phases.1.warmup_steps=-1"], ["phases.1.warmup_steps = -1", "negative"]),
-    (["phases.1.indexer_lr_mult=0"], ["phases.1.indexer_lr_mult = 0.0", "not positive"]),
-    (["phases.1.gate_lr_mult=0"], ["phases.1.gate_lr_mult = 0.0", "not positive"]),
-    (["phases.1.kl_coeff=-1"], ["phases.1.kl_coeff = -1.0", "negative"]),
-    (["phases.0.attention=sparse"], ["phases.0.train = indexer", "phases.0.attention = sparse", "eq. 14"]),
-    (["gsa.attention=dense", "phases.0.train=all"], ["phases.1.attention = sparse", "gsa.attention = dense"]),
-    (
-        ["gsa.attention=dense", "phases.1.attention=dense"],
-        ["phases.0.train = indexer", "gsa.attention = dense"],
-    ),
-    # numbers and names
-    (["train.adam_beta2=1.0"], ["train.adam_beta2 = 1.0", "outside [0, 1)"]),
-    (["train.adam_beta1=-0.1"], ["train.adam_beta1 = -0.1", "outside [0, 1)"]),
-    (["train.adam_epsilon=0"], ["train.adam_epsilon = 0.0", "not positive"]),
-    (["train.weight_decay=-0.1"], ["train.weight_decay = -0.1", "negative"]),
-    (["train.grad_clip=nan"], ["train.grad_clip = nan", "finite"]),
-    (["phases.1.lr=inf"], ["phases.1.lr = inf", "finite"]),
-    (["gsa.indexer_temperature=nan"], ["gsa.indexer_temperature = nan", "finite"]),
-    (["data.max_bad_line_fraction=1.5"], ["data.max_bad_line_fraction = 1.5", "outside [0, 1]"]),
-    (["evaluate.every_steps=-1"], ["evaluate.every_steps = -1", "negative"]),
-    (["evaluate.max_blocks=0"], ["evaluate.max_blocks = 0", "below 1"]),
-    *[
-        (
-            [f"data.source_weights.Web={weight}"],
-            ["data.source_weights.Web", "outside [0, 100]", "leaves the source out"],
-        )
-        for weight in ("-0.1", "nan", "inf", "101")
-    ],
-    (["data.packing_pool_documents=0"], ["data.packing_pool_documents = 0", "below 1"]),
-    (
-        ["data.packing=best_fit", "data.attend_across_documents=true"],
-        ["data.packing = best_fit", "needs data.attend_across_documents = false"],
-    ),
-    (["data.validation_dir=''"], ["data.validation_dir", "empty"]),
-    (["data.validation_sets.wiki=' '"], ["data.validation_sets.wiki", "empty", "give a folder"]),
-    (["checkpoint.every_steps=0"], ["checkpoint.every_steps = 0", "below 1"]),
-    (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0", "below 1"]),
-    (["checkpoint.save_retries=-1"], ["checkpoint.save_retries = -1", "negative"]),
-    (["checkpoint.retry_after_steps=0"], ["checkpoint.retry_after_steps = 0", "below 1"]),
-    (
-        ["train.global_batch_size=4000000"],
-        ["train.global_batch_size = 4000000", "tokens per step", "count sequences, not tokens: at most"],
-    ),
-    (["logging.every_steps=0"], ["logging.every_steps = 0", "below 1"]),
-    (["run.seed=-1"], ["run.seed = -1", "negative"]),
-    (["run.time_limit_minutes=-1"], ["run.time_limit_minutes = -1.0", "negative"]),
-    (["run.slurm_margin_minutes=-1"], ["run.slurm_margin_minutes = -1.0", "negative"]),
-    (["phases.1.lr=1e300"], ["phases.1.lr = 1e+300: more than fp32 holds; give a smaller number"]),
-    (
-        ["parallel.timeout_minutes=1e10"],
-        ["parallel.timeout_minutes = 10000000000.0: longer", "give 1e+09 or less"],
-    ),
-    (["parallel.timeout_minutes=0"], ["parallel.timeout_minutes = 0.0", "not positive"]),
-    (["parallel.hang_limit_seconds=-1"], ["parallel.hang_limit_seconds = -1.0: negative", "give 0 or more"]),
-    (
-        ["data.read_timeout_seconds=98"],
-        [
-            "data.read_timeout_seconds = 98",
-            "data.read_retries = 5",
-            "fails after 603.5 s, when parallel.timeout",
-        ],
-    ),
-    (["data.read_retries=999999999999999"], ["data.read_timeout_seconds = 60", "fails after 1.2e+17 s"]),
-    (["logging.straggler_ratio=0"], ["logging.straggler_ratio = 0.0", "not positive"]),
-    (["run.dir=' '"], ["run.dir", "empty"]),
-    (
-        ["run.dir=~/runs"],
-        ["run.dir = ~/runs", f"only a shell fills in ~ and $; write {expanduser('~/runs')}"],
-    ),
-    (["run.dir=/scratch/$NOBODY/runs"], ["run.dir = /scratch/$NOBODY/runs: only a shell fills in ~ and $"]),
-    (["run.kernel_cache_dir=$NOBODY"], ["run.kernel_cache_dir = $NOBODY: only a shell fills in ~ and $"]),
-    *[
-        ([f"run.name={name}"], ["run.name", "plain folder name"])
-        for name in ("a/b", "..", "'a\\b'", "' a'", "''")
-    ],
-]
+    "EXPERTS": ["moe.experts=8", "moe.top_k=2", "moe.expert_ffn_hidden_size=64"],
+}
+
+BROKEN_RULES = r"""
+model.num_layers=100000000000 -> model.num_layers = 100000000000 | give at most 10000
+moe.experts=100000000000 -> moe.experts = 100000000000 | give at most 65536
+train.seq_len_tokens=2147483648 -> train.seq_len_tokens = 2147483648 | give at most 1000000000
+model.num_kv_heads=3 -> model.num_heads = 4 | not a multiple of model.num_kv_heads = 3 | set | 3 or 6
+parallel.tensor=8 -> model.num_heads = 4 | parallel.tensor = 8 | to 8
+profile.start_step=21 -> profile.start_step = 21 | the last step of the run, 20
+profile.start_step=19 -> profile.steps = 3 | profile.start_step = 19 | 2 or less
+profile.ranks=[1, 1] -> profile.ranks.1 = 1 | named twice
+profile.ranks=[0, 8] -> profile.ranks.1 = 8 | no rank of this run, which has 8 | from 0 to 7
+profile.memory_snapshot=true -> profile.memory_snapshot = true | profile.start_step = 0
+model.num_kv_heads=1 ; parallel.tensor=2 -> model.num_kv_heads = 1 | parallel.tensor = 2
+model.ffn_hidden_size=129 ; parallel.tensor=2 -> model.ffn_hidden_size = 129 | 128 or 130
+model.vocab_size=513 ; parallel.tensor=2 -> model.vocab_size = 513 | 512 or 514
+train.seq_len_tokens=257 ; parallel.tensor=2 -> train.seq_len_tokens = 257 | parallel.tensor = 2
+model.num_layers=9 ; parallel.pipeline=2 -> model.num_layers = 9 | parallel.pipeline = 2 | 8 or 10
+parallel.grad_reduce_dtype=bf16 ; train.precision=fp32 ->
+    parallel.grad_reduce_dtype = bf16 | train.precision = fp32 | set it to fp32
+parallel.virtual_pipeline=2 -> parallel.virtual_pipeline = 2 | parallel.pipeline = 1 | set it to 1
+parallel.pipeline=2 ; parallel.virtual_pipeline=3 ->
+    model.num_layers = 8 | pipeline = 2 x parallel.virtual_pipeline = 3 | 6 or 12
+parallel.pipeline=2 ; parallel.pipeline_layers=[3,4] ->
+    parallel.pipeline_layers = [3, 4] | the sum 7 | give 2 numbers | the sum 8
+parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; parallel.pipeline_layers=[3,5] ->
+    parallel.pipeline_layers = [3, 5] | 2 numbers | give 4 numbers | virtual_pipeline = 2
+parallel.pipeline=2 ; parallel.pipeline_layers=[8,0] ->
+    parallel.pipeline_layers = [8, 0] | the smallest 0 | at least 1
+parallel.pipeline=2 ; parallel.virtual_pipeline=2 ; train.global_batch_size=20 ->
+    train.global_batch_size = 20 | 5 micro-batches | parallel.pipeline = 2 | 16 or 24
+parallel.pipeline=2 ; parallel.pipeline_layers=[3,5] ; gsa.selection_reuse=3 ->
+    gsa.selection_reuse = 3 | 5 layers of a chunk (parallel.pipeline_layers)
+parallel.context=3 ; train.seq_len_tokens=258 -> world size = 8 | parallel.context = 3 | start 6 or 9 ranks
+train.seq_len_tokens=250 ; parallel.context=2 ->
+    train.seq_len_tokens = 250 | parallel.context = 2 | 2 chunks | 248 or 252
+train.seq_len_tokens=36 ; parallel.context=2 ; parallel.tensor=4 ->
+    train.seq_len_tokens = 36 | not a multiple of 8 | parallel.tensor = 4 | 32 or 40
+train.seq_len_tokens=80 ; parallel.context=2 ; gsa.selection_block=16 ; gsa.local_window=16 ->
+    gsa.selection_block = 16 | 20 tokens of a chunk | 64 or 128
+train.seq_len_tokens=256 ; parallel.context=2 ; parallel.context_chunks=3 ->
+    parallel.context_chunks = 3 | even number | 4
+train.seq_len_tokens=264 ; parallel.context=2 ; parallel.context_chunks=8 ->
+    train.seq_len_tokens = 264 | multiple of 16 | 8 chunks | 256 or 272
+parallel.context=2 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
+    gsa.dense_attention = cudnn | parallel.context = 2 | set it to auto
+model.head_dim=63 -> model.head_dim = 63 | odd | even
+gsa.indexer_dim=63 -> gsa.indexer_dim = 63 | odd | even
+parallel.tensor=1 ; parallel.pipeline=16 ; model.num_layers=16 -> world size = 8 | start 16 ranks
+parallel.pipeline=3 ; model.num_layers=9 -> world size = 8 | parallel.pipeline = 3 | start 6 or 9 ranks
+train.global_batch_size=20 -> train.global_batch_size = 20 | 8 data-parallel ranks | 16 or 24
+train.micro_batch_size=2 -> train.global_batch_size = 24 | train.micro_batch_size = 2 | 16 or 32
+parallel.overlap_param_gather=true -> parallel.overlap_param_gather = true | overlap_grad_reduce = false
+parallel.overlap_param_gather=on ; parallel.overlap_grad_reduce=on ; parallel.distributed_optimizer=off ->
+    parallel.overlap_param_gather = true | distributed_optimizer = false
+parallel.strategy=deepspeed ; parallel.pipeline=2 ->
+    parallel.pipeline = 2 | parallel.strategy = deepspeed | set it to 1, or parallel.strategy
+parallel.strategy=deepspeed ; parallel.context=2 -> parallel.context = 2 | set it to 1
+parallel.strategy=deepspeed ; parallel.distributed_optimizer=off ->
+    parallel.distributed_optimizer = false | always shards | set it to true
+parallel.strategy=deepspeed ; parallel.overlap_grad_reduce=on ->
+    parallel.overlap_grad_reduce = true | by itself | set it to false
+parallel.strategy=deepspeed ; parallel.zero_stage=4 -> parallel.zero_stage = 4 | not 1, 2 or 3
+parallel.optimizer_instances=3 -> parallel.optimizer_instances = 3 | 8 data x context ranks
+parallel.optimizer_instances=2 ; parallel.distributed_optimizer=off ->
+    parallel.optimizer_instances = 2 | parallel.distributed_optimizer = false | set it to 1
+parallel.optimizer_instances=2 ; parallel.strategy=deepspeed ->
+    parallel.optimizer_instances = 2 | parallel.strategy = deepspeed | set it to 1
+parallel.offload_optimizer=on -> parallel.offload_optimizer = true | parallel.strategy = megatron | to deepspeed
+parallel.zero_stage=2 -> parallel.zero_stage = 2 | parallel.strategy = megatron | deepspeed
+gsa.k_min=3000 -> gsa.k_min = 3000 | above gsa.k_base = 2048
+gsa.k_max=2000 -> gsa.k_max = 2000 | below gsa.k_base = 2048
+gsa.selection_block=4 ; gsa.local_window=3 -> gsa.local_window = 3 | gsa.selection_block = 4
+gsa.attention_kernel=gathered ; gsa.attention_impl=reference ->
+    gsa.attention_kernel = gathered | gsa.attention_impl = reference
+gsa.attention_kernel=masked ; train.seq_len_tokens=65536 ->
+    gsa.attention_kernel = masked | train.seq_len_tokens = 65536
+gsa.attention_impl=triton ; gsa.indexer_heads=9 ->
+    gsa.attention_impl = triton | gsa.indexer_heads = 9 | 1 to 8 | use reference
+gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
+    gsa.attention_impl = triton | gsa.indexer_dim = 8 | 16 to 128 | use reference
+gsa.selection_reuse=3 -> gsa.selection_reuse = 3 | 8 layers of a stage
+gsa.selection_reuse=8 ; parallel.pipeline=2 -> gsa.selection_reuse = 8 | 4 layers of a stage
+gsa.selection_query=previous_mean -> gsa.selection_query = previous_mean | gsa.selection_block = 1
+gsa.selection_query=previous_mean ; gsa.selection_block=16 ; gsa.local_window=16 ; parallel.context=2 ->
+    gsa.selection_query = previous_mean | parallel.context = 2 | set it to first
+gsa.indexer_pool=4 ; gsa.k_min=2 -> gsa.indexer_pool = 4 | gsa.k_min = 2 | set gsa.k_min to 4 or more
+gsa.indexer_pool=4 ; gsa.selection_block=16 ; gsa.local_window=16 ->
+    gsa.indexer_pool = 4 | gsa.selection_block = 16 | set one of them to 1
+gsa.indexer_pool=4 ; parallel.context=2 -> gsa.indexer_pool = 4 | parallel.context = 2
+gsa.indexer_pool=4 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 4 | use reference
+gsa.reuse_teacher=group -> gsa.reuse_teacher = group | gsa.selection_reuse = 1
+gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; train.recompute=selective ->
+    gsa.reuse_teacher = group | train.recompute = selective | to none
+gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; parallel.strategy=deepspeed ->
+    gsa.reuse_teacher = group | parallel.strategy = deepspeed | to megatron
+gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; gsa.attention_impl=triton ->
+    gsa.attention_impl = triton | gsa.reuse_teacher = group | use reference
+gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
+gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
+gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n
+gsa.indexer_loss_row_fraction=-0.5 -> gsa.indexer_loss_row_fraction | not 1 / n
+gsa.indexer_loss_row_fraction=1.1 -> gsa.indexer_loss_row_fraction | not 1 / n
+gsa.indexer_loss_row_fraction=0.3 -> gsa.indexer_loss_row_fraction | not 1 / n
+gsa.indexer_loss_row_fraction=1e-320 -> gsa.indexer_loss_row_fraction | not 1 / n
+gsa.dense_attention=cudnn -> gsa.dense_attention = cudnn | data.attend_across_documents = false | auto
+gsa.dense_attention=flash_sdpa -> gsa.dense_attention = flash_sdpa | data.attend_across_documents = false | auto
+gsa.dense_attention=flash_attn -> gsa.dense_attention = flash_attn | data.attend_across_documents = false | auto
+gsa.dense_attention=triton ; gsa.attention_impl=reference ->
+    gsa.dense_attention = triton | gsa.attention_impl = reference
+gsa.variance_ema_decay=1 -> gsa.variance_ema_decay = 1.0 | outside [0, 1)
+train.recompute=full ; train.recompute_num_layers=3 -> train.recompute_num_layers = 3 | 8 layers
+train.recompute=full ; gsa.selection_reuse=4 ; train.recompute_num_layers=2 ->
+    train.recompute_num_layers = 2 | gsa.selection_reuse = 4 | set it to 4
+monitor.window_steps=31 ; monitor.min_history_steps=24 -> monitor.window_steps = 31 | 32 or more
+monitor.min_history_steps=129 -> monitor.min_history_steps = 129 | monitor.window_steps = 128
+monitor.min_history_steps=23 -> monitor.min_history_steps = 23 | [24,
+monitor.lasting_sigmas=7 -> monitor.lasting_sigmas = 7.0 | monitor.sigmas = 6.0
+monitor.grad_norm_min_ratio=0.5 -> monitor.grad_norm_min_ratio = 0.5 | below 1
+monitor.lower_lr_factor=1 -> monitor.lower_lr_factor = 1.0 | outside (0, 1)
+monitor.loss_min_rise_nats=-1 -> monitor.loss_min_rise_nats = -1.0 | negative
+monitor.action=rewind ; checkpoint.every_steps=50 ->
+    checkpoint.keep_last = 3 | monitor.rewind_min_steps = 100 | set it to 4
+train.iterations_to_skip=[20,21] -> train.iterations_to_skip.1 = 21 | no step of this run, which has 20
+train.iterations_to_skip=[3,0] -> train.iterations_to_skip.1 = 0 | no step
+monitor.recheck_every_steps=-1 -> monitor.recheck_every_steps = -1 | negative
+monitor.recheck_every_steps=10 ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
+    monitor.recheck_every_steps | gsa.dense_attention = cudnn | bit for bit | auto
+monitor.recheck_spikes=true ; gsa.dense_attention=cudnn ; data.attend_across_documents=true ->
+    monitor.recheck_spikes | gsa.dense_attention = cudnn | bit for bit | auto
+monitor.recheck_every_steps=10 ; parallel.strategy=deepspeed ->
+    monitor.recheck_every_steps | parallel.strategy = deepspeed | set that to megatron
+monitor.recheck_spikes=true ; parallel.strategy=deepspeed ->
+    monitor.recheck_spikes | parallel.strategy = deepspeed | set that to megatron
+monitor.compare_replicas_every_steps=5 ; parallel.strategy=deepspeed ->
+    monitor.compare_replicas_every_steps | parallel.strategy = deepspeed | set that to megatron
+monitor.compare_replicas_every_steps=5 ; parallel.tensor=2 ; parallel.pipeline=4 ->
+    monitor.compare_replicas_every_steps = 5 | one replica
+model.rotary_percent=1.5 -> model.rotary_percent = 1.5 | above 1
+gsa.dense_below=-1 -> gsa.dense_below = -1 | negative
+model.rotary_percent=0 -> model.rotary_percent = 0.0 | not positive
+model.rotary_percent=0.3 -> model.rotary_percent = 0.3: turns 19 of | RoPE turns pairs | give 0.3125, which turns 20
+model.rotary_percent=0.58 ; model.head_dim=100 ->
+    model.rotary_percent = 0.58: turns 57 of | give 0.5800000000000001, which turns 58
+model.rotary_percent=0.01 -> model.rotary_percent = 0.01: turns 0 of model.head_dim = 64 | give 0.03125, which turns 2
+checkpoint.keep_every_steps=-1 -> checkpoint.keep_every_steps = -1 | negative
+checkpoint.keep_every_steps=15 ; checkpoint.every_steps=10 ->
+    checkpoint.keep_every_steps = 15 | not a multiple of checkpoint.every_steps = 10
+phases=[] -> phases = [] | no phase
+phases.1.name=warmup -> phases = warmup | 2 phases
+phases.1.name='' -> phases.1.name = '' | empty
+phases.1.steps=0 -> phases.1.steps = 0 | below 1
+phases.1.lr=0 ; phases.1.min_lr=0 -> phases.1.lr = 0.0 | not positive
+phases.1.min_lr=-1 -> phases.1.min_lr = -1.0 | negative
+phases.1.min_lr=1 -> phases.1.min_lr = 1.0 | above phases.1.lr
+phases.1.warmup_steps=10 -> phases.1.warmup_steps = 10 | phases.1.steps = 10
+phases.1.warmup_steps=-1 -> phases.1.warmup_steps = -1 | negative
+phases.1.indexer_lr_mult=0 -> phases.1.indexer_lr_mult = 0.0 | not positive
+phases.1.gate_lr_mult=0 -> phases.1.gate_lr_mult = 0.0 | not positive
+phases.1.kl_coeff=-1 -> phases.1.kl_coeff = -1.0 | negative
+phases.0.attention=sparse -> phases.0.train = indexer | phases.0.attention = sparse | eq. 14
+gsa.attention=dense ; phases.0.train=all -> phases.1.attention = sparse | gsa.attention = dense
+gsa.attention=dense ; phases.1.attention=dense -> phases.0.train = indexer | gsa.attention = dense
+train.adam_beta2=1.0 -> train.adam_beta2 = 1.0 | outside [0, 1)
+train.adam_beta1=-0.1 -> train.adam_beta1 = -0.1 | outside [0, 1)
+train.adam_epsilon=0 -> train.adam_epsilon = 0.0 | not positive
+train.weight_decay=-0.1 -> train.weight_decay = -0.1 | negative
+train.grad_clip=nan -> train.grad_clip = nan | finite
+phases.1.lr=inf -> phases.1.lr = inf | finite
+gsa.indexer_temperature=nan -> gsa.indexer_temperature = nan | finite
+data.max_bad_line_fraction=1.5 -> data.max_bad_line_fraction = 1.5 | outside [0, 1]
+evaluate.every_steps=-1 -> evaluate.every_steps = -1 | negative
+evaluate.max_blocks=0 -> evaluate.max_blocks = 0 | below 1
+data.source_weights.Web=-0.1 -> data.source_weights.Web | outside [0, 100] | leaves the source out
+data.source_weights.Web=nan -> data.source_weights.Web | outside [0, 100] | leaves the source out
+data.source_weights.Web=inf -> data.source_weights.Web | outside [0, 100] | leaves the source out
+data.source_weights.Web=101 -> data.source_weights.Web | outside [0, 100] | leaves the source out
+data.packing_pool_documents=0 -> data.packing_pool_documents = 0 | below 1
+data.packing=best_fit ; data.attend_across_documents=true ->
+    data.packing = best_fit | needs data.attend_across_documents = false
+data.validation_dir='' -> data.validation_dir | empty
+data.validation_sets.wiki=' ' -> data.validation_sets.wiki | empty | give a folder
+checkpoint.every_steps=0 -> checkpoint.every_steps = 0 | below 1
+checkpoint.keep_last=0 -> checkpoint.keep_last = 0 | below 1
+checkpoint.save_retries=-1 -> checkpoint.save_retries = -1 | negative
+checkpoint.retry_after_steps=0 -> checkpoint.retry_after_steps = 0 | below 1
+train.global_batch_size=4000000 ->
+    train.global_batch_size = 4000000 | tokens per step | count sequences, not tokens: at most
+logging.every_steps=0 -> logging.every_steps = 0 | below 1
+run.seed=-1 -> run.seed = -1 | negative
+run.time_limit_minutes=-1 -> run.time_limit_minutes = -1.0 | negative
+run.slurm_margin_minutes=-1 -> run.slurm_margin_minutes = -1.0 | negative
+phases.1.lr=1e300 -> phases.1.lr = 1e+300: more than fp32 holds; give a smaller number
+parallel.timeout_minutes=1e10 -> parallel.timeout_minutes = 10000000000.0: longer | give 1e+09 or less
+parallel.timeout_minutes=0 -> parallel.timeout_minutes = 0.0 | not positive
+parallel.hang_limit_seconds=-1 -> parallel.hang_limit_seconds = -1.0: negative | give 0 or more
+data.read_timeout_seconds=98 ->
+    data.read_timeout_seconds = 98 | data.read_retries = 5 | fails after 603.5 s, when parallel.timeout
+data.read_retries=999999999999999 -> data.read_timeout_seconds = 60 | fails after 1.2e+17 s
+logging.straggler_ratio=0 -> logging.straggler_ratio = 0.0 | not positive
+run.dir=' ' -> run.dir | empty
+run.dir=~/runs -> run.dir = ~/runs | only a shell fills in ~ and $; write {HOME}/runs
+run.dir=/scratch/$NOBODY/runs -> run.dir = /scratch/$NOBODY/runs: only a shell fills in ~ and $
+run.kernel_cache_dir=$NOBODY -> run.kernel_cache_dir = $NOBODY: only a shell fills in ~ and $
+run.name=a/b -> run.name | plain folder name
+run.name=.. -> run.name | plain folder name
+run.name='a\b' -> run.name | plain folder name
+run.name=' a' -> run.name | plain folder name
+run.name='' -> run.name | plain folder name
+"""
+
+MOE_RULES = r"""
+moe.experts=0 -> moe.expert_ffn_hidden_size = 32 | without effect, for moe.experts = 0
+moe.experts=-1 -> moe.experts = -1 | negative
+moe.top_k=9 -> moe.experts = 8 | fewer than moe.top_k = 9
+moe.top_k=1 -> moe.top_k = 1 | always 1 | set it to 2 or more
+moe.top_k=0 -> moe.top_k = 0 | below 1
+moe.first_dense_layers=4 -> moe.first_dense_layers = 4 | model.num_layers = 4
+moe.layer_interval=0 -> moe.layer_interval = 0 | below 1
+moe.experts=9 ; parallel.expert=2 -> moe.experts = 9 | not a multiple of parallel.expert = 2
+moe.shared_expert_ffn_hidden_size=9 ; parallel.tensor=2 -> moe.shared_expert_ffn_hidden_size = 9 | parallel.tensor = 2
+moe.expert_ffn_hidden_size=36 -> moe.expert_ffn_hidden_size = 36 | multiples of 8 | sequential
+moe.expert_ffn_hidden_size=8 ; parallel.tensor=2 ; parallel.expert_tensor=2 ->
+    moe.expert_ffn_hidden_size = 8 | a rank has 4 of it | parallel.expert_tensor = 2
+model.hidden_size=60 -> model.hidden_size = 60 | multiples of 8 | moe.experts_impl
+moe.expert_ffn_hidden_size=33 ; parallel.tensor=2 ; parallel.expert_tensor=2 ->
+    moe.expert_ffn_hidden_size = 33 | not a multiple of parallel.expert_tensor = 2
+moe.balancing=aux_free -> moe.balancing = aux_free | moe.router_score = softmax | sigmoid
+moe.bias_update_rate=0.1 -> moe.bias_update_rate = 0.1 | moe.balancing = global_batch | to aux_free
+moe.balancing=none ; moe.balance_coeff=0.1 -> moe.balance_coeff = 0.1 | moe.balancing = none | to global_batch
+moe.capacity_factor=0.5 -> moe.capacity_factor = 0.5 | even share | 1 or more
+moe.capacity_factor=-1 -> moe.capacity_factor = -1.0 | negative
+moe.routed_scale=0 -> moe.routed_scale = 0.0 | not positive
+parallel.expert_tensor=2 -> parallel.expert_tensor = 2 | neither 1 nor parallel.tensor = 1
+parallel.tensor=2 ; parallel.sequence=off -> parallel.sequence = false | with experts | set it to true
+moe.experts=12 ; parallel.expert=3 ->
+    world size = 8 | has 8 tensor x | multiple of parallel.expert = 3 | start 6 or 9 ranks | as 4
+moe.experts=16 ; parallel.expert=8 ; parallel.pipeline=2 ->
+    world size = 8 | a pipeline stage has 4 tensor x | start 16 ranks | such as 4
+parallel.expert=4 ; parallel.optimizer_instances=4 ->
+    parallel.optimizer_instances = 4 | does not divide the 2 replicas of an expert
+parallel.strategy=deepspeed -> parallel.strategy = deepspeed | moe.experts = 8 | to megatron
+moe.expert=8 -> moe.expert = 8 | unknown key | moe.experts
+moe.balancing=loss -> moe.balancing = loss | none, global_batch, aux_free
+"""
+
+ROTARY_RULES = r"""
+model.rope_scaling.factor=4 ->
+    model.rope_scaling.factor = 4.0 | without effect with model.rope_scaling.rope_type = default
+model.rope_scaling.rope_type=yarn ; model.rope_scaling.factor=4 ->
+    model.rope_scaling.original_max_position_embeddings = 0 | not the length that YaRN extends
+YARN ; model.rope_scaling.factor=0.5 -> model.rope_scaling.factor = 0.5 | below 1
+YARN ; model.rope_scaling.factor=0 -> model.rope_scaling.factor = 0.0 | not positive
+YARN ; model.rope_scaling.beta_slow=32 ->
+    model.rope_scaling.beta_fast = 32.0 | not above model.rope_scaling.beta_slow = 32
+YARN ; model.rope_scaling.attention_factor=-1 -> attention_factor = -1.0 | negative
+YARN ; model.rope_base=1 -> model.rope_base = 1.0 | not above 1 with YaRN
+model.rope_scaling.rope_type=linear -> model.rope_scaling.rope_type = linear | one of default, yarn
+model.rope_scaling.scale=4 -> model.rope_scaling.scale = 4 | unknown key
+model.rope_scaling=yarn -> model.rope_scaling = yarn | not a section
+"""
+
+GRAPH_RULES = r"""
+parallel.tensor=2 -> parallel.tensor = 2 exchanges tensors | ; set that to 1
+parallel.context=2 -> parallel.context = 2 exchanges tensors | ; set that to 1
+parallel.pipeline=2 -> parallel.pipeline = 2 exchanges tensors | ; set that to 1
+parallel.strategy=deepspeed -> parallel.strategy = deepspeed | ; set that to megatron
+parallel.overlap_grad_reduce=on ->
+    parallel.overlap_grad_reduce = true | ; set that and parallel.overlap_param_gather to false
+train.recompute=full -> train.recompute = full | ; set that to none
+train.recompute=selective -> train.recompute = selective | ; set that to none
+train.fused_ops=none -> train.fused_ops = none | ; set that to auto
+gsa.attention_impl=reference -> gsa.attention_impl = reference | ; set that to auto
+gsa.indexer_loss_row_fraction=0.25 -> gsa.indexer_loss_row_fraction = 0.25 | ; set that to 1
+logging.every_steps=1 -> logging.every_steps = 1 | ; set that to 2 or more
+train.seq_len_tokens=16384 -> gsa.attention_kernel = auto and train.seq_len_tokens = 16384 | masked
+gsa.attention_kernel=gathered -> gsa.attention_kernel = gathered | masked
+train.seq_len_tokens=65536 -> of 65536 tokens (train.seq_len_tokens) | gsa.selection_block
+EXPERTS ; moe.experts_impl=sequential -> moe.experts_impl = sequential | ; set that to grouped
+EXPERTS ; train.precision=fp32 -> train.precision = fp32 | ; set that precision to bf16
+EXPERTS ; parallel.expert=2 -> parallel.expert = 2 reads back | ; set that to 1
+EXPERTS ; moe.capacity_factor=1.25 -> moe.capacity_factor = 1.25 | ; set that to 0
+"""
+
+Rule = tuple[list[str], list[str]]
+
+
+def rules_of(table: str) -> list[Rule]:
+    """Each row's overrides and fragments."""
+    rows: list[Rule] = []
+    for row in table.strip().replace("\n    ", " ").splitlines():
+        overrides, _, fragments = row.partition(" -> ")
+        words = [each for word in overrides.split(" ; ") for each in SHORT.get(word, [word])]
+        rows.append((words, fragments.replace("{HOME}", expanduser("~")).split(" | ")))
+    return rows

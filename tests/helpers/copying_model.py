@@ -5,7 +5,7 @@ and a bit for each of BITS. A code is of +-1/sqrt(CODE) and no other token's. Ev
 layer 1 are equal. A key such as `amber-acorn` is one token, a number two: HIGH (four digits), LOW (three).
 Layer 1: of all keys the one closest to two tokens back, by the fast pairs of the rotary embedding. Its code goes to A.
 Layer 2: of the tokens with the same A the one whose class comes next, by the slow channels, which hardly turn: HIGH
-behind a colon, LOW behind HIGH. Its code goes to B, which the output matrix reads; behind other tokens comes the end.
+after a colon, LOW after HIGH. Its code goes to B, which the output matrix reads; after other tokens comes the end.
 Each layer's indexer has one head with the same queries and keys, scaled to where sigmoids have a slope. Gates are open,
 MLPs zero, budgets K_MIN to K_MAX: a number comes out only if both layers' selections hold its needle.
 """

@@ -30,7 +30,7 @@ class HeldState:
 
 
 def hold(decoder: FusedDecoder) -> HeldState:
-    """The next token goes to slot `slot`, behind which no step has written what is still needed."""
+    """The next token goes to slot `slot`, after which no step has written what is still needed."""
     filled = int(decoder.slot)
     written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:
@@ -45,7 +45,7 @@ def hold(decoder: FusedDecoder) -> HeldState:
 
 
 def walk(state: HeldState, step: Callable[[bool], torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of a step that selects and of `KEPT_STEPS` behind it, which without blocks select, too.
+    """Logits of a step that selects and of `KEPT_STEPS` after it, which without blocks select, too.
 
     Args:
         step: as `FusedDecoder.step`

@@ -19,7 +19,7 @@ class ForkedStudy:
     """A start of a study.
 
     Args:
-        words: behind `launch/study.py`.
+        words: after `launch/study.py`.
         log: what it prints is appended.
     """
 

@@ -3,7 +3,7 @@
 Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
 look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
 it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
-yet, builds the table of numpy's types at each operation, describes the shape of each tensor anew, makes operands of
+yet, builds the table of numpy's types at each operation, describes the shape of each tensor again, makes operands of
 one shape before numpy does so by itself, and takes a dozen calls from an operator or a cast to numpy's
 (interpreted_operators.py).
 

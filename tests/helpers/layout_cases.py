@@ -187,6 +187,9 @@ NIGHTLY = {
     "context x interleaved",
     "tensor, dense baseline",
     "tensor x pipeline, options",
+    "tensor, gates of heads",
+    "tensor, shared gates",
+    "tensor, free gates",
     "tensor without sequence, shared gates",
     "deepspeed 1 x tensor, G5",
     "tensor and sequence on all ranks",
@@ -195,8 +198,9 @@ NIGHTLY = {
     "interleaved",
     "interleaved, overlapped",
     "deepspeed 1 x tensor, options",
+    "deepspeed 2 in host memory, recomputed layers",
 }
-"""Each of them combines or enlarges what the others have one by one."""
+"""Each of them combines or enlarges what the others have one by one, or is an arm of a study."""
 
 EQUAL = {
     "tensor without sequence, overlapped": "tensor without sequence",
@@ -251,7 +255,7 @@ RESHARDED = {
 }
 
 
-NIGHTLY_RESHARDED = {"pipeline, tied", "context", "free gates", "a rank without a parameter"}
+NIGHTLY_RESHARDED = {"pipeline, tied", "context", "free gates", "deepspeed", "a rank without a parameter"}
 
 
 def pairs(layout: dict[str, Any]) -> dict[str, int]:
@@ -265,5 +269,5 @@ BOUNDARIES = {
     "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
 }
 """In bf16, where one phase's optimizer cuts its fp32 weights otherwise than the next one's."""
-NIGHTLY_BOUNDARIES = {"two optimizer instances"}
+NIGHTLY_BOUNDARIES = {"two optimizer instances", "deepspeed 3 x tensor"}
 BASE = dataclasses.replace(SPARSE, train="base")

@@ -39,7 +39,7 @@ def request(
 
 
 def choice_requests() -> list[dict[str, Any]]:
-    """With the unconditional requests that published files have behind the others."""
+    """With the unconditional requests that published files have after the others."""
     with_context = [
         request(number, idx, context, continuation, label)
         for number, (context, continuations, label) in enumerate(CHOICES)

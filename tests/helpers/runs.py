@@ -139,7 +139,7 @@ def numbers_of(
 
 def shown(output: str) -> str:
     """The first error and the end of what a run printed. A rank that fails makes the others fail, which print far more
-    than it did behind it."""
+    than it did after it."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)

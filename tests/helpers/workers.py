@@ -107,7 +107,7 @@ def _listen(session: pytest.Session, workers: dict[Any, Worker]) -> int:
 
 
 def _bury(session: pytest.Session, worker: Worker) -> None:
-    """A worker ends with code 0 behind its last test; otherwise the test that it was at has failed."""
+    """A worker ends with code 0 after its last test; otherwise the test that it was at has failed."""
     code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
     if code == 0 and not worker.running:
         return

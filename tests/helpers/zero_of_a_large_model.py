@@ -13,7 +13,7 @@ _settings = zero._settings
 
 
 def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
-    """In place of `zero._settings`: every parameter is cut, released behind each use and brought again, and at the end
+    """In place of `zero._settings`: every parameter is cut, released after each use and gathered again, and at the end
     of a forward pass some are on their way for a backward pass. DeepSpeed's defaults would keep a tiny model whole."""
     settings = _settings(*args)
     settings["zero_optimization"].update(

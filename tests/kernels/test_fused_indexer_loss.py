@@ -189,24 +189,6 @@ def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @devices
-def test_the_future_is_not_seen(device: str) -> None:
-    """By queries before a token that changes; nor are the gradients of later outputs."""
-    cut, start = 41, 20
-    case = make_case(70, device, query_start=start)
-    before = run(case)
-    rng = torch.Generator().manual_seed(1)
-    own = ("q", "gate_logits", "queries", "head_weight_logits")
-    changed = {name: case.tensors[name][:, cut:] for name in own}
-    changed |= {name: case.tensors[name][:, start + cut :] for name in ("k", "v", "keys")}
-    for part in (*changed.values(), case.grad[:, cut:]):
-        part.copy_(50 * torch.randn(part.shape, generator=rng))
-    after = run(case)
-    for name in ("out", "rows", *own):
-        assert torch.equal(after[name][:, :cut], before[name][:, :cut]), name
-        assert not torch.equal(after[name], before[name]), name
-
-
-@devices
 def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
     case = make_case(50, device)
     once, twice, never = (run(case, scale=scale) for scale in (1.0, 2.0, 0.0))

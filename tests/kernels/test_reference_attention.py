@@ -59,13 +59,6 @@ def test_measurements_carry_no_gradient() -> None:
         assert not measured.requires_grad
 
 
-def test_attention_gradcheck() -> None:
-    q, k, v = (x.requires_grad_() for x in make_qkv(5))
-    mask = random_selection(5)
-    mask[0, 3] = False
-    assert torch.autograd.gradcheck(lambda *qkv: ops.sparse_attention(*qkv, mask).out, (q, k, v))
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_an_empty_row_gives_zeros_and_finite_gradients() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(17))
@@ -117,31 +110,6 @@ def test_recall_is_the_dense_probability_on_the_mask() -> None:
     assert torch.equal(dense.recall, torch.ones_like(dense.recall))
 
 
-def test_a_random_selection_recalls_k_over_n() -> None:
-    """Exactly so over all selections of k keys, and within the sampling error over random ones."""
-    n, k = 7, 3
-    query, keys, values = torch.randn(1, 1, 3, 4), torch.randn(1, n, 3, 4), torch.randn(1, n, 3, 4)
-
-    def recall_of(masks: torch.Tensor) -> torch.Tensor:
-        inputs = (x.double().expand(len(masks), -1, -1, -1) for x in (2 * query, keys, values))
-        visible = torch.ones(1, 1, n, dtype=torch.bool)
-        recall = ops.sparse_attention(*inputs, masks, recall_among=visible).recall
-        assert recall is not None
-        return recall[:, 0]
-
-    every = torch.zeros(35, 1, n, dtype=torch.bool)
-    for i, subset in enumerate(itertools.combinations(range(n), k)):
-        every[i, 0, list(subset)] = True
-    torch.testing.assert_close(recall_of(every).mean(0), torch.full((3,), k / n, dtype=torch.float64))
-
-    samples = 4000
-    noise = torch.rand(samples, 1, n, generator=torch.Generator().manual_seed(0))
-    drawn = ops.select_top_k(noise, torch.ones(1, 1, n, dtype=torch.bool), torch.tensor([[k]]))
-    recall = recall_of(drawn)
-    standard_error = recall.std(0) / samples**0.5
-    assert ((recall.mean(0) - k / n).abs() < 4 * standard_error).all()
-
-
 # gates
 
 
@@ -177,17 +145,6 @@ def test_kl_against_torch_and_its_zero() -> None:
     matched = ops.indexer_kl(target.clamp(min=1e-300).log(), target, support)
     torch.testing.assert_close(matched, torch.zeros_like(matched), atol=1e-14, rtol=0)
     assert ops.indexer_kl(scores.float(), target.float(), support).dtype == torch.float32
-
-
-def test_kl_gradcheck() -> None:
-    scores, target, support = kl_inputs()
-    target[0, 4] = 0
-    target[1, 5] = 0
-    target[1, 5, support[1, 5].nonzero()[0]] = 1
-    beta = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda s, b: ops.indexer_kl(s, target, support, b), (scores.requires_grad_(), beta)
-    )
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

@@ -159,21 +159,6 @@ def test_everything_is_written(device, words, monkeypatch):
         assert torch.equal(value, want)
 
 
-@devices
-def test_unselected_keys_get_no_gradient(device):
-    torch.manual_seed(7)
-    length = 100
-    mask = make_mask("random", 1, length, None, device)
-    dropped = torch.tensor([5, 31, 32, 64, 90], device=device)
-    mask[..., dropped] = False
-    mask[..., 0] = True
-    inputs = make_inputs(1, length, 2, 1, 32, torch.bfloat16, device)
-    results = differentiated(attention(pack(mask)), inputs, torch.randn_like(inputs[0]))
-    for value in results[3:5]:
-        assert (value[:, dropped] == 0).all()
-        assert (value[:, 0] != 0).any()
-
-
 @pytest.mark.parametrize("device", [GPU])
 def test_repetitions_are_equal(device):
     torch.manual_seed(8)
@@ -183,23 +168,6 @@ def test_repetitions_are_equal(device):
     for _ in range(5):
         for value, want in zip(differentiated(attend, inputs, grad), first, strict=True):
             assert torch.equal(value, want)
-
-
-@devices
-@pytest.mark.parametrize("words", [True, False], ids=["words", "dense"])
-@pytest.mark.parametrize("dim", [32, 256])
-def test_the_future_is_not_seen(device, dim, words):
-    torch.manual_seed(9)
-    length, cut = 90, 41
-    q, k, v, gate = make_inputs(1, length, 2, 1, dim, torch.bfloat16, device)
-    mask = make_mask("random" if words else "full", 1, length, None, device)
-    packed = pack(mask) if words else None
-    before, lse_before = masked_attention(q, k, v, packed, gate_logits=gate)
-    for tensor in (q, k, v, gate):
-        tensor[:, cut:] = 50 * torch.randn_like(tensor[:, cut:])
-    after, lse_after = masked_attention(q, k, v, packed, gate_logits=gate)
-    assert torch.equal(before[:, :cut], after[:, :cut])
-    assert torch.equal(lse_before[..., :cut], lse_after[..., :cut])
 
 
 @devices

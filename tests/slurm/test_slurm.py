@@ -1,8 +1,6 @@
 """A run under a real Slurm: preempted, asked to stop, its node lost, its time over; it ends with the numbers of a run
 that nothing disturbed. `make test-slurm`."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
@@ -159,9 +157,7 @@ if __import__("os").environ["SLURMD_NODENAME"] == "n1":
 """Behind the check's own products, in the job's copy of the source."""
 
 
-def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(cluster, tmp_path):
     cluster.command("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
     job = Job(cluster, tmp_path, "--nodes=1", "--chain=2", "--time=30", *SMALL)
     with (job.logs[0].parent / "source/gsa_train/reliability/health/products.py").open("a") as file:
@@ -185,9 +181,7 @@ def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(
     assert [each["step"] for each in job.records() if "event" not in each] == list(range(1, STEPS + 1))
 
 
-def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_back(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_before_its_time_limit_a_job_stops_and_a_cancelled_one_does_not_come_back(cluster, tmp_path):
     long = ("phases.1.steps=100000", "checkpoint.every_steps=100000")
     job = Job(cluster, tmp_path, "--time=3", "--margin-seconds=100", *SMALL, *long)
     job.wait_for(lambda: "back into the queue" in job.log)

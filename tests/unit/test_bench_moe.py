@@ -1,7 +1,5 @@
 """The bench of experts: megatron-core's mixture with our weights is ours to rounding, and what the bench compares."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys
@@ -198,9 +196,7 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (40, ["standard", "gsa"], 8, 1),
     ],
 )
-def test_the_micro_batch_is_the_largest_that_fits_all_models(
-    gib: int, names: list[str], sequences: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_micro_batch_is_the_largest_that_fits_all_models(gib, names, sequences, expected, monkeypatch):
     import bench_moe
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * 2**30, gib * 2**30))

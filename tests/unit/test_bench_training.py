@@ -1,7 +1,5 @@
 """The bench of whole models: names of layouts, weak scaling, and what a traced step says, and ranks that fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import runpy
 import sys
@@ -165,9 +163,7 @@ def test_weak_scaling_compares_equal_work_per_device() -> None:
         ([{"world": 4}], 1, "1 of 2 ranks failed, and the others wait for them"),
     ],
 )
-def test_failed_ranks_go_on_only_where_nothing_is_half_done(
-    collectives: list[dict[str, int]], pipeline: int, expected: str
-) -> None:
+def test_failed_ranks_go_on_only_where_nothing_is_half_done(collectives, pipeline, expected):
     parallel: Any = SimpleNamespace(world_size=2, pipeline_size=pipeline)
     found = {rank: Failure("out of memory", counts) for rank, counts in enumerate(collectives)}
     answer = difference(found, parallel)

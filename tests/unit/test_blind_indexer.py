@@ -1,7 +1,5 @@
 """A run says when its indexer selects no better than at random, once a phase, and not while it is still learning."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 
@@ -20,7 +18,7 @@ def messages(
     phase: PhaseConfig = SPARSE,
     random: float = 0.2,
 ) -> list[str]:
-    """Of a phase that begins behind step 20 and logs each tenth step, with these recalls."""
+    """Of a phase that begins after step 20 and logs each tenth step, with these recalls."""
     warning = BlindIndexerWarning(phase, START)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -30,9 +28,7 @@ def messages(
     return caplog.messages
 
 
-def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(caplog):
     (said,) = messages(caplog, [0.21] * 28)
     # 30 steps of warm-up and 100 more: steps 150, 160 and 170 are looked at.
     assert said.startswith(

@@ -1,7 +1,5 @@
 """The plan of `make chaos`: what happens when, the same for the same seed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

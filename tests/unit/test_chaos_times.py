@@ -1,7 +1,5 @@
 """What `make chaos` says of its faults' times, and its ETTR by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ def test_steps_last_from_stamp_to_stamp_but_where_something_else_lies_between() 
         step(2, 112.0),
         step(3, 116.0, wait=1.0),
         {"event": "checkpoint", "step": 3, "time": 117.0},
-        step(4, 121.0, seconds=2.5),  # behind a save
-        step(5, 150.0),  # behind a start
-        step(6, 152.0, phase="next"),  # behind the phase's begin
+        step(4, 121.0, seconds=2.5),  # after a save
+        step(5, 150.0),  # after a start
+        step(6, 152.0, phase="next"),  # after the phase's begin
         step(7, 153.0, phase="next"),
         {"event": "validation", "step": 7, "time": 160.0},
     ]

@@ -1,8 +1,6 @@
 """Checkpoint folders: complete or not there, whatever a kill interrupts; files that are damaged; and what a resumed
 optimizer holds. How saves go: test_checkpoint_saves.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

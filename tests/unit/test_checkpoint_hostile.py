@@ -1,7 +1,5 @@
 """Checkpoints that were made to harm: pickles that run something, names that lead out of the folder, sizes that lie."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import io
@@ -113,9 +111,7 @@ PICKLES = [
 
 
 @pytest.mark.parametrize(("craft", "expected"), PICKLES)
-def test_a_crafted_pickle_is_refused_by_both_ways_in(
-    craft: Callable[[Path, Path], None], expected: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_crafted_pickle_is_refused_by_both_ways_in(craft, expected, folder, tmp_path):
     marker = tmp_path / "marker"
     craft(folder, marker)
     adapt_manifest(folder)
@@ -134,9 +130,7 @@ def test_a_crafted_pickle_is_refused_by_both_ways_in(
 
 
 @pytest.mark.parametrize("craft", [craft_metadata, craft_common, craft_object, craft_tensor])
-def test_nothing_runs_when_it_is_loaded_unverified(
-    craft: Callable[[Path, Path], None], folder: Path, trained: tuple[Model, PhaseOptimizer], tmp_path: Path
-) -> None:
+def test_nothing_runs_when_it_is_loaded_unverified(craft, folder, trained, tmp_path):
     marker = tmp_path / "marker"
     craft(folder, marker)
     refused = []
@@ -301,9 +295,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("lie", "expected"), LIES, ids=[expected for _, expected in LIES])
-def test_what_leads_out_or_lies_is_named_in_one_line(
-    lie: Callable[[Path], None], expected: str, folder: Path
-) -> None:
+def test_what_leads_out_or_lies_is_named_in_one_line(lie, expected, folder):
     assert find_damage(folder, single_rank(), checksums=True) is None
     lie(folder)
     found = find_damage(folder, single_rank(), checksums=True)

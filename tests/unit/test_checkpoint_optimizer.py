@@ -144,7 +144,7 @@ def test_deepspeed_s_arrive_too(stage: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gradients, as large models have them with overlap_grad_reduce: each ends in padding, behind which the next
+    """Of gradients, as large models have them with overlap_grad_reduce: each ends in padding, after which the next
     begins."""
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=300)
     monkeypatch.setattr(optim, "DistributedDataParallelConfig", small_buckets)

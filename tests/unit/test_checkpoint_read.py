@@ -1,7 +1,5 @@
 """A checkpoint is checked while it is read, by several threads: as surely as in a pass before, in every byte."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import zlib
@@ -73,9 +71,7 @@ def load(folder: Path, reader: tuple[Any, Any], with_optimizer: bool = True) -> 
     load_checkpoint(folder, *reader, single_rank(), with_optimizer, unchecked=tensor_files(folder))
 
 
-def test_an_intact_one_is_filled_in_and_never_called_damaged(
-    written: tuple[Path, Any, Any], reader: tuple[Any, Any]
-) -> None:
+def test_an_intact_one_is_filled_in_and_never_called_damaged(written, reader):
     folder, *writer = written
     for with_optimizer in (True, False):
         load(folder, reader, with_optimizer)
@@ -85,9 +81,7 @@ def test_an_intact_one_is_filled_in_and_never_called_damaged(
     assert all(map(torch.equal, found, expected))
 
 
-def test_each_load_reads_what_is_where_once(
-    written: tuple[Path, Any, Any], reader: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_load_reads_what_is_where_once(written, reader, monkeypatch):
     """And not of an earlier load, after which the files may be others."""
     read: list[Path] = []
     read_metadata = guarded.read_metadata
@@ -103,12 +97,8 @@ PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
-    place: float,
-    with_optimizer: bool,
-    written: tuple[Path, Any, Any],
-    reader: tuple[Any, Any],
-    tmp_path: Path,
-) -> None:
+    place, with_optimizer, written, reader, tmp_path
+):
     """Without the optimizer most of the files is read by nobody."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(written[0], folder)
@@ -144,9 +134,7 @@ def test_the_other_files_are_checked_before(written: tuple[Path, Any, Any], tmp_
     )
 
 
-def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(
-    written: tuple[Path, Any, Any], reader: tuple[Any, Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(written, reader, tmp_path):
     """Other ranks wait for this one in the middle of the load."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(written[0], folder)

@@ -1,7 +1,5 @@
 """Saves in the background, and saves that fail."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import threading

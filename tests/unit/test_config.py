@@ -203,7 +203,7 @@ def test_weights_of_sources_have_any_names(write):
         "RedPajamaC4": 0.0,
     }
     assert load_config(write(config_to_yaml(config))) == config
-    # A name of digits alone is no number of an item, and behind a dot in a name is no field.
+    # A name of digits alone is no number of an item, and after a dot in a name is no field.
     for name in ("2019", "dolma-v1.7/cc"):
         config = load_config(write(PHASE), [f"data.source_weights.{name}=0.5"])
         assert config.data.source_weights == {name: 0.5}

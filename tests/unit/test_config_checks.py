@@ -1,13 +1,26 @@
 """Every check between fields, on a config that is right until one thing is changed."""
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from gsa_train.config import Config, ConfigError, PhaseConfig, load_config
+from gsa_eval.convert.hf_config import to_hf_config
+from gsa_train.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PhaseConfig,
+    load_config,
+)
 from gsa_train.config.checks import check_config, check_packages
+from gsa_train.config.model import check_rotary
+from gsa_train.config.moe import expert_layers
 from gsa_train.config.parallel import data_parallel_size
-from helpers.broken_rules import BROKEN_RULES
+from gsa_train.config.train import check_graphs
+from helpers.broken_rules import BROKEN_RULES, GRAPH_RULES, MOE_RULES, ROTARY_RULES, SHORT, rules_of
 
 BASE = """
 model: {num_layers: 8, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}
@@ -17,11 +30,26 @@ phases:
   - {name: sparse, steps: 10}
 """
 
+MOE_BASE = """
+model: {num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 128, vocab_size: 512}
+moe: {experts: 8, expert_ffn_hidden_size: 32}
+train: {global_batch_size: 24}
+phases: [{name: sparse, steps: 10}]
+"""
+GSA = Path(__file__).resolve().parents[2] / "configs" / "gsa_1.7b.yaml"
+
 
 @pytest.fixture
-def base(tmp_path):
+def base(tmp_path: Path) -> Path:
     path = tmp_path / "base.yaml"
     path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def moe_base(tmp_path: Path) -> Path:
+    path = tmp_path / "moe.yaml"
+    path.write_text(MOE_BASE)
     return path
 
 
@@ -37,16 +65,37 @@ SIZES = """
     """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fragments"), BROKEN_RULES, ids=[" ".join(case[0]) for case in BROKEN_RULES]
-)
-def test_a_broken_rule_is_one_line(base, overrides, fragments):
-    found = [line for line in check_config(load_config(base, overrides), 8) if fragments[0] in line]
-    assert len(found) == 1
-    for fragment in fragments:
-        assert fragment in found[0]
-    assert ": " in found[0]
-    assert "; " in found[0]
+def with_ids(table: str) -> list[object]:
+    return [pytest.param(*row, id=" ".join(row[0])) for row in rules_of(table)]
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), with_ids(BROKEN_RULES))
+def test_a_broken_rule_is_one_line(base: Path, overrides: list[str], fragments: list[str]) -> None:
+    (line,) = [line for line in check_config(load_config(base, overrides), 8) if fragments[0] in line]
+    assert [fragment for fragment in (*fragments, ": ", "; ") if fragment not in line] == [], line
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), with_ids(MOE_RULES) + with_ids(ROTARY_RULES))
+def test_a_refused_config_has_one_line(moe_base: Path, overrides: list[str], fragments: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(moe_base, overrides, 8, need_data=False)
+    (line,) = caught.value.problems
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+
+
+def with_graphs(overrides: list[str]) -> list[str]:
+    """What is wrong with CUDA graphs of a shipped config with these overrides."""
+    alone = ["parallel.overlap_grad_reduce=off", "parallel.overlap_param_gather=off"]
+    config = load_config(GSA, ["train.cuda_graphs=on", *alone, *overrides], need_data=False)
+    return check_graphs(config)
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), with_ids(GRAPH_RULES))
+def test_what_cuda_graphs_do_not_go_with_is_one_line(overrides: list[str], fragments: list[str]) -> None:
+    (line,) = with_graphs(overrides)
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+    assert line.startswith("train.cuda_graphs = true: ")
+    assert line.endswith(", or train.cuda_graphs to false")
 
 
 @pytest.mark.parametrize("field", SIZES.split())
@@ -56,34 +105,55 @@ def test_sizes_are_positive(base, field, value):
     assert f"{field} = {value}: below 1; give 1 or more" in found
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [
-            "phases.0.attention=dense",
-            "phases.0.train=base",
-            "gsa.attention=dense",
-            "phases.1.attention=dense",
-        ],
-        ["phases.1.train=base"],
-        ["phases.1.attention=dense"],
-        ["gsa.selection_block=4", "gsa.local_window=4"],
-        ["gsa.selection_reuse=4", "parallel.pipeline=2"],
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[1,3,3,1]"],
-        ["model.num_layers=9", "parallel.pipeline=2", "parallel.pipeline_layers=[5,4]"],
-        ["parallel.context=2", "gsa.selection_block=32", "gsa.local_window=32"],
-        ["train.recompute=full", "gsa.selection_reuse=2", "train.recompute_num_layers=4"],
-        ["train.recompute_num_layers=3"],
-        ["train.seq_len_tokens=257", "parallel.tensor=2", "parallel.sequence=off"],
-        ["gsa.indexer_temperature=learned"],
-        ["parallel.overlap_grad_reduce=on", "parallel.overlap_param_gather=on"],
-        ["parallel.strategy=deepspeed", "parallel.zero_stage=3", "parallel.tensor=2"],
-        ["parallel.optimizer_instances=4", "parallel.context=2", "parallel.pipeline=2"],
-        ["gsa.adaptive_k=off", "gsa.gate_bias_init=-1", "train.grad_clip=0"],
-    ],
-)
-def test_what_is_allowed(base, overrides):
-    assert check_config(load_config(base, overrides), 8) == []
+ALLOWED = """
+phases.0.attention=dense phases.0.train=base gsa.attention=dense phases.1.attention=dense
+phases.1.train=base
+phases.1.attention=dense
+gsa.selection_block=4 gsa.local_window=4
+gsa.selection_reuse=4 parallel.pipeline=2
+parallel.pipeline=2 parallel.virtual_pipeline=2 parallel.pipeline_layers=[1,3,3,1]
+model.num_layers=9 parallel.pipeline=2 parallel.pipeline_layers=[5,4]
+parallel.context=2 gsa.selection_block=32 gsa.local_window=32
+train.recompute=full gsa.selection_reuse=2 train.recompute_num_layers=4
+train.recompute_num_layers=3
+train.seq_len_tokens=257 parallel.tensor=2 parallel.sequence=off
+gsa.indexer_temperature=learned
+parallel.overlap_grad_reduce=on parallel.overlap_param_gather=on
+parallel.strategy=deepspeed parallel.zero_stage=3 parallel.tensor=2
+parallel.optimizer_instances=4 parallel.context=2 parallel.pipeline=2
+gsa.adaptive_k=off gsa.gate_bias_init=-1 train.grad_clip=0
+"""
+ALLOWED_WITH_EXPERTS = """
+parallel.expert=8
+parallel.tensor=2 parallel.expert=4 parallel.expert_tensor=2
+parallel.tensor=2 parallel.pipeline=2 parallel.context=2 parallel.expert=4
+parallel.expert=2 parallel.optimizer_instances=4
+moe.balancing=aux_free moe.router_score=sigmoid moe.bias_update_rate=0.1
+moe.experts_impl=sequential moe.expert_ffn_hidden_size=33
+moe.capacity_factor=1.25 moe.z_loss_coeff=0 moe.routed_scale=2.5
+"""
+ALLOWED_WITH_GRAPHS = """
+train.seq_len_tokens=8192
+train.seq_len_tokens=32768 gsa.selection_block=32 gsa.local_window=32
+train.seq_len_tokens=131072 gsa.selection_block=32 gsa.local_window=32
+train.seq_len_tokens=16384 gsa.attention_kernel=masked
+parallel.optimizer_instances=2 gsa.attention=dense phases.0.train=all phases.1.attention=dense
+EXPERTS moe.shared_expert_ffn_hidden_size=64 moe.first_dense_layers=1
+EXPERTS moe.router_score=sigmoid moe.balancing=aux_free
+"""
+
+
+def test_what_is_allowed(base: Path, moe_base: Path) -> None:
+    for row in ALLOWED.strip().splitlines():
+        assert check_config(load_config(base, row.split()), 8) == [], row
+    for row in ["", *ALLOWED_WITH_EXPERTS.strip().splitlines()]:
+        load_config(moe_base, row.split(), 8, need_data=False)
+    for row in ["", *ALLOWED_WITH_GRAPHS.strip().splitlines()]:
+        words = [each for word in row.split() for each in SHORT.get(word, [word])]
+        assert with_graphs(words) == [], row
+    assert check_graphs(load_config(GSA, ["parallel.tensor=2"], need_data=False)) == []
+    yarn = load_config(moe_base, SHORT["YARN"], world_size=1, need_data=False).model.rope_scaling
+    assert (yarn.rope_type, yarn.factor) == ("yarn", 4.0)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +206,55 @@ def test_a_config_made_in_python_is_checked_the_same_way():
 def test_a_phase_has_a_name_that_a_line_can_hold(name: str) -> None:
     (line,) = check_config(Config(phases=[PhaseConfig(name=name)]), 1)
     assert line.startswith(f"phases.0.name = {name!r}: has characters that are not visible")
+
+
+def test_graphs_of_passes_are_allowed_on_one_rank(moe_base: Path) -> None:
+    graphs = ["train.cuda_graphs=true", "logging.every_steps=2"]
+    load_config(moe_base, graphs, 1, need_data=False)
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true: parallel\.expert = 2"):
+        load_config(moe_base, [*graphs, "parallel.expert=2"], 2, need_data=False)
+
+
+def test_experts_cannot_be_split_where_there_are_none() -> None:
+    config = Config(parallel=ParallelConfig(expert=2), phases=[PhaseConfig(name="sparse", steps=10)])
+    (line,) = check_config(config, 2)
+    assert line.startswith("parallel.expert = 2: there is no expert to split, for moe.experts = 0")
+
+
+@pytest.mark.parametrize(
+    ("moe", "layers"),
+    [
+        (MoEConfig(), []),
+        (MoEConfig(experts=8), [0, 1, 2, 3, 4, 5]),
+        (MoEConfig(experts=8, first_dense_layers=1), [1, 2, 3, 4, 5]),
+        (MoEConfig(experts=8, layer_interval=2), [0, 2, 4]),
+        (MoEConfig(experts=8, first_dense_layers=1, layer_interval=3), [1, 4]),
+    ],
+)
+def test_which_layers_have_experts(moe: MoEConfig, layers: list[int]) -> None:
+    assert expert_layers(Config(model=ModelConfig(num_layers=6), moe=moe)) == layers
+
+
+def test_an_export_to_transformers_names_the_field() -> None:
+    wrong = r"moe\.capacity_factor = 1\.5: the model of transformers \(gsa_hf\) does not have it"
+    with pytest.raises(ValueError, match=wrong):
+        to_hf_config(Config(moe=MoEConfig(experts=8, capacity_factor=1.5)))
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "channels"),
+    [(64, 0.35, 22), (100, 0.29, 28), (50, 0.29, 14), (10, 0.25, 2), (25, 0.25, 6), (64, 1.0, 64)],
+)
+def test_a_share_is_rounded_down_to_channels(base: Path, size: int, share: float, channels: int) -> None:
+    """0.29 * 100 is 28.999999999999996 to megatron-core and transformers, too."""
+    fields = [f"model.head_dim={size}", f"model.rotary_percent={share}"]
+    assert load_config(base, fields, world_size=1, need_data=False).model.rotary_channels == channels
+
+
+def test_the_remedy_for_a_share_is_right_for_each_size() -> None:
+    for size in range(2, 258):
+        for share in (0.001, 0.3, 0.58, 0.77, 0.999):
+            model = ModelConfig(head_dim=size, rotary_percent=share)
+            for line in check_rotary(model):
+                remedy = float(line.partition("; give ")[2].partition(",")[0])
+                assert check_rotary(ModelConfig(head_dim=size, rotary_percent=remedy)) == [], line

@@ -1,7 +1,5 @@
 """Whatever is below stdout and stderr: it ends or blocks no process, and lines that it does not take are counted."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pty
@@ -17,7 +15,7 @@ from gsa_train.process.console import MOST_WAITING_BYTES, ConsoleWriter
 
 SPEAKS = """
 import logging, os, sys
-from gsa_train.run import console
+from gsa_train.process import console
 console.DRAIN_SECONDS = console.CHILD_SECONDS = 0.2
 console.open_descriptors()
 console.take_console()

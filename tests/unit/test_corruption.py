@@ -1,7 +1,5 @@
 """The sums of bits by which corruption is found. tests/resume/test_wrong_bits.py has the runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

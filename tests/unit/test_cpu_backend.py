@@ -1,7 +1,5 @@
 """Replacing torch's functions leaves the rest of torch, and transformers, as they are."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +18,7 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 CODE = """
 import torch
 from torch.utils._device import _device_constructors
-from gsa_train import cpu_backend
+from gsa_train.distributed import cpu_backend
 
 assert not _device_constructors.cache_info().currsize, "there was a context before"
 cpu_backend.install()

@@ -1,7 +1,5 @@
 """A model for GPUs that is started on CPUs is warned of, with its time and the remedy."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +35,7 @@ def test_what_is_made_for_cpus_is_not_warned_of() -> None:
     ("world_size", "local", "threads", "cores"),
     [(1, None, 4, 4), (1, None, 99, 8), (2, "2", 1, 2), (16, "4", 1, 16), (16, "4", 99, 32)],
 )
-def test_the_cores_are_those_that_the_ranks_use(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, local: str | None, threads: int, cores: int
-) -> None:
+def test_the_cores_are_those_that_the_ranks_use(monkeypatch, world_size, local, threads, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
@@ -48,9 +44,7 @@ def test_the_cores_are_those_that_the_ranks_use(
 
 
 @pytest.mark.parametrize(("rank", "device", "warnings"), [(0, "cpu", 1), (1, "cpu", 0), (0, "cuda", 0)])
-def test_rank_0_warns_on_cpus(
-    caplog: pytest.LogCaptureFixture, rank: int, device: str, warnings: int
-) -> None:
+def test_rank_0_warns_on_cpus(caplog, rank, device, warnings):
     parallel: Any = SimpleNamespace(is_main=rank == 0, device=torch.device(device), world_size=1)
     with caplog.at_level(logging.WARNING):
         warn_of_cpus(LARGE, parallel)

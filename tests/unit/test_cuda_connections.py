@@ -1,12 +1,9 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: when it is set, when it is left alone, and that it is before torch is imported."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -53,12 +50,7 @@ def test_tensor_parallelism_sets_it_once_and_says_so(caplog: pytest.LogCaptureFi
         ([TP], HOPPER, {VARIABLE: "1"}),
     ],
 )
-def test_otherwise_it_is_left_alone(
-    caplog: pytest.LogCaptureFixture,
-    layouts: list[ParallelConfig],
-    capability: int | None,
-    environment: dict[str, str],
-) -> None:
+def test_otherwise_it_is_left_alone(caplog, layouts, capability, environment):
     caplog.set_level(logging.INFO)
     assert prepare(layouts, capability, **environment) == environment
     assert not caplog.records
@@ -83,8 +75,8 @@ def test_no_driver_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
 BENCH = "benchmarks/bench_training.py"
 FIRST_TORCH = """
 import os, runpy, sys
-from gsa_train import cuda_connections
-from gsa_train.run import console
+from gsa_train.distributed import cuda_connections
+from gsa_train.process import console
 
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -114,10 +106,8 @@ sys.exit("torch was not imported")
         ),
     ],
 )
-def test_launchers_set_it_before_torch_is_imported(
-    command: list[str], with_tensor: str, without: str, tmp_path: Path
-) -> None:
-    """An import may ask CUDA for devices, and behind that it is too late."""
+def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without, tmp_path):
+    """An import may ask CUDA for devices, and after that it is too late."""
     environment = {
         name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")
     }

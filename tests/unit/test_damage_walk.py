@@ -3,8 +3,6 @@
 `pytest -s tests/unit/test_damage_walk.py` prints the table: file, damage, what a start makes of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -141,9 +139,7 @@ def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_every_file_of_a_run_folder(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_file_of_a_run_folder(runs, tmp_path, caplog):
     own, other = runs
     table, silent = Table(), []
     folder = tmp_path / "run"
@@ -190,9 +186,7 @@ HARMLESS = [
 ]
 
 
-def test_a_checkpoint_under_another_name_is_not_taken_for_it(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_under_another_name_is_not_taken_for_it(runs, tmp_path, caplog):
     own, other = runs
     cases: dict[str, Path] = {
         "it is the checkpoint of step 2 under the name of step 4": own / "checkpoints/step_00000002",
@@ -207,9 +201,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
         assert outcome.startswith("repaired, from step 2: checkpoint step_00000004 is damaged: " + expected)
 
 
-def test_latest_behind_newer_checkpoints_is_said_and_loses_nothing(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_latest_behind_newer_checkpoints_is_said_and_loses_nothing(runs, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     (folder / "checkpoints/latest").write_text("step_00000002")
@@ -221,9 +213,7 @@ def test_latest_behind_newer_checkpoints_is_said_and_loses_nothing(
 
 
 @pytest.mark.parametrize("damage", ["bit in head", "bit in middle", "bit in tail", "cut", "emptied"])
-def test_a_damaged_note_of_the_monitors_stop_still_refuses(
-    runs: tuple[Path, Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_note_of_the_monitors_stop_still_refuses(runs, tmp_path, damage, caplog):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     note_stop(folder, MonitorStop("a spike", 5, 6), saved_step=4)

@@ -1,7 +1,5 @@
 """A start says when its text leaves most queries no choice of keys."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

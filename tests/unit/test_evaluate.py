@@ -1,8 +1,6 @@
 """Several validation sets: each has the perplexity of its own text, on any number of replicas, and training never
 notices that it was evaluated."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

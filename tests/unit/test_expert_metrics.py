@@ -1,7 +1,5 @@
 """What logged steps tell of routers and experts, against the same counted token by token."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

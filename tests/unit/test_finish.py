@@ -1,7 +1,5 @@
 """The end of a run that is complete: what cannot be drawn costs no exit code."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +36,7 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
-def test_plots_that_fail_are_told_and_do_not_fail_the_report(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, monkeypatch):
     """A complete run, in whose records a bit was flipped, ended in KeyError at each start."""
 
     def fail(folder: Path) -> list[Path]:
@@ -73,9 +69,7 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
     assert told[1].startswith("the run is complete, and its report cannot be drawn: ")
 
 
-def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     console, model = Mock(), cast(Any, None)
     run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
@@ -88,9 +82,7 @@ def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float
-) -> None:
+def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkeypatch, loss):
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": loss})
     model: Any = None
     run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, step=7)
@@ -99,9 +91,7 @@ def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(
     assert not run.services.log.sinks.finish.called
 
 
-def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path, monkeypatch):
     """It was a traceback on the main rank, while the others waited for it."""
     (tmp_path / "a" / "summary.json").mkdir(parents=True)
     left: list[int] = []

@@ -1,7 +1,5 @@
 """ETTR and the time lost, of logs written by hand whose sums are done by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,42 +29,9 @@ def lost(found: Account) -> dict[str, float]:
     return {name: round(seconds, 9) for name, seconds in found.lost_seconds.items() if abs(seconds) > 1e-9}
 
 
-def test_a_run_that_nothing_disturbs() -> None:
-    """100 s in all: 10 of start-up, a first step of 6 where others take 2, 30 others, 8 of validation, 16 of saves."""
-    parts = {
-        "import": 4.0,
-        "process_groups": 1.0,
-        "checkpoint": 1.0,
-        "readers": 2.0,
-        "model": 1.0,
-        "folder": 1.0,
-    }
-    found = account(
-        start(1000, 1010, 0, **parts),
-        line("steps", 1016, 1, **parts, first_step=6.0),
-        line("steps", 1036, 11, **parts, first_step=6.0, training=20.0),
-        line("steps", 1052, 15, **parts, first_step=6.0, training=28.0, validation=8.0),
-        line(
-            "end",
-            1100,
-            31,
-            {"reason": COMPLETE},
-            **parts,
-            first_step=6.0,
-            training=60.0,
-            validation=8.0,
-            save=16.0,
-        ),
-    )
-    assert lost(found) == {**parts, "first_step": 4.0, "validation": 8.0, "save": 16.0}
-    assert found.productive_seconds == 31 * 2.0
-    assert found.ettr == 0.62
-    assert (found.step_seconds, found.steps, found.saves) == (2.0, 30, 1)
-
-
 def killed_and_resumed() -> list[Line]:
     """Killed at 1050, 4 s after its main thread last went on, when it had logged step 20 and stood in step 22; saved
-    at step 15. The next process begins at 1060 and goes on behind step 15."""
+    at step 15. The next process begins at 1060 and goes on after step 15."""
     return [
         start(1000, 1005, 0, **{"import": 5.0}),
         line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),
@@ -129,23 +94,6 @@ def test_a_checkpoint_between_two_lines_shares_what_is_between_them() -> None:
     assert lost(found) == {"first_step": 4.0, "repeated": 7.0}
 
 
-def test_a_rewind_is_no_start() -> None:
-    """Back from step 12 to 5: the first step after it compiles nothing, but is a first one."""
-    found = account(
-        start(0, 1, 0, model=1.0),
-        line("steps", 3, 1, model=1.0, first_step=2.0),
-        line("steps", 13, 11, model=1.0, first_step=2.0, training=10.0),
-        line("steps", 14, 12, model=1.0, first_step=2.0, training=11.0),
-        line("rewind", 17, 5, model=1.0, first_step=2.0, training=11.5, checkpoint=2.5),
-        line("steps", 18, 6, model=1.0, first_step=3.0, training=11.5, checkpoint=2.5),
-        line("steps", 20, 8, model=1.0, first_step=3.0, training=13.5, checkpoint=2.5),
-    )
-    assert found.productive_seconds == 8
-    assert lost(found) == {"model": 1.0, "checkpoint": 2.5, "first_step": 1.0, "repeated": 7.0 + 0.5}
-    assert len(found.starts) == 1
-    assert found.starts[0].repeated_steps == 7
-
-
 def test_two_kills_in_the_same_steps_cost_them_twice() -> None:
     found = account(
         start(0, 0, 0),
@@ -202,18 +150,6 @@ def test_any_other_end_loses_the_time_until_the_next_start(reason: str) -> None:
     assert found.wall_seconds == 1003
     assert lost(found) == {"model": 2.0, "down": 990.0}
     assert found.starts[1].down_seconds == 990
-
-
-def test_a_process_that_was_killed_before_its_first_step() -> None:
-    found = account(
-        start(0, 2, 0, model=2.0),
-        line("lost", 9, 0, {"progress": 6}, model=2.0, first_step=4.0),
-        start(10, 12, 0, model=2.0),
-        line("steps", 16, 1, model=2.0, first_step=4.0),
-        line("steps", 17, 2, model=2.0, first_step=4.0, training=1.0),
-    )
-    assert found.productive_seconds == 2
-    assert lost(found) == {"model": 4.0, "first_step": 4.0 + 3.0, "detection": 3.0, "down": 1.0}
 
 
 def test_lines_that_a_full_disk_has_cost_change_no_sum() -> None:

@@ -1,7 +1,5 @@
 """launch/goodput.py: the account of a run, a simulation with its parts, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -97,9 +95,7 @@ def test_the_same_faults_in_fast_motion_give_the_runs_ettr(run: Path) -> None:
     assert found.repeated == pytest.approx(14, abs=2)  # the first two saves took less than the mean
 
 
-def test_the_account_of_a_run(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_account_of_a_run(run, capsys, monkeypatch):
     assert called("--run", str(run), monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out
     assert f"{run}: ETTR 71.09% over 3m31s and 2 starts" in said
@@ -118,9 +114,7 @@ def test_the_account_of_a_run(
     assert abs(float(simulated[1]) - 71.09) < 2
 
 
-def test_a_plan_says_where_its_parts_come_from(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_says_where_its_parts_come_from(run, capsys, monkeypatch):
     quick = ("--days", "3", "--trials", "4", "--gpus", "16", "--mtbf-hours", "40")
     assert called(*quick, "--run", str(run), "--down-seconds", "30", monkeypatch=monkeypatch) == 0
     measured = re.sub(" +", " ", capsys.readouterr().out)
@@ -171,18 +165,14 @@ def test_a_plan_says_where_its_parts_come_from(
         ),
     ],
 )
-def test_wrong_numbers_are_refused(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_numbers_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         goodput.parse(arguments)
     assert end.value.code == REFUSED
     assert said in capsys.readouterr().err
 
 
-def test_faults_before_a_first_step_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_before_a_first_step_are_refused(capsys, monkeypatch):
     """The hours of a whole cluster, taken for those of one GPU, were simulated for minutes."""
     monkeypatch.setattr("sys.argv", ["goodput.py", "--gpus", "4096", "--mtbf-hours", "5"])
     assert goodput.main() == REFUSED
@@ -198,18 +188,14 @@ def test_faults_before_a_first_step_are_refused(
         (("--days", "1e300"), "faults to simulate, more than 500000"),
     ],
 )
-def test_more_faults_than_anyone_waits_for_are_refused(
-    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_faults_than_anyone_waits_for_are_refused(options, said, capsys, monkeypatch):
     plan = ("goodput.py", "--gpus", "9", "--mtbf-hours", "925.714285714")  # 7 faults a month, and its end
     monkeypatch.setattr("sys.argv", [*plan, *options])
     assert goodput.main() == REFUSED
     assert said in capsys.readouterr().err
 
 
-def test_folders_without_an_account_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_without_an_account_are_refused(run, tmp_path, capsys, monkeypatch):
     assert called("--run", str(tmp_path / "none"), monkeypatch=monkeypatch) == REFUSED
     assert "none: no goodput.jsonl with steps in it; give the folder of a run" in capsys.readouterr().err
     (tmp_path / "goodput.jsonl").write_text((run / "goodput.jsonl").read_text())

@@ -1,7 +1,5 @@
 """What a run notes of its time: each second once, whatever ends its process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -350,9 +348,7 @@ NO_LINES = (
 )
 
 
-def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(tmp_path, caplog):
     killed(tmp_path)
     expected = read_account(tmp_path)
     with (tmp_path / FILE).open("a") as file:
@@ -373,9 +369,7 @@ def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(
         (Start(), 1),  # a person's, or --no-resume: a new run
     ],
 )
-def test_which_start_at_step_0_goes_on_with_the_account(
-    again: Start, starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_which_start_at_step_0_goes_on_with_the_account(again, starts, tmp_path, capsys):
     logging = {"wandb": "disabled", "tensorboard": False}
     config = tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
     first = open_run_folder(config, Start(), single_rank(), RunClock())

@@ -1,7 +1,5 @@
 """Simulated runs: by hand where a few seconds can be counted, by formulas where there are many."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -52,9 +50,7 @@ def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
         (8, 0, 0, 0),  # in its start-up
     ],
 )
-def test_a_fault_costs_what_no_durable_checkpoint_has(
-    seconds: float, kept: float, worked: float, stalls: float
-) -> None:
+def test_a_fault_costs_what_no_durable_checkpoint_has(seconds, kept, worked, stalls):
     found = simulate(PARTS, 20, [Life(seconds), FOR_EVER], wall_seconds=seconds + 7 + 10)
     expected = {
         "productive": kept,

@@ -1,7 +1,5 @@
 """How long a rank may show no progress: what steps take, and more where no step tells."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -48,9 +46,7 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
     assert limit_after(300.0, 300.0, 300.0) == LONGEST
 
 
-def test_steps_of_another_phase_have_a_limit_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch):
     """The first step of a kind compiles, and tells nothing of the second."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.steps(FEWEST_STEPS + 1)
@@ -60,9 +56,7 @@ def test_steps_of_another_phase_have_a_limit_of_their_own(
     watched.watch.close()
 
 
-def test_a_step_counts_once_however_often_it_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_counts_once_however_often_it_is_logged(tmp_path, monkeypatch):
     """As the loop tells: records are written within a step. Else the last 32 steps are the last ten."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.watch.close()
@@ -134,7 +128,7 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
 
 
 def test_what_follows_a_step_lies_before_the_next_one() -> None:
-    """The rank that still saves is the one that the others wait for, in the step behind."""
+    """The rank that still saves is the one that the others wait for, in the following step."""
     ages = [age("saving", still=700), age("training", still=690)]
     fault = find_fault(ages, LONGEST)
     assert fault is not None
@@ -171,9 +165,7 @@ class Watched:
             self.found.wait(0.01)
 
 
-def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(tmp_path, monkeypatch):
     least = 0.2
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0, least_seconds=least)
     times = 5 * 20  # five limits of a step, at 20 looks in one
@@ -195,9 +187,7 @@ def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(
     assert "training after step 5" in report.read_text()
 
 
-def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(tmp_path, monkeypatch):
     """Triton says when, from whichever thread."""
     hooks = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     knobs: Any = pytest.importorskip("triton.knobs")
@@ -222,9 +212,7 @@ def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(
     assert ACTIVITIES[watched.watch._place[1]] == "validating"
 
 
-def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monkeypatch):
     """Else the rank that writes would count as frozen within the time of a step."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     comes_back, told = threading.Event(), []
@@ -248,9 +236,7 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(
     assert told == [0, 0]
 
 
-def test_a_system_clock_that_is_set_changes_no_account(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_clock_that_is_set_changes_no_account(tmp_path, monkeypatch):
     """By an hour, while the run trains: neither what it notes nor its signs of life jump."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     watched.watch.close()
@@ -271,9 +257,7 @@ def test_a_system_clock_that_is_set_changes_no_account(
     log.close()
 
 
-def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_keeps_no_rank_from_ending(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     watched.watch.close()
     comes_back, came_back = threading.Event(), []

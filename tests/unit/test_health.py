@@ -1,7 +1,5 @@
 """A device that multiplies, remembers or sends wrongly is named before a run; a good one never is."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence
@@ -61,9 +59,7 @@ def wrong_in(monkeypatch: pytest.MonkeyPatch, product: int, row: int, value: flo
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
 @pytest.mark.parametrize(("product", "row"), [(1, 200), (2, 1)])
-def test_a_wrong_element_is_found_in_any_product(
-    product: int, row: int, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_element_is_found_in_any_product(product, row, value, monkeypatch):
     wrong_in(monkeypatch, product, row, value)
     (fault,) = device_checks.faults_of_device(CPU, 1.0)
     assert "wrong elements in 2 products of float32 matrices of 256 x 256" in fault
@@ -109,9 +105,7 @@ def test_the_peak_that_a_run_reports_is_not_that_of_the_memory_check(monkeypatch
     assert called == [device] * 3 + ["given back", device]
 
 
-def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(tmp_path, monkeypatch):
     parallel = single_rank()
     monkeypatch.setenv("GSA_SUBMISSION", str(tmp_path))
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
@@ -141,9 +135,7 @@ def test_a_bad_device_refuses_the_start_is_named_and_noted_for_slurm(
     assert (tmp_path / "bad_nodes").read_text() == "node7\nnode3\nnode9\nnode5\n"
 
 
-def test_the_command_names_a_bad_device_by_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_a_bad_device_by_its_exit_code(monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert check_node.main(["--seconds", "1"]) == 0
@@ -305,9 +297,7 @@ def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: 
 @pytest.mark.parametrize(
     "asked", ["nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2", "nvmlDeviceGetRemappedRows"]
 )
-def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(
-    asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(asked, monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setattr(check, "uuid_of", lambda device: "GPU-abc")
     monkeypatch.setattr(check, "open_driver", lambda: nvml)
@@ -332,9 +322,7 @@ def test_memory_that_others_take_meanwhile_is_no_fault(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", empty)
 
 
-def test_that_a_driver_could_not_be_asked_is_said_for_every_node(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_a_driver_could_not_be_asked_is_said_for_every_node(monkeypatch, caplog):
     found = [Finding("n1", 0, "GPU-1"), Finding("n2", 0, "GPU-2", without_driver=True)]
     monkeypatch.setattr(check, "check_ranks", lambda device, seconds: found)
     main: Any = SimpleNamespace(is_main=True, device=torch.device("cuda", 0), world_size=2)
@@ -409,9 +397,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(("missing", "first"), [(None, 0), (2, 0), (0, 3), (3, 0)])
-def test_a_rank_that_does_not_answer_is_named_by_the_others(
-    missing: int | None, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_answer_is_named_by_the_others(missing, first, monkeypatch):
     """A device may hang in its driver instead of failing."""
     ranks = Ranks(4, monkeypatch)
     there = [rank for rank in range(4) if rank != missing]

@@ -1,7 +1,5 @@
 """Where the copies of a save lie: blocks that torch need not round up, and storages that hold one tensor each."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import random

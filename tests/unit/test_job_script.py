@@ -1,7 +1,5 @@
 """What the Slurm job does after srun ended, with stand-ins for Slurm's commands. tests/slurm has the real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -83,9 +81,7 @@ SPIKE = 'touch "$RUN/monitor_stop.json"; '
         (SAVE + STOP + 'rm -r "$GSA_SUBMISSION"; exit 1', "RUNNING", 1, False),  # with the run folder
     ],
 )
-def test_a_job_comes_back_where_that_helps(
-    job: Job, srun: str, state: str, code: int, requeued: bool
-) -> None:
+def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
     assert job.start(srun, state).wait(60) == code
     assert job.requeued is requeued
     assert job.complete is (code == 0)
@@ -105,9 +101,7 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 
 
 @pytest.mark.parametrize("progress", ["", SAVE])
-def test_a_bad_device_sends_another_job_without_its_node(
-    job: Job, progress: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_device_sends_another_job_without_its_node(job, progress, monkeypatch):
     """Also where the start before it came to no checkpoint. Jobs of the chain wait for the other one."""
     waiting = "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n"
     monkeypatch.setenv("WAITING", waiting)
@@ -159,7 +153,7 @@ def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> Non
 
 
 def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> None:
-    """Twice in a row at the time limit without a new checkpoint; progress in between counts anew."""
+    """Twice in a row at the time limit without a new checkpoint; progress in between resets the count."""
     assert job.start(STOP + "exit 1").wait(60) == 1
     assert job.start(SAVE + STOP + "exit 1").wait(60) == 1
     assert job.start(STOP + "exit 1").wait(60) == 1

@@ -1,7 +1,5 @@
 """Compiled kernels are kept beside the runs, whole and shared, and no disk that is full ends a run for them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -73,9 +71,7 @@ def test_ranks_that_write_one_kernel_at_once_leave_it_whole(folder: Path) -> Non
     assert [path.name for path in (folder / "k2").iterdir()] == ["a.cubin"]
 
 
-def test_a_full_disk_leaves_nothing_and_costs_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_leaves_nothing_and_costs_nothing(folder, monkeypatch, caplog):
     cache = DurableCache("k3")
     cache.put(b"before", "a.ttir")
     with monkeypatch.context() as patch:

@@ -1,7 +1,5 @@
 """Why a process ends is said once, where torchrun's user reads it, too."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -36,26 +34,20 @@ def summary(error_file: Path) -> str:
     return str(ChildFailedError("pretrain.py", {0: failure}))
 
 
-def test_without_torchrun_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_torchrun_on_stderr(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     say_last("no text")
     assert capsys.readouterr().err == "no text\n"
 
 
-def test_under_torchrun_in_the_last_lines_of_its_summary(
-    error_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_under_torchrun_in_the_last_lines_of_its_summary(error_file, capsys):
     say_last("a.yaml: 2 problems\n  one\n  two")
     assert capsys.readouterr().err == ""
     lines = summary(error_file).splitlines()
     assert lines[-4:-1] == ["  traceback : a.yaml: 2 problems", "    one", "    two"]
 
 
-def test_where_torchrun_will_print_no_summary_on_stderr(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_torchrun_will_print_no_summary_on_stderr(error_file, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     say_last("no text")
     assert capsys.readouterr().err == "no text\n"
@@ -65,9 +57,7 @@ def test_where_torchrun_will_print_no_summary_on_stderr(
     assert capsys.readouterr().err == "still none\n"
 
 
-def test_what_was_said_is_written_before_torchrun_is_asked_to_end(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, monkeypatch):
     """torchrun passes SIGTERM on to this rank at once, whose console is written by a thread."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -102,9 +92,7 @@ def test_a_full_shared_memory_gets_its_remedy() -> None:
     assert pretrain.known_failure(DataFault("no text")) == "the text failed: no text"
 
 
-def test_an_error_of_ours_has_its_last_line_in_the_summary(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_has_its_last_line_in_the_summary(error_file, monkeypatch):
     def fail() -> int:
         raise ZeroDivisionError("no rows")
 
@@ -137,9 +125,7 @@ def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: 
     note_end(2)
 
 
-def test_a_rank_whose_process_before_left_no_words_knows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_process_before_left_no_words_knows_it(tmp_path, monkeypatch):
     """torchrun gives each start a folder, and each rank a file in it."""
     for attempt in (0, 1):
         for rank in (0, 1):

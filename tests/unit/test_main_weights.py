@@ -1,8 +1,6 @@
 """The fp32 weights of a phase in bf16 go on in the next one, in the same process or through a checkpoint. More ranks:
 tests/distributed/test_many_layouts.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
@@ -89,7 +87,7 @@ def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
 
 
 def train(config: Config, folder: Path, resume_from: Path | None = None) -> list[dict[str, Any]]:
-    """The records of all phases, or of those behind the checkpoint at the end of one."""
+    """The records of all phases, or the records after the checkpoint at the end of one."""
     tokenizer, records = Tokenizer(config.data.tokenizer), []
     start = Start()
     if resume_from is not None:
@@ -157,4 +155,4 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
     run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
     assert train_phases(run, ranges) is not None
     assert alive == [[], [False], [False, False]]
-    assert len(kept) == 2  # none where a rewind begins anew
+    assert len(kept) == 2  # none where a rewind begins again

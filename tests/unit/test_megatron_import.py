@@ -1,7 +1,5 @@
 """A start imports what it needs: megatron-core without loggers and compilers that no run calls."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

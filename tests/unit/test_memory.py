@@ -1,7 +1,6 @@
-"""What a dry run says of memory: sizes that follow from each other. test_memory_trace.py has the real step."""
+"""What a dry run says of memory where no step is traced; test_memory_trace.py compares it with real steps."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,12 +11,9 @@ from gsa_train.config import load_config
 from gsa_train.model.flops import count_parameters
 from gsa_train.planning.memory import selection as memory_selection
 from gsa_train.planning.memory.estimate import estimate_memory
-from gsa_train.planning.memory.selection import gathered_heads
 from gsa_train.planning.memory.sizes import sizes_of
 
 GSA = Path(__file__).parents[2] / "configs" / "gsa_1.7b.yaml"
-HIDDEN = 2 * 4 * 4096 * 2048
-"""Bytes of what one layer hands to the next: four sequences in bf16."""
 
 
 def estimate(overrides=(), world_size=8, stage=0, phase=-1):
@@ -50,148 +46,6 @@ def test_parameters_and_their_state():
     single = estimate(["train.precision=fp32"])
     assert single.weights == pytest.approx(4 * count.total)
     assert single.optimizer == pytest.approx(8 * count.total / 8)
-
-
-@pytest.mark.parametrize("tied", ["on", "off"])
-def test_the_ranks_together_hold_the_model(tied):
-    overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"model.tie_embeddings={tied}"]
-    config = load_config(GSA, overrides)
-    count = count_parameters(config.model, config.gsa, config.moe)
-    held = sum(2 * estimate(overrides, stage=stage).weights / 2 for stage in range(2))
-    replicated = count.norms + count.indexer
-    tied_copy = count.embedding if tied == "on" else 0
-    assert held == pytest.approx(count.total + replicated + tied_copy)
-
-
-def test_one_forward_one_backward_keeps_more_on_early_stages():
-    stages = [estimate(["parallel.pipeline=4", "data.num_lanes=64"], stage=stage) for stage in range(4)]
-    last = stages[-1].activations
-    sent = last + HIDDEN  # what a stage sends on it holds, too
-    assert [stage.activations for stage in stages] == pytest.approx([4 * sent, 3 * sent, 2 * sent, last])
-    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
-    few = ["parallel.pipeline=4", "train.global_batch_size=16"]  # 2 micro-batches
-    assert estimate(few).activations == pytest.approx(2 * sent)
-
-
-def test_uneven_stages_hold_and_keep_what_their_layers_need():
-    stages = [
-        estimate(["parallel.pipeline=2", "parallel.pipeline_layers=[18,6]"], stage=stage) for stage in (0, 1)
-    ]
-    even = [estimate(["parallel.pipeline=2"], stage=stage) for stage in (0, 1)]
-    # Two in flight of three times as many layers.
-    assert stages[0].activations == pytest.approx(6 * stages[1].activations + 2 * HIDDEN)
-    assert sum(s.weights for s in stages) == pytest.approx(sum(s.weights for s in even))
-    assert stages[0].weights > stages[1].weights
-
-
-def test_interleaving_keeps_more_in_flight():
-    plain, interleaved = (
-        [
-            estimate(["parallel.pipeline=4", "data.num_lanes=64", f"parallel.virtual_pipeline={v}"], stage=s)
-            for s in (0, 3)
-        ]
-        for v in (1, 2)
-    )
-    assert interleaved[0].weights == plain[0].weights
-    one = plain[1].activations  # a micro-batch
-    # Each chunk sends its result on, but the model's last one.
-    assert interleaved[0].activations == pytest.approx((2 * 3 + 4 + 1) / 2 * (one + 2 * HIDDEN))
-    assert interleaved[1].activations == pytest.approx((4 + 1) / 2 * (one + HIDDEN))
-
-
-REFERENCE = "gsa.attention_impl=reference"
-
-
-def test_recomputation_saves_activations():
-    modes = ("none", "selective", "full")
-    kept = {mode: estimate([REFERENCE, f"train.recompute={mode}"]).activations for mode in modes}
-    assert kept["none"] > 2 * kept["selective"] > 4 * kept["full"] > 0
-    # Whole layers: four bf16 inputs of [4096, 2048] per recomputed unit.
-    assert kept["full"] == 24 * 4 * 2 * 4096 * 2048
-    units_of_four = estimate(["train.recompute=full", "train.recompute_num_layers=4"])
-    assert units_of_four.activations == kept["full"] / 4
-    assert units_of_four.working > estimate(["train.recompute=full"]).working
-
-
-def test_squares_grow_with_the_square_of_the_length():
-    short, long = (
-        estimate([REFERENCE, "train.recompute=selective", f"train.seq_len_tokens={length}"])
-        for length in (4096, 8192)
-    )
-    assert 3 * short.working < long.working < 4 * short.working  # what grows with L alone is there, too
-    # Reference attention: two fp32 copies of [n_h, L, L], its gradients as many, and what the indexer keeps.
-    assert short.working > 4 * 2 * 8 * 16 * 4096**2
-
-
-def test_the_kernels_keep_a_selection_as_bits_and_nothing_else_square():
-    short, long = (estimate([f"train.seq_len_tokens={length}"]) for length in (4096, 8192))
-    # Scores and targets go through in chunks.
-    assert long.working <= 2 * short.working
-    assert long.activations - 2 * short.activations == pytest.approx(24 * 4 * (8192**2 - 2 * 4096**2) / 8)
-
-
-def test_lists_grow_with_the_length_and_not_with_its_square():
-    for options in (["gsa.attention_kernel=gathered"], ["gsa.selection_block=32", "gsa.local_window=64"]):
-        options += ["gsa.k_min=16", "gsa.k_base=16", "gsa.k_max=16"]
-        short, long = (estimate([f"train.seq_len_tokens={length}", *options]) for length in (32768, 65536))
-        # A sequence's first queries see fewer keys than 32 of them may select.
-        assert long.activations == pytest.approx(2 * short.activations, rel=1e-3)
-        sums = 4 * 4 * 32768 * 2 * 4 * 128  # of dK and dV: 4 sequences, 4 heads of 128, in fp32
-        assert sums < long.working - short.working <= short.working
-
-
-def test_lists_are_counted_at_their_longest():
-    """For each tile of 2 sequences what its queries see, at most 32 x k_base: a key and a word each."""
-    options = ["gsa.attention_kernel=gathered", "train.micro_batch_size=2"]
-    for context, visible in ((1, range(1, 4097)), (2, range(1025, 3073)), (4, range(1537, 2561))):
-        layout = [f"parallel.context={context}"]
-        few = estimate([*options, *layout, "gsa.k_min=1", "gsa.k_base=1"])
-        many = estimate([*options, *layout, "gsa.k_base=96", "gsa.k_min=1"])
-        entries = 2 / 32 * sum(min(96 * 32, keys) - min(32, keys) for keys in visible)
-        assert many.activations - few.activations == pytest.approx(24 * 8 * entries, rel=1e-3)
-
-
-def test_the_loss_gathers_the_heads_of_all_tensor_parallel_ranks():
-    """As triton_core.gather_heads has them: queries and keys in bf16, log-sum-exps in fp32; of one run of queries."""
-    for layout, tokens in (
-        (["parallel.tensor=4"], 4096),
-        (["parallel.tensor=4", "parallel.context=2"], 1024),
-    ):
-        config = load_config(GSA, layout, world_size=8, need_data=False)
-        shapes = (
-            (4, tokens, 16, 128, torch.bfloat16),
-            (4, 4096, 4, 128, torch.bfloat16),
-            (4, 16, tokens, torch.float32),
-        )
-        tensors = [torch.empty(shape[:-1], dtype=shape[-1], device="meta") for shape in shapes]
-        assert gathered_heads(sizes_of(config)) == sum(each.nbytes for each in tensors)
-    alone = load_config(GSA, [], world_size=8, need_data=False)
-    assert gathered_heads(sizes_of(alone)) == 0
-
-
-def test_beyond_the_longest_mask_selections_are_lists():
-    sizes = ["gsa.k_base=256", "gsa.k_min=256"]
-    masked, lists = (estimate([f"train.seq_len_tokens={length}", *sizes]) for length in (32768, 65536))
-    assert lists.activations < 2 * masked.activations
-
-
-def test_context_parallelism_divides_what_grows_with_the_length():
-    one, two = estimate([REFERENCE]), estimate([REFERENCE, "parallel.context=2"])
-    weight = 2 * 128256 * 2048  # what stands for the gradient of the output layer's
-    assert two.logits - weight == (one.logits - weight) / 2
-    assert two.weights == one.weights
-    assert two.optimizer == one.optimizer  # over as many ranks
-    assert (
-        one.activations / 4 < two.activations < one.activations / 2
-    )  # each chunk sees the keys before its end
-    one, two = (
-        estimate([REFERENCE, "train.recompute=selective", f"parallel.context={size}"]) for size in (1, 2)
-    )
-    keys = 24 * 2 * 4 * 4096 * 64  # the indexer's stay whole, in bf16; K and V are gathered again
-    selections = 24 * 4 * 4096**2
-    assert two.activations == pytest.approx(
-        (one.activations - selections) / 2 + keys / 2 + selections * 5 / 16
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -300,46 +154,13 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
     assert more == [0, 4 * 132 * 64 * 1024 - 32768 * 512, 0]
 
 
-def test_shared_lists_are_kept_turned_round():
-    """A layer's rows and starts in int32, if the loss has all tiles at once: with 4096 keys a list it has not."""
-    pytest.importorskip("triton")
-    from gsa_kernels.key_lists.triton_block_lists import empty_block_lists
-    from gsa_kernels.loss.triton_gathered_launch import bytes_per_tile
-    from gsa_kernels.types import Geometry
-
-    fast, geometry = GSA.with_name("gsa_fast_1.7b_32k.yaml"), Geometry(selection_block=32, local_window=64)
-    for most_keys in (1024, 4096):
-        config = load_config(fast, ["gsa.k_base=512", f"gsa.k_max={most_keys}", "parallel.context=1"])
-        lists = empty_block_lists(1, 32768, most_keys, geometry, torch.device("meta"))
-        tiles, rows = lists.counts.numel(), lists.counts.numel() * lists.max_count
-        inputs = SimpleNamespace(rows=1, block_d=config.gsa.indexer_dim, lists=lists)
-        at_once = tiles * bytes_per_tile(inputs, with_gradients=True) <= limits.GATHERED_LOSS_BYTES
-        assert at_once == (most_keys == 1024)
-        kept = memory_selection.turned_lists_bytes(config, config.phases[-1], sizes_of(config))
-        assert kept == pytest.approx(at_once * 4 * (rows + lists.num_keys), rel=1e-3)
-        assert memory_selection.turned_lists_bytes(config, config.phases[0], sizes_of(config)) == 0
-
-
-def test_what_is_kept_of_indexers():
-    """Of shared selections the loss behind attention keeps all queries, of which the first of a block are a view. The
-    tables of the rotary embedding are one pair for all indexers."""
-    shared = ["gsa.selection_block=32", "gsa.local_window=64"]
-    first, mean = (
-        estimate([*shared, f"gsa.selection_query={query}"]) for query in ("first", "previous_mean")
-    )
-    queries = 2 * 4 * 4096 * 4 * (64 + 1)
-    assert first.activations - mean.activations == pytest.approx(24 * (queries - queries / 32))
-    turned, plain = (estimate([f"gsa.indexer_rope={rope}"]).buffers for rope in ("on", "off"))
-    assert turned - plain == 4 * 4096 * 64
-
-
-def test_the_loss_behind_attention():
-    def behind(*overrides, phase=-1):
+def test_which_phases_fuse_the_indexer_loss_into_attention():
+    def fused(*overrides, phase=-1):
         config = load_config(GSA, overrides, world_size=8, need_data=False)
         return memory_selection.fuses_indexer_loss(config, config.phases[phase], sizes_of(config))
 
-    assert behind()
-    assert not behind(phase=0)
+    assert fused()
+    assert not fused(phase=0)
     for override in (
         "gsa.indexer_loss_row_fraction=0.25",
         "gsa.attention_kernel=gathered",
@@ -347,20 +168,9 @@ def test_the_loss_behind_attention():
         "train.precision=fp32",
         "model.num_kv_heads=8",
     ):
-        assert not behind(override), override
+        assert not fused(override), override
     short = ("train.seq_len_tokens=128", "gsa.indexer_loss_row_fraction=0.25")
-    assert behind(*short)  # a quarter of one stretch of queries is all of it
-
-    def bytes_of(sequences):
-        config = load_config(GSA, [f"train.micro_batch_size={sequences}"], world_size=8, need_data=False)
-        return memory_selection.fused_loss_bytes(config, sizes_of(config))
-
-    # Four parts of the target in fp16; gradients of keys of tiles of 32 rows in bf16, of four heads' queries of
-    # segments of 1024 keys in fp32. The chunk of 2^30 bytes has eight sequences.
-    per_pair = 4 * 2 + 2 * 64 / 32 + 4 * 4 * 64 / 1024
-    for sequences, counted in ((4, 4), (8, 8), (16, 8)):
-        keys = 4 * sequences * 4096 * 64
-        assert bytes_of(sequences) == keys + counted * 4096**2 * per_pair
+    assert fused(*short)  # a quarter of one stretch of queries is all of it
 
 
 def test_a_cuda_graph_holds_what_a_pass_needs():

@@ -4,8 +4,6 @@ Layers, vocabulary and lengths are those of the configs that come with it: in sm
 with the weights and with neither would have other shares. Few layers, so that what is not a layer's shows.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -218,26 +216,7 @@ CASES: dict[str, tuple[str, list[str], int, int, int]] = {
     ),
 }
 
-NIGHTLY = CASES.keys() - {
-    "one rank",
-    "one rank, warm-up",
-    "one short sequence, parts of the gradients of K and V",
-    "recompute full",
-    "recompute selective",
-    "data 2, distributed optimizer",
-    "tensor 2 with sequence parallelism",
-    "context 2",
-    "first stage of 2",
-    "last stage of 2",
-    "interleaved, last stage",
-    "groups of keys",
-    "standard",
-    "operations one by one",
-    "shared selections",
-    "shared selections over lists",
-    "experts, first stage of 2, expert 2",
-    "128K tokens, context 8",
-}
+NIGHTLY = CASES.keys() - {"one rank", "recompute full", "first stage of 2", "last stage of 2"}
 COMPARED = ["one rank", "recompute full", "first stage of 2", "last stage of 2"]
 """With each other."""
 
@@ -277,23 +256,25 @@ def traced(
     """In a process of their own: the kernels are imported for tensors of CPUs there."""
     wanted = {*COMPARED, *chosen(request, test_the_dry_run_says_what_the_step_takes.__name__)}
     steps = {name: case for name, case in CASES.items() if name in wanted}
+    selections = chosen(request, test_the_dry_run_says_what_a_selection_takes.__name__)
+    two_steps = chosen(request, test_a_step_leaves_no_more_than_the_one_before.__name__)
     folder = tmp_path_factory.mktemp("memory")
     file, out = folder / "cases.json", folder / "bytes.json"
     names = ("config", "overrides", "rank", "world_size", "phase")
     cases = [
         dict(zip(names, (case[0], overrides_of(case), *case[2:]), strict=True)) for case in steps.values()
     ]
-    for start, stop, overrides in SELECTIONS.values():
+    for start, stop, overrides in map(SELECTIONS.__getitem__, selections):
         case = {"config": GSA_128K, "overrides": overrides, "world_size": 8, "queries": (start, stop)}
         cases.append(case)
-    for overrides in TWO_STEPS.values():
+    for overrides in map(TWO_STEPS.__getitem__, two_steps):
         case = {"config": GSA, "overrides": [*FEW, *overrides], "rank": 0, "world_size": 1, "steps": 2}
         cases.append(case)
     file.write_text(json.dumps(cases))
     command = ["tests/helpers/memory_trace.py", str(file), str(out)]
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
     run_script(command, folder / "log", ranks=1, launcher="python", environment=on_cpus)
-    return dict(zip([*steps, *SELECTIONS, *TWO_STEPS], json.loads(out.read_text()), strict=True))
+    return dict(zip([*steps, *selections, *two_steps], json.loads(out.read_text()), strict=True))
 
 
 FEW = ["model.num_layers=2", "train.global_batch_size=8"]
@@ -318,7 +299,7 @@ def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any])
     assert 0.97 <= (estimate.total - static - WORKSPACE_BYTES) / added <= 1.09
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", with_nightly(SELECTIONS, SELECTIONS.keys() - {"whole", "shared"}))
 def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, Any]) -> None:
     start, stop, overrides = SELECTIONS[name]
     config = load_config(REPOSITORY / GSA_128K, overrides, world_size=8, need_data=False)
@@ -331,6 +312,7 @@ def test_the_dry_run_says_what_a_selection_takes(name: str, traced: dict[str, An
     assert 0.97 <= said / traced[name]["peak"] <= 1.09
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TWO_STEPS)
 def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, Any]) -> None:
     first, second = traced[name]["left"]

@@ -1,11 +1,8 @@
 """The record of a logged step: what its speed is counted from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gsa_train.config import PhaseConfig
 from gsa_train.data.batches import MicroBatch, mean_visible_keys, to_micro_batch
 from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
 from gsa_train.model.flops import flops_per_token
@@ -51,9 +48,7 @@ STANDARD = {"attention": "dense", "value_gate": False, "output_gate": False}
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("phase", "gsa"), [(SPARSE, {}), (WARM_UP, {}), (DENSE, STANDARD)], ids="swd")
-def test_a_step_is_counted_by_the_keys_that_its_queries_see(
-    phase: PhaseConfig, gsa: dict[str, object], size: int
-) -> None:
+def test_a_step_is_counted_by_the_keys_that_its_queries_see(phase, gsa, size):
     config = tiny_config([phase], gsa=gsa, train={"micro_batch_size": size})
     model, parallel = tiny_model(config, variance_ema=0.02), single_rank()
     optimizer, batches = build_optimizer(model, phase, config), random_batches(config)

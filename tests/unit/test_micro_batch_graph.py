@@ -3,8 +3,6 @@
 tests/gpu/test_graphs_on_gpu.py has real graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -60,7 +58,7 @@ def trained(
     batches: Callable[[int], list[MicroBatch]],
     config: Config = CONFIG,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of some steps, one of them measured and one behind a validation; the weights."""
+    """Losses and gradient norms of some steps, one of them measured and one after a validation; the weights."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
     training = Training(
@@ -101,7 +99,7 @@ def test_every_bit_is_that_of_the_schedule(phase: PhaseConfig, across: bool) -> 
 
 @pytest.mark.parametrize("balancing", [{}, BIASES], ids=["loads", "biases"])
 def test_every_bit_of_a_mixture_of_experts_is_that_of_the_schedule(balancing: dict[str, Any]) -> None:
-    """Routers count in the passes, and what balances them moves behind each step."""
+    """Routers count in the passes, and what balances them moves after each step."""
     config = tiny_config(moe={**EXPERTS, **balancing})
 
     def batches(step: int) -> list[MicroBatch]:

@@ -1,7 +1,5 @@
 """Weights of sources and best-fit packing in the training loop: batches, metrics, a resume with other weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -109,9 +107,7 @@ def steps(
     return records, batches.state()
 
 
-def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(
-    text: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
     only_b, mostly_a = config_of(text, {"A": 0.0, "B": 2.0}), config_of(text, {"A": 3.0, "C": 1.0})
     records, state = steps(only_b, 0, 4, None)
     assert "no document of" not in caplog.text

@@ -1,7 +1,5 @@
 """Steps of a mixture of experts: what moves its routers, what does not, and that a checkpoint holds it."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """What the host does about verdicts: when it reads them, what it counts, and its policies."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

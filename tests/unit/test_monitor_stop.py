@@ -1,7 +1,5 @@
 """A start after the monitor stopped the run: refused, unless something is different."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -76,9 +74,7 @@ def test_something_different_goes_on_and_the_note_is_gone(stopped: Config, tmp_p
     start(stopped)
 
 
-def test_a_restart_by_torchrun_has_no_options(
-    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_by_torchrun_has_no_options(stopped, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
     note_job_start(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

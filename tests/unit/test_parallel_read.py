@@ -1,7 +1,5 @@
 """Tensors of a checkpoint that cannot be filled: a fault of the file, or of who reads it."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 import zlib
@@ -45,9 +43,7 @@ def test_what_is_no_tensor_is_a_fault_of_its_file(reader: ParallelReader, tmp_pa
 @pytest.mark.parametrize(
     "error", [MemoryError("no room"), torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: ECC")]
 )
-def test_what_a_rank_cannot_take_over_is_no_fault_of_the_file(
-    error: Exception, reader: ParallelReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_cannot_take_over_is_no_fault_of_the_file(error, reader, tmp_path, monkeypatch):
     """Its checkpoint would be left for an older one, and so would that."""
 
     def fill(*_: object) -> None:

@@ -1,7 +1,5 @@
 """What a step does follows from its number, its phase and the config."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -78,9 +76,7 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
         (20, {20}, 0, 20),
     ],
 )
-def test_a_stretch_of_left_out_steps_is_named_once_by_each_start_and_phase(
-    step: int, skipped: set[int], before: int, through: int | None
-) -> None:
+def test_a_stretch_of_left_out_steps_is_named_once_by_each_start_and_phase(step, skipped, before, through):
     planned = plan(step, skipped, before)
     assert not planned.trains
     assert planned.left_out_through == through

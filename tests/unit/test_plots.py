@@ -169,7 +169,8 @@ def test_words_of_a_run_are_no_formulas(tmp_path, monkeypatch, name):
     assert_picture(loss)
 
 
-def test_layers_without_a_value_are_gaps(tmp_path):
+def test_layers_without_a_value_are_gaps(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "TITLES", {})  # those of layers alone
     write_run(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_text(path.read_text().replace("[0.3, 0.5]", "[0.3, null]", 1))
@@ -177,11 +178,13 @@ def test_layers_without_a_value_are_gaps(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_figures_without_data_are_left_out(tmp_path):
+def test_figures_without_data_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     write_run(tmp_path / "run", sparse=False)
     assert names(write_plots(tmp_path / "run")) == ALWAYS
 
 
+@pytest.mark.nightly
 def test_a_killed_run(tmp_path):
     """Soon after it began: of most lines there is one point."""
     write_run(tmp_path / "run", steps=10, tail='{"step": 70, "phase": "spa')

@@ -1,7 +1,5 @@
 """Where the time of a trace goes: torch's own events, made by hand as on a GPU, and by its profiler on a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A port that is taken is said in one line. Where torchrun makes the port, it says so itself."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -38,9 +36,7 @@ def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch)
         ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "no MASTER_PORT"),
     ],
 )
-def test_a_rank_without_the_address_of_the_others(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], missing: str
-) -> None:
+def test_a_rank_without_the_address_of_the_others(monkeypatch, environment, missing):
     """As of a shell in which RANK was left over, or a launcher that is not torchrun."""
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

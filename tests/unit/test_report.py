@@ -260,7 +260,7 @@ def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
     write_run(tmp_path / "a")
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     late = {"event": "checkpoint", "step": 30, "phase": "warm-up", "checkpoint_save_seconds": 9.0}
-    lines.insert(4, json.dumps(late))  # behind step 40
+    lines.insert(4, json.dumps(late))  # after step 40
     lines[:3] = [json.dumps({**json.loads(line), "k_mean": None}) for line in lines[:3]]
     (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     page = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()

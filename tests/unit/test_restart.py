@@ -1,8 +1,5 @@
 """A restart by torchrun or Slurm is told from a new start of the same command."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,13 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("", {}, False),
     ],
 )
-def test_only_what_the_same_job_began_is_restarted(
-    opened_by: str | None,
-    variables: dict[str, str],
-    expected: bool,
-    tmp_path: Path,
-    environment: pytest.MonkeyPatch,
-) -> None:
+def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expected, tmp_path, environment):
     parallel = single_rank()
     if opened_by is not None:
         environment.setenv("TORCHELASTIC_RUN_ID", opened_by)
@@ -57,9 +48,7 @@ def test_only_what_the_same_job_began_is_restarted(
 
 
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
-def test_jobs_of_one_name_are_told_by_their_launchers(
-    started: tuple[float, float], tmp_path: Path, environment: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
     """torchrun over several nodes without --rdzv-id. The folder was opened at 100: a launcher of then goes on, on
     whichever node; where none is left, a new job lost its first start before it opened the folder."""
     for name, value in NAMELESS.items():
@@ -87,9 +76,7 @@ def test_jobs_of_one_name_are_told_by_their_launchers(
         b"\x0e100.0\n12345678\n",  # of a job without a name, one bit wrong in the first byte
     ],
 )
-def test_a_damaged_note_is_named_and_ends_nothing(
-    content: bytes, tmp_path: Path, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_note_is_named_and_ends_nothing(content, tmp_path, environment, caplog):
     (tmp_path / JOB_START).write_bytes(content)
     for name, value in NAMED.items():
         environment.setenv(name, value)

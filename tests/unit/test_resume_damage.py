@@ -1,7 +1,5 @@
 """Which checkpoint a start takes when some are damaged, missing, or named by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -80,9 +78,7 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
 
 
 @pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
-def test_checkpoints_that_a_link_leads_to_are_the_runs_own(
-    moved: str, config: Config, tmp_path: Path
-) -> None:
+def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_path):
     """Taken for another run's, they were refused, or made the outputs of this one move to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
     far.parent.mkdir(parents=True)
@@ -111,9 +107,7 @@ def test_without_latest_the_newest_counts_instead_of_step_0(config: Config) -> N
     "content",
     [b"", b"\xff\xfe\x00", b"step_0000", b"../../other/checkpoints/step_00000002", b"/tmp/step_00000002"],
 )
-def test_a_latest_that_names_nothing_beside_it_counts_as_absent(
-    content: bytes, config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_latest_that_names_nothing_beside_it_counts_as_absent(content, config, caplog):
     checkpoints = checkpoints_of(config)
     (checkpoints / "latest").write_bytes(content)
     assert start_of(config).step == 6
@@ -176,9 +170,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_
     assert start_of(config, resume_from=str(checkpoints_of(config) / "step_00000004")).step == 4
 
 
-def test_a_rank_that_does_not_see_the_checkpoint_is_named(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
     """On a node without the shared folder."""
     is_dir = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: path.name != "step_00000006" and is_dir(path))
@@ -206,9 +198,7 @@ def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: 
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "the next job of a chain"])
-def test_a_restart_before_the_first_save_starts_where_the_launch_did(
-    config: Config, written: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
-) -> None:
+def test_a_restart_before_the_first_save_starts_where_the_launch_did(config, written, monkeypatch, launcher):
     if launcher == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ab")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -1,7 +1,5 @@
 """What a checkpoint's position in the text meets at a resume: the same data, other data, another tokenizer."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -86,14 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_other_data_is_refused_until_it_is_accepted(
-    tmp_path: Path,
-    config: Config,
-    tokenizer: Tokenizer,
-    saved: dict[str, Any],
-    field: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_other_data_is_refused_until_it_is_accepted(tmp_path, config, tokenizer, saved, field, caplog):
     new_dir = write_text(tmp_path / "new", "new")
     change = {"train_dir": new_dir} if field == "manifest_fingerprint" else CHANGES[field]
     changed = with_data(config, **change)
@@ -120,9 +111,7 @@ def test_other_data_is_refused_until_it_is_accepted(
     assert again.state() == plain.state()
 
 
-def test_text_that_comes_again_is_said_once(
-    config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_text_that_comes_again_is_said_once(config, tokenizer, caplog):
     batches = opened(config, None, tokenizer)
     state = batches.state()
     while whole_epochs(state) == 0:
@@ -138,9 +127,7 @@ def test_text_that_comes_again_is_said_once(
     assert caplog.text.count("has been read") == 1
 
 
-def test_another_tokenizer_or_eos_is_refused_in_any_case(
-    config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
-) -> None:
+def test_another_tokenizer_or_eos_is_refused_in_any_case(config, tokenizer, saved):
     other = load_tokenizer(
         dataclasses.replace(
             with_data(config, eos_token="<s>"), model=dataclasses.replace(config.model, vocab_size=4096)
@@ -154,9 +141,7 @@ def test_another_tokenizer_or_eos_is_refused_in_any_case(
         assert "--accept-new-data" not in str(refusal.value)
 
 
-def test_a_damaged_position_is_refused_in_any_case(
-    config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
-) -> None:
+def test_a_damaged_position_is_refused_in_any_case(config, tokenizer, saved):
     damaged = saved | {"cursors": [[0, 0, 0, 0]] * 4}
     with pytest.raises(ResumeError, match="data state is damaged: lane 0"):
         opened(config, damaged, tokenizer, accept=True)
@@ -179,9 +164,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | DataFau
     monkeypatch.setattr(batches.dist, "all_gather_object", gather)
 
 
-def test_ranks_that_see_other_shards_are_refused(
-    config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_other_shards_are_refused(config, tokenizer, monkeypatch):
     other_rank(monkeypatch, {})
     identity = opened(config, None, tokenizer)._stream.identity
     assert identity.keys() >= CHANGES.keys() | {"tokenizer_fingerprint", "packing"}
@@ -192,9 +175,7 @@ def test_ranks_that_see_other_shards_are_refused(
         opened(config, None, tokenizer)
 
 
-def test_ranks_that_see_other_validation_text_are_refused(
-    config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_other_validation_text_are_refused(config, tokenizer, monkeypatch):
     def read(first: str, second: str) -> list[ValidationSet]:
         sets = {"a": first, "b": second}
         return read_validation_sets(with_data(config, validation_sets=sets), tokenizer)
@@ -218,9 +199,7 @@ def test_ranks_that_see_other_validation_text_are_refused(
         shared_validation_sets(with_data(config, validation_dir="/no/such"), tokenizer, single_rank())
 
 
-def test_a_start_warns_of_validation_text_that_is_trained_on(
-    tmp_path: Path, config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_warns_of_validation_text_that_is_trained_on(tmp_path, config, tokenizer, caplog):
     opened(config, None, tokenizer)
     assert "scored on" not in caplog.text
     train = Path(config.data.train_dir)
@@ -236,9 +215,7 @@ def test_a_start_warns_of_validation_text_that_is_trained_on(
     assert warned == [("data.validation_sets.inside",), ("data.validation_sets.same",)]
 
 
-def test_a_start_warns_once_of_lost_newlines(
-    tmp_path: Path, config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_warns_once_of_lost_newlines(tmp_path, config, tokenizer, caplog):
     opened(config, None, tokenizer)
     assert "newlines" not in caplog.text
     path = tmp_path / "defaults.model"
@@ -276,9 +253,7 @@ def test_names_that_the_config_repeats() -> None:
 
 
 @pytest.mark.parametrize(("workers", "is_said"), [(2, False), (3, True)])
-def test_readers_that_share_lanes_are_said(
-    config: Config, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, workers: int, is_said: bool
-) -> None:
+def test_readers_that_share_lanes_are_said(config, tokenizer, caplog, workers, is_said):
     caplog.set_level("INFO")
     opened(with_data(config, num_workers=workers), None, tokenizer).close()
     assert ("readers share lanes, 3 to each" in caplog.text) == is_said
@@ -287,9 +262,7 @@ def test_readers_that_share_lanes_are_said(
     assert ("data.on_bad_shard = skip: where only some" in caplog.text) == is_said
 
 
-def test_a_shard_of_the_same_size_is_named(
-    tmp_path: Path, config: Config, tokenizer: Tokenizer, saved: dict[str, Any]
-) -> None:
+def test_a_shard_of_the_same_size_is_named(tmp_path, config, tokenizer, saved):
     """Also where all that is known of it is its size: a state of before there were samples goes on."""
     shard = next(path for path in sorted(Path(config.data.train_dir).rglob("*")) if path.is_file())
     content = bytearray(shard.read_bytes())

@@ -1,7 +1,5 @@
 """Which fields of the model a checkpoint holds a run to."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The losses of a router are means over the tokens of the global batch, times their coefficients: in gradients, against
 autograd of the definitions, whatever the micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -16,7 +14,7 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the last layer's router, behind which no other one is; its weight, and what went into it, [T, d]."""
+    """The last layer's router, after which there is no other one; its weight, and what went into it, [T, d]."""
     moe = {**SIZES, "balance_coeff": balance, "z_loss_coeff": z}
     config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
     model = tiny_model(config)

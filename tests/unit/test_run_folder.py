@@ -1,7 +1,5 @@
 """What a start makes of its run folder: one run at a time, what changed since the checkpoint, an older summary."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -80,9 +78,7 @@ def test_a_copied_folder_gets_a_wandb_run_of_its_own_which_names_the_other(
     assert has_begun
 
 
-def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(run_lock, "REMOTE_PATIENCE_SECONDS", 0.0)
     command = [sys.executable, "-c", HOLD, str(tmp_path / FILE)]
@@ -123,9 +119,7 @@ def test_a_refused_start_leaves_no_lock_in_a_folder_that_had_none(tmp_path: Path
 
 
 @pytest.mark.parametrize("step", [0, 6])
-def test_wandb_hears_whether_the_run_has_begun(
-    step: int, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_hears_whether_the_run_has_begun(step, config, monkeypatch):
     told = Mock(return_value=None)
     monkeypatch.setattr("gsa_train.run.folder.open_wandb", told)
     open_at(step, config)
@@ -170,9 +164,7 @@ def test_the_end_that_is_written_again_has_one_validation(config: Config, tmp_pa
     assert (run_dir / "summary.json").exists()
 
 
-def test_what_changed_since_the_checkpoint_is_said(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_changed_since_the_checkpoint_is_said(config, capsys):
     longer = dataclasses.replace(SPARSE, steps=12, lr=2e-2)
     changed = dataclasses.replace(config, phases=[longer, WARM_UP])
     lines = config_changes(config_to_yaml(config), changed)
@@ -203,9 +195,7 @@ def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_a_validation_that_is_made_up_for_again_is_there_once(
-    due: bool, config: Config, tmp_path: Path
-) -> None:
+def test_a_validation_that_is_made_up_for_again_is_there_once(due, config, tmp_path):
     """The start before this one has made up for it, and ended before it saved."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -216,9 +206,7 @@ def test_a_validation_that_is_made_up_for_again_is_there_once(
 
 
 @pytest.mark.parametrize("writer", ["note_start", "write_atomically", "open_sinks"])
-def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
-) -> None:
+def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(config, tmp_path, monkeypatch, writer):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "file"))
 
@@ -230,9 +218,7 @@ def test_a_full_disk_at_a_start_is_one_line_with_path_and_remedy(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"steps": "x"}', b"\xff"])
-def test_a_damaged_summary_is_named_and_kept(
-    config: Config, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_summary_is_named_and_kept(config, tmp_path, content, caplog):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_bytes(content)
     open_at(6, config)
@@ -254,9 +240,7 @@ WRITTEN = (
 
 @pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
 @pytest.mark.parametrize("name", [*WRITTEN, FILE])
-def test_no_file_of_the_folder_is_written_through_a_link(
-    name: str, leads: str, config: Config, tmp_path: Path
-) -> None:
+def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tmp_path):
     """The start does without it or names it; what the link leads to is another's."""
     run, target = tmp_path / "run", tmp_path / "of_another"
     open_at(6, config)
@@ -298,9 +282,7 @@ def test_a_pipe_in_place_of_a_file_is_named_at_once(config: Config, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
-def test_an_output_folder_on_another_disk_stays_there(
-    name: str, config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, caplog):
     """The link moved to previous/ without a word, and the run went on on the small disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
@@ -323,9 +305,7 @@ def test_an_output_folder_on_another_disk_stays_there(
         assert len(list(disk.glob("previous/*/step_00000002"))) == 1
 
 
-def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(config, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "unmounted")
@@ -337,9 +317,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(
     assert (run / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
-def test_the_step_to_start_from_is_chosen_with_the_lock_held(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, monkeypatch):
     """Two launchers of a new run: the second one chose step 0 while the first one trained, then moved its run away."""
     for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
         monkeypatch.setattr(train, name, lambda *_: None)
@@ -356,9 +334,7 @@ def test_the_step_to_start_from_is_chosen_with_the_lock_held(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):
     """It held the lock of a file that the other had removed with its folder, and a third one the new file's."""
     path, opened = tmp_path / "run" / FILE, []
 
@@ -378,9 +354,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
     lock.close()
 
 
-def test_a_refused_start_removes_no_folder_in_which_another_has_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path, monkeypatch):
     """Both have looked whether it is there before one of them makes it."""
     first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
 

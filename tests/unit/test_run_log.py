@@ -1,7 +1,5 @@
 """Every record has the time of its making, whichever way it goes, and after a resume, too."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,9 +16,7 @@ LOGGING = LoggingConfig(tensorboard=False, wandb="disabled")
 
 
 @pytest.mark.parametrize("writes_late", [False, True])
-def test_every_record_has_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes_late: bool
-) -> None:
+def test_every_record_has_its_time(tmp_path, monkeypatch, writes_late):
     clock = iter([1000.5, 1001.25, 1002.125])
     monkeypatch.setattr(run_log, "time", Mock(time=lambda: next(clock)))
     for resume_step, steps in ((None, [1]), (1, [2])):

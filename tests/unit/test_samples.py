@@ -1,7 +1,5 @@
 """Samples of fixed prompts: the argmax of the training model's own logits, on any layout; training does not notice."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -24,7 +22,7 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
 from gsa_train.run.validate import validate
 from gsa_train.validation.samples import encode_prompts, generate_samples
-from helpers.single_rank import EOS, SPARSE, named_weights, single_rank, tiny_config, tiny_model
+from helpers.single_rank import EOS, SPARSE, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 PROMPTS = ["abc", "hello"]
@@ -108,27 +106,10 @@ def test_what_ends_is_not_gone_on_with(model: Model, stop: int, monkeypatch: pyt
     assert len(calls) == 3 * len(PROMPTS)
 
 
-def test_training_does_not_notice(model: Model) -> None:
-    weights, stats = named_weights(model), model.runtime.stats
-    averages = [tracker.ema.clone() for tracker in model.variance_trackers]
-    stats.reset()
-    before, random = stats.reduce(torch.zeros(0, dtype=torch.float64), [], []), torch.get_rng_state()
-    samples_of(model)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(module.training for module in model.modules)
-    assert not model.gpt.output_layer._forward_pre_hooks
-    assert not model.runtime.attention_pass.evaluating
-    after = stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])
-    assert str(after) == str(before)
-    assert all(torch.equal(t.ema, each) for t, each in zip(model.variance_trackers, averages, strict=True))
-    now = named_weights(model)
-    assert all(torch.equal(now[name], weight) for name, weight in weights.items())
-
-
 def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gsa_train.trainer.evaluate", lambda *_: {"validation_loss": 1.0})
+    monkeypatch.setattr("gsa_train.run.validate.evaluate", lambda *_: {"validation_loss": 1.0})
     sinks = Mock()
     fields = {"tokenizer": Letters(), "prompts": encode_prompts(CONFIG, Letters()), "sinks": sinks}
     run = tiny_run(CONFIG, model, **fields)
@@ -228,9 +209,7 @@ def test_a_rewind_drops_later_samples(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [2, 3]
 
 
-def test_a_file_that_cannot_be_made_costs_its_samples_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_made_costs_its_samples_alone(tmp_path, caplog):
     (tmp_path / "samples.jsonl").mkdir()
     with open_sinks(LoggingConfig(tensorboard=False), tmp_path, ["sparse"], None, None) as sinks:
         (tmp_path / "samples.jsonl").mkdir(exist_ok=True)

@@ -1,7 +1,5 @@
 """The rules that call a step a spike: on made-up histories, and on the trace of a real run without faults."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -171,9 +169,7 @@ def test_the_sigma_rule_is_that_of_olmo_core() -> None:
 @pytest.mark.parametrize("config", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("signal", [0, 1])
-def test_what_is_not_finite_is_never_applied_and_never_history(
-    config: MonitorConfig, bad: float, signal: int
-) -> None:
+def test_what_is_not_finite_is_never_applied_and_never_history(config, bad, signal):
     trace = noise(200)
     trace[0, signal] = trace[100, signal] = bad
     rows = replay(trace, config, 1.0)
@@ -269,9 +265,7 @@ def test_a_trial_counts_what_is_found_and_what_is_not() -> None:
     assert trial.delays["none"] == [0.0 if first == 300 else math.inf for first in places]
 
 
-def test_the_command_names_the_steps_of_a_run_and_takes_overrides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_the_steps_of_a_run_and_takes_overrides(tmp_path, monkeypatch, capsys):
     repository = Path(__file__).parents[2]
     demo = (repository / "configs" / "demo.yaml").read_text()
     (tmp_path / "config.yaml").write_text(demo.replace("\ntrain:", "\ntrain:\n  grad_clip: 0"))

@@ -1,7 +1,5 @@
 """What a start says of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gsa_train.cli import parse_arguments

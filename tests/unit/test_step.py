@@ -1,7 +1,5 @@
 """One optimizer step: the loss is the mean over scored tokens, however the batch is cut, and is logged as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

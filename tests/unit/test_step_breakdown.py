@@ -1,7 +1,5 @@
 """Each instant of a device's time counted once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

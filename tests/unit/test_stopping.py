@@ -1,7 +1,5 @@
 """Who asks a run to stop, when all ranks do it, and that nothing is lost in the middle of a validation."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -45,6 +43,7 @@ from gsa_train.reliability.stop_signals import (
     reason_in_words,
 )
 from gsa_train.reliability.stop_vote import StopVote
+from gsa_train.run import validate
 from gsa_train.step import StepResult
 from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of
@@ -121,9 +120,7 @@ def test_a_signal_is_noted_and_ends_nothing(request_to_stop: StopRequest, number
     assert request_to_stop.reason == number
 
 
-def test_ctrl_c_says_what_it_does(
-    press: Callable[[int, float], None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_says_what_it_does(press, capfd):
     press(signal.SIGINT, 0.0)
     said = capfd.readouterr().err
     assert "interrupted: the step under way is finished and saved" in said
@@ -133,9 +130,7 @@ def test_ctrl_c_says_what_it_does(
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # from the terminal; from torchrun
-def test_twice_ends_at_once(
-    press: Callable[[int, float], None], capfd: pytest.CaptureFixture[str], second: int
-) -> None:
+def test_twice_ends_at_once(press, capfd, second):
     press(signal.SIGTERM, 0.0)  # does not count
     press(signal.SIGINT, 1.0)
     with pytest.raises(Ended, match="130"):
@@ -143,9 +138,7 @@ def test_twice_ends_at_once(
     assert "the same command goes on from the last checkpoint" in capfd.readouterr().err
 
 
-def test_other_ranks_say_nothing(
-    press: Callable[[int, float], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_ranks_say_nothing(press, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
     press(signal.SIGINT, 0.0)
     with pytest.raises(Ended):
@@ -194,9 +187,7 @@ def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
     assert process.stderr.read().strip().startswith("interrupted again: ended at once")
 
 
-def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
-    request_to_stop: StopRequest,
-) -> None:
+def test_children_do_not_get_the_signals_and_this_process_gets_them_later(request_to_stop):
     show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     with children_keep_running():
         child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
@@ -219,9 +210,7 @@ def test_children_do_not_get_the_signals_and_this_process_gets_them_later(
         (0, {"SLURM_JOB_END_TIME": "8200"}, None),
     ],
 )
-def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(
-    limit_minutes: float, slurm: dict[str, str], expected: float | None
-) -> None:
+def test_the_deadline_is_the_sooner_of_limit_and_slurm_job(limit_minutes, slurm, expected):
     assert find_deadline(limit_minutes, 5, slurm, began=1000.0) == expected
 
 
@@ -266,9 +255,7 @@ def test_between_fast_steps_it_is_seen_one_step_later_and_stays(vote: tuple[Stop
     assert [vote[1].ask(), vote[1].ask(), vote[1].ask()] == [0, signal.SIGUSR1, signal.SIGUSR1]
 
 
-def test_after_a_slow_step_it_is_seen_at_once(
-    vote: tuple[StopRequest, StopVote], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_slow_step_it_is_seen_at_once(vote, monkeypatch):
     clock = iter(range(0, 100, 10))
     monkeypatch.setattr("gsa_train.reliability.stop_vote.time.monotonic", lambda: float(next(clock)))
     assert [vote[1].ask(), vote[1].ask()] == [0, 0]
@@ -340,9 +327,7 @@ def stop_at(question: int) -> Callable[[], int]:
 
 # Before each step one question; the validation after step 2 asks before each of its sets and sources.
 @pytest.mark.parametrize(("question", "step", "in_validation"), [(1, 1, False), (2, 2, True), (3, 2, True)])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, question: int, step: int, in_validation: bool
-) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, question, step, in_validation):
     undisturbed, _ = train_phase(tmp_path / "undisturbed", lambda: 0)
     before, stop = train_phase(tmp_path / "stopped", stop_at(question))
     assert isinstance(stop, Stopped)
@@ -360,9 +345,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     [(lambda: 0, [(1, False), (2, False), (3, False), (4, True)]), (stop_at(1), [(1, False), (1, True)])],
     ids=["end", "stop"],
 )
-def test_replicas_are_compared_before_the_last_save_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], int], expected: list[tuple[int, bool]]
-) -> None:
+def test_replicas_are_compared_before_the_last_save_too(tmp_path, monkeypatch, ask, expected):
     compared: list[tuple[int, bool]] = []
     check = Mock(
         compute=lambda step, compute: compute(),
@@ -375,19 +358,17 @@ def test_replicas_are_compared_before_the_last_save_too(
     assert compared == expected
 
 
-def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(tmp_path, monkeypatch):
     train_phase(tmp_path, stop_at(2))
     seconds = itertools.count(0.0, 1e-3)
-    evaluate = trainer.evaluate
+    evaluate = validate.evaluate
 
     def slow(*arguments: Any) -> dict[str, Any]:
         nonlocal seconds
         seconds = itertools.count(next(seconds) + 1000.0, 1e-3)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(trainer, "evaluate", slow)
+    monkeypatch.setattr(validate, "evaluate", slow)
     monkeypatch.setattr(record, "time", Mock(perf_counter=lambda: next(seconds)))
     after, _ = train_phase(tmp_path, lambda: 0, resume_from=tmp_path / "step_00000002")
     assert [each["step"] for each in after if each.get("event") == "validation"] == [2, 4]
@@ -419,18 +400,14 @@ def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
     monkeypatch.setattr(trainer, "plan_step", unlogged)
 
 
-def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_saves_nothing_after_a_step_that_is_not_finite(tmp_path, monkeypatch):
     unhealthy(monkeypatch, math.nan)
     _, error = train_phase(tmp_path / "stopped", stop_at(1))
     assert isinstance(error, MonitorStop)
     assert not (tmp_path / "stopped").exists()
 
 
-def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_saves_nothing_in_a_spike_that_asks_for_a_rewind(tmp_path, monkeypatch):
     unhealthy(monkeypatch, 9.0)
     records, found = train_phase(
         tmp_path / "stopped", stop_at(1), monitor={"action": "rewind", "patience_steps": 1}

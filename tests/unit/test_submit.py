@@ -1,7 +1,5 @@
 """What is submitted to Slurm: a whole script, from a source that is known."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Tasks between training steps: each request's log-likelihood is that of a pass of its own, on any number of replicas;
 training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -80,7 +78,7 @@ def model() -> Model:
 
 
 def alone(model: Model, request: Request) -> float:
-    """In a sequence that is filled up with something else behind it."""
+    """In a sequence that is filled up with something else after it."""
     block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
     tokens, scored = request
     block[0, : len(tokens)] = torch.from_numpy(tokens)
@@ -220,9 +218,7 @@ def undisturbed(places: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("percent", [100, 1e-6], ids=["scored", "left out"])
-def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(
-    percent: float, places: list[str], undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(percent, places, undisturbed, tmp_path):
     found = undisturbed
     if percent < 100:
         found = trained(tmp_path / "with", places, tasks_max_time_percent=percent)
@@ -267,9 +263,7 @@ def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
         assert torch.equal(after["weights"][name], weight), name
 
 
-def test_an_error_in_tasks_costs_no_step(
-    places: list[str], undisturbed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypatch):
     """Where a step saves, too, it does so before its tasks."""
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -286,9 +280,7 @@ def test_an_error_in_tasks_costs_no_step(
     assert all(torch.equal(after["weights"][name], weight) for name, weight in undisturbed["weights"].items())
 
 
-def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(monkeypatch, tmp_path):
     phases = [dataclasses.replace(PHASE, name="first"), dataclasses.replace(PHASE, name="second")]
     ranges = [PhaseRange(0, phases[0], 0, 4), PhaseRange(1, phases[1], 4, 8)]
     for due, index in ((True, 0), (False, 1)):
@@ -333,9 +325,7 @@ def test_what_tasks_will_take(places: list[str]) -> None:
     assert clock.expected_seconds(tasks, config, single_rank()) == 5.0
 
 
-def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path, monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr("gsa_train.run.tasks_in_turn.score_tasks", lambda *_: calls.append(1) or {})
     config = tiny_config(
@@ -373,9 +363,7 @@ def test_configs_that_are_refused(evaluate: dict[str, Any], words: str) -> None:
     assert words in line
 
 
-def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(
-    places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_that_are_absent_or_damaged_are_refused_with_the_config(places, tmp_path, monkeypatch):
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("{}\n")
     tasks = [*places, "./absent", str(damaged), "absent.yaml", "olmo:no/such", "arc_easy"]

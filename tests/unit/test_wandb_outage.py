@@ -70,7 +70,7 @@ def sync_as(line):
     assert sent.returncode == 0, sent.stderr
 
 
-@pytest.mark.parametrize("does", ["hang", 500])
+@pytest.mark.parametrize("does", [pytest.param("hang", marks=pytest.mark.nightly), 500])
 def test_a_start_without_a_server_keeps_its_records_for_sync(does, server, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(wandb_outage, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(wandb_outage, "INIT_SECONDS", 2.0)
@@ -132,6 +132,7 @@ def test_a_server_away_in_the_middle_gets_all_when_it_is_back(server, tmp_path, 
     assert not [line for line in said(caplog) if "sync" in line]
 
 
+@pytest.mark.nightly
 def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(wandb_outage, "FINISH_SECONDS", 2.0)
     sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
@@ -150,6 +151,7 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
     assert server.got("train/late")
 
 
+@pytest.mark.nightly
 def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
     """As W&B's own now and then does where the server hangs; its own limit is then not kept."""
     sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
@@ -163,6 +165,7 @@ def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, 
     assert psutil.wait_procs([service], 100)[1] == []  # killed; how soon it is gone, the machine decides
 
 
+@pytest.mark.nightly
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
     """W&B raises nothing there."""
     log_start(tmp_path, (1,), server, then=401)
@@ -173,7 +176,7 @@ def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_pa
 
 
 def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
-    """W&B tells their folders apart by a number behind the id; one without a server has a name of its own."""
+    """W&B tells their folders apart by a number after the id; one without a server has a name of its own."""
     names = ["run-20261126_162634-abc-9", "run-20261126_162635-abc-1", "offline-run-20261126_162635-abc"]
     for place, name in enumerate([*names, "run-20261126_162636-abc"]):
         folder = tmp_path / "wandb" / name

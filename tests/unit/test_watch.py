@@ -101,9 +101,7 @@ def test_ages_grow_until_a_heartbeat_and_a_progress_come() -> None:
     ("seconds", "expected"),
     [([1.0, 1.0, 3.0, 1.0], (2, 3.0)), ([1.0, 2.0], (1, 2.0)), ([5.0], (0, 1.0)), ([0.0, 0.0], (0, 1.0))],
 )
-def test_the_slowest_rank_is_compared_with_the_median(
-    seconds: list[float], expected: tuple[int, float]
-) -> None:
+def test_the_slowest_rank_is_compared_with_the_median(seconds, expected):
     assert slowest(seconds) == expected
 
 

@@ -1,13 +1,14 @@
 """A hang at the end of a run is named, and ends with the exit code that the run has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+
+import pytest
 
 from gsa_train.reliability.hang_watchdog import ALL_SAFE, REPORT, newest_hang
 from helpers.runs import run_script
 
+pytestmark = pytest.mark.nightly  # it waits for limits; test_watch.py and test_hang_limit.py have their rules
 SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
 
 

@@ -1,7 +1,5 @@
 """`checkpoint.initial_weights`: what a new run takes over from another one's checkpoint, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import re
@@ -209,9 +207,7 @@ def test_fp32_weights_beside_new_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["distributed", "ZeRO-3"])
-def test_fp32_weights_that_are_not_the_model_s(
-    kind: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fp32_weights_that_are_not_the_model_s(kind, precision, tmp_path, caplog):
     checkpoint, _, weights = saved_in_bf16(tmp_path, tiny_config([SPARSE], train=BF16), spoil=True)
     config = tiny_config([SPARSE], train={"precision": precision}, parallel=KINDS[kind])
     found = begun(checkpoint, config)

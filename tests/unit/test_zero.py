@@ -1,8 +1,6 @@
 """DeepSpeed's ZeRO in one process: its steps are those of megatron-core's optimizer, a step can be left out, and it
 leaves the model as it found it. More ranks: tests/distributed/test_many_layouts.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Sentencepiece models of all kinds as tokenizer.json: the ids of sentencepiece, or a refusal."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from pathlib import Path

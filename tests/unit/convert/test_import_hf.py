@@ -1,7 +1,5 @@
 """Dense models of transformers as GSA models: the same first loss, training from there, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -120,9 +118,7 @@ def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
 
 
 @pytest.mark.parametrize("name", DENSE_MODELS)
-def test_the_first_loss_is_that_of_the_dense_model_and_it_leaves_as_a_gsa_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_first_loss_is_that_of_the_dense_model_and_it_leaves_as_a_gsa_model(name, tmp_path):
     theirs, tokens = dense_model(name, tmp_path / "hf"), some_tokens()
     with torch.no_grad():
         expected = theirs(tokens).logits.float()
@@ -332,9 +328,7 @@ def test_without_a_tokenizer_one_is_asked_for(llama: Path, tmp_path: Path) -> No
     assert config.data.eos_token == "<s>"
 
 
-def test_the_command(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(llama, tmp_path, monkeypatch, capsys):
     def run(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["import_hf.py", "--hf", str(llama), "--out", *words])
         return command.main()

@@ -1,7 +1,5 @@
 """A folder of transformers that does not fit together is refused in one line, whoever reads it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -153,13 +151,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused(
-    name: str,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_fit_is_refused(name, whole, tmp_path, monkeypatch, capsys):
     folder, out = tmp_path / "wrong", tmp_path / "out"
     shutil.copytree(whole, folder)
     change, expected = WRONG[name]
@@ -179,9 +171,7 @@ def test_what_does_not_fit_is_refused(
         assert not out.exists()
 
 
-def test_tied_embeddings_and_dense_layers_are_no_contradiction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_embeddings_and_dense_layers_are_no_contradiction(tmp_path, monkeypatch):
     tokenizer = Tokenizer(TOKENIZER)
     changes = {"tie_word_embeddings": True, "layer_types": ["full_attention", GSAConfig().layer_types[0]]}
     tiny_model(vocab_size=tokenizer.vocab_size, **changes).save_pretrained(tmp_path / "hf")
@@ -197,9 +187,7 @@ def test_tied_embeddings_and_dense_layers_are_no_contradiction(
         assert command.main() == 0
 
 
-def test_no_code_of_a_folder_runs(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_code_of_a_folder_runs(whole, tmp_path, monkeypatch, capsys):
     """Not even where the standard input, from which transformers would take it, says yes."""
     folder = shutil.copytree(whole, tmp_path / "hf")
     ran = tmp_path / "ran"

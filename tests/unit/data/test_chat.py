@@ -1,7 +1,5 @@
 """Conversations as a data format: which lines are left out, and what packing and resumes keep."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -141,9 +139,7 @@ def test_good_lines() -> None:
     assert kept["tools"] == TOOLS
 
 
-def test_bad_lines_are_left_out_counted_and_logged(
-    tmp_path: Path, chat_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_lines_are_left_out_counted_and_logged(tmp_path, chat_tokenizer, caplog):
     refuses = (
         "{%- if messages[0].content == 'a' -%}{{- raise_exception('no a') -}}{%- endif -%}" + WITH_BLOCKS
     )
@@ -223,10 +219,8 @@ def test_parquet_holds_the_same_conversations(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("config", [CONFIG, BEST_FIT], ids=["concatenate", "best_fit"])
-def test_no_mark_is_lost_by_packing(
-    folder: ChatFolder, chat_tokenizer: Tokenizer, config: StreamConfig
-) -> None:
-    """In the first epoch each label that counts comes once, behind the token that precedes it."""
+def test_no_mark_is_lost_by_packing(folder, chat_tokenizer, config):
+    """In the first epoch each label that counts comes once, after the token that precedes it."""
     run = Run(folder, chat_tokenizer, config)
     while min(cursor[0] for cursor in run.state()["cursors"]) < 2:
         run.step(8)
@@ -253,9 +247,7 @@ def test_no_mark_is_lost_by_packing(
     [(CONFIG, 0), (BEST_FIT, 0), (BEST_FIT, 1)],
     ids=["concatenate", "best_fit", "best_fit in a worker"],
 )
-def test_a_resume_in_the_middle_of_a_conversation_is_exact(
-    folder: ChatFolder, chat_tokenizer: Tokenizer, config: StreamConfig, num_workers: int
-) -> None:
+def test_a_resume_in_the_middle_of_a_conversation_is_exact(folder, chat_tokenizer, config, num_workers):
     config = StreamConfig(**{**vars(config), "num_workers": num_workers, "prefetch_blocks": 8})
     whole = read_run(folder, chat_tokenizer, config, steps=6, global_batch_size=4)
     first = read_run(folder, chat_tokenizer, config, steps=2, global_batch_size=4)

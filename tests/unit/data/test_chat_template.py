@@ -1,12 +1,9 @@
 """Chat templates: which tokens are the assistant's, where a template is found, and which are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +49,7 @@ HARD = [
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("messages", [HARD, *map(conversation, range(4))])
-def test_tokens_and_masks_are_those_of_transformers(
-    chat_tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> None:
+def test_tokens_and_masks_are_those_of_transformers(chat_tokenizer, messages, tools):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
     expected = theirs.apply_chat_template(
         messages,
@@ -75,7 +70,7 @@ def test_tokens_and_masks_are_those_of_transformers(
 
 
 def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer: Tokenizer) -> None:
-    """That is what a block around the message and its end would hold, and the newline behind it."""
+    """That is what a block around the message and its end would hold, and the newline after it."""
     by_prefix = ChatEncoder(template(PLAIN), chat_tokenizer)
     by_block = ChatEncoder(
         template(WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")), chat_tokenizer
@@ -90,9 +85,7 @@ def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer:
         assert text == "".join(answers) + "<|endoftext|>"
 
 
-def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(
-    chat_tokenizer: Tokenizer,
-) -> None:
+def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(chat_tokenizer):
     encoder = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer)
     messages = conversation(1)
     for asked, counts in ((messages, True), ([*messages, {"role": "user", "content": "more"}], False)):
@@ -189,9 +182,7 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
         ),
     ],
 )
-def test_templates_that_cannot_be_used(
-    chat_tokenizer: Tokenizer, source: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_that_cannot_be_used(chat_tokenizer, source, message, monkeypatch):
     if source.startswith(LOOPS):
         monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     with pytest.raises(TokenizerError, match=rf"chat template chat\.jinja.*{message}"):
@@ -204,9 +195,7 @@ def test_a_sentencepiece_model_lacks_the_tokens_of_chatml() -> None:
         ChatEncoder(template(PLAIN), tokenizer)
 
 
-def test_a_block_without_the_end_of_its_turn_is_warned_of(
-    chat_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_without_the_end_of_its_turn_is_warned_of(chat_tokenizer, caplog):
     source = WITH_BLOCKS.replace("'<|im_end|>' -}}{%- endgeneration -%}", "'' -}}{%- endgeneration -%}")
     ChatEncoder(template(source), chat_tokenizer)
     assert "does not learn to stop" in caplog.text
@@ -215,9 +204,7 @@ def test_a_block_without_the_end_of_its_turn_is_warned_of(
     assert caplog.text == ""
 
 
-def test_a_conversation_that_takes_for_ever_names_its_line(
-    tmp_path: Path, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_takes_for_ever_names_its_line(tmp_path, chat_tokenizer, monkeypatch):
     loops = "{% if messages[0].content == 'long' %}" + LOOPS + "{% endif %}"
     answer = {"role": "assistant", "content": "b"}
     write_chats(tmp_path / "s.jsonl", [[{"role": "user", "content": text}, answer] for text in ("a", "long")])
@@ -232,9 +219,7 @@ def test_a_conversation_that_takes_for_ever_names_its_line(
 @pytest.mark.parametrize(
     "wrong", ["{{ 7 / 0 }}", "{{ 7 % 0 }}", "{{ 'a' * 10**15 }}", "{{ f() }}", "{{ 10.0 ** 999 }}"]
 )
-def test_any_error_of_a_template_leaves_out_the_conversation(
-    tmp_path: Path, chat_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, wrong: str
-) -> None:
+def test_any_error_of_a_template_leaves_out_the_conversation(tmp_path, chat_tokenizer, caplog, wrong):
     source = (
         "{% macro f() %}{{ f() }}{% endmacro %}{% if messages[0].content == 'x' %}" + wrong + "{% endif %}"
     )
@@ -247,9 +232,7 @@ def test_any_error_of_a_template_leaves_out_the_conversation(
     assert "s.jsonl, line 2: left out, as chat template chat.jinja refuses it (" in caplog.text
 
 
-def test_a_conversation_that_is_written_otherwise_later_names_its_line(
-    tmp_path: Path, chat_tokenizer: Tokenizer
-) -> None:
+def test_a_conversation_that_is_written_otherwise_later_names_its_line(tmp_path, chat_tokenizer):
     forgets_thoughts = PLAIN.replace(
         "message.content", "(message.content if loop.last else message.content.split('~')[-1])"
     )

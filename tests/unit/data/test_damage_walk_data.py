@@ -3,8 +3,6 @@
 `pytest -s tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, what a resume makes of it.
 """
 
-from __future__ import annotations
-
 import builtins
 import shutil
 import threading
@@ -117,9 +115,7 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
     ]
 
 
-def test_samples_of_many_shards_do_not_wait_for_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_many_shards_do_not_wait_for_one_another(tmp_path, monkeypatch):
     """On a network file system an opening takes milliseconds, and each start opens every shard. Here each opening waits
     for another one, so that one after another they would never end."""
     for number in range(64):

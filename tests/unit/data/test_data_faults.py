@@ -3,8 +3,6 @@
 Faults of gzip and Parquet files, and copied shards, are in test_data_formats.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter
@@ -101,9 +99,7 @@ def test_a_bad_shard_stops_the_run_or_is_left_out(root: Path, tokenizer: Tokeniz
         (line("x" * 5000), "huge_document"),
     ],
 )
-def test_a_bad_line_is_left_out_counted_and_logged(
-    root: Path, tokenizer: Tokenizer, bad: bytes, counter: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_line_is_left_out_counted_and_logged(root, tokenizer, bad, counter, caplog):
     warn_once.cache_clear()
     write_shard(root / NAME, [*GOOD, bad])
     manifest, reading = build_manifest(str(root)), replace(QUICK, max_document_bytes=4999)
@@ -189,9 +185,7 @@ def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any], clock: Clock |
     ],
     ids=["reset", "timeout", "fsspec timeout", "incomplete", "ended", "short", "hangs"],
 )
-def test_reads_that_fail_are_tried_again_and_then_reported(
-    root: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
-) -> None:
+def test_reads_that_fail_are_tried_again_and_then_reported(root, monkeypatch, fault):
     manifest, counters = build_manifest(str(root)), Counter[str]()
     expected = read_documents(manifest, NAME, QUICK, Counter())
     with stopped_clock(monkeypatch) as clock:
@@ -273,9 +267,7 @@ def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_reader_that_dies_or_hangs_stops_the_run_soon(
-    readers: Readers, kill_signal: signal.Signals
-) -> None:
+def test_a_reader_that_dies_or_hangs_stops_the_run_soon(readers, kill_signal):
     assert readers.iterator._timeout == QUICK.longest_wait_seconds + rank_samples.HANG_SECONDS
     # torch's handler raises for a reader's death wherever that finds this process: not before they are all gone.
     raises = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)

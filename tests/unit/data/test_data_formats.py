@@ -1,7 +1,5 @@
 """Shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -90,25 +88,6 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
     assert build_manifest(str(tmp_path), text_field="content").fingerprint != default.fingerprint
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_on_mixed_formats_resumes_exactly(
-    tmp_path: Path, tokenizer: Tokenizer, num_workers: int
-) -> None:
-    for number, form in enumerate(FORMATS):
-        texts = [document(100 * number + i) for i in range(40)]
-        lines = b"".join(line(text) + b"\n" for text in texts)
-        packed = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines), ".jsonl.zst": zstandard.compress(lines)}
-        packed[".parquet"] = parquet({"text": texts})
-        (tmp_path / f"s{number}{form}").write_bytes(packed[form])
-    manifest = build_manifest(str(tmp_path))
-    config = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=1, num_workers=num_workers, prefetch_blocks=8)
-    whole = read_run(manifest, tokenizer, config, steps=8)
-    first = read_run(manifest, tokenizer, config, steps=3)
-    rest = read_run(manifest, tokenizer, config, world_size=2, steps=5, state=first.state())
-    assert {**first.samples, **rest.samples} == whole.samples
-    assert rest.state() == whole.state()
-
-
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
     """As PowerShell and Excel write UTF-8. Behind the first line's beginning it is not one."""
@@ -159,9 +138,7 @@ BOMBS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(tmp_path, name, monkeypatch):
     monkeypatch.setattr(unpack, "MOST_UNPACKED_BYTES", 4 << 20)
     packed, kept = BOMBS[name]
     (tmp_path / name).write_bytes(packed)
@@ -317,9 +294,7 @@ def test_other_programs_write_the_same_rows(tmp_path: Path, writer: str) -> None
     ]
 
 
-def test_missing_pyarrow_is_named_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_named_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "s.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
@@ -332,9 +307,7 @@ def test_missing_pyarrow_is_named_before_anything_is_read(
     ("address", "message"),
     [("nothing://x/y", "Protocol not known"), ("sftp://host/x", "pip install paramiko")],
 )
-def test_an_address_that_cannot_be_read_names_the_remedy(
-    address: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_cannot_be_read_names_the_remedy(address, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(DataFault, match=message):
         build_manifest(address)

@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 import logging
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_corpus import Run, document, held_by_parts, read_run
+from data_corpus import document, held_by_parts
 
 from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, read_validation_set
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
@@ -55,9 +52,7 @@ def documents_of(corpus: Corpus, tokenizer: Tokenizer, count: int) -> list[list[
     return [tokens.tolist() for _, tokens in islice(lanes.pieces(0), count)]
 
 
-def test_every_document_once_an_epoch(
-    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_document_once_an_epoch(written, tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         corpus = open_corpus(str(tmp_path))
     assert isinstance(corpus, IndexedFolder)
@@ -86,18 +81,6 @@ def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Pa
     own_spaces = tokens[:-1].count(tokenizer.eos_id)
     assert found.text.text_bytes == tokenizer.token_bytes[tokens[1:]].sum() - own_spaces > 640
     assert list(found.by_source) == [NO_SOURCE]
-
-
-def test_resume_with_other_ranks_and_workers(
-    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    corpus = open_corpus(str(tmp_path))
-    whole = read_run(corpus, tokenizer, CONFIG, steps=9)  # type: ignore[arg-type]
-    before = read_run(corpus, tokenizer, CONFIG, world_size=2, steps=4)  # type: ignore[arg-type]
-    other = replace(CONFIG, num_workers=1)
-    after: Run = read_run(corpus, tokenizer, other, 4, steps=5, state=before.state())  # type: ignore[arg-type]
-    assert {**before.samples, **after.samples} == whole.samples
-    assert after.state() == whole.state()
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -136,9 +119,7 @@ def flip(path: Path, at: int, value: bytes) -> None:
         (lambda folder: flip(folder / "a_text_document.idx", 17, b"\7"), "id type 7"),
     ],
 )
-def test_wrong_files_are_refused_at_the_start(
-    written: list[list[int]], tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_wrong_files_are_refused_at_the_start(written, tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(DataFault, match=message):
         open_corpus(str(tmp_path))
@@ -176,9 +157,7 @@ def test_damage_is_refused_when_read(written: list[list[int]], tokenizer: Tokeni
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_dataset_that_vanishes_is_named(
-    written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path, suffix: str, num_workers: int
-) -> None:
+def test_a_dataset_that_vanishes_is_named(written, tokenizer, tmp_path, suffix, num_workers):
     stream = BlockStream(
         open_corpus(str(tmp_path)), tokenizer, replace(CONFIG, num_workers=num_workers), 0, 1
     )

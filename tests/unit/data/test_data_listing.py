@@ -1,7 +1,5 @@
 """Which shards a folder holds: links, folders that cannot be listed, files of other kinds, text that is there twice."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os
@@ -57,9 +55,7 @@ def test_links_that_lead_nowhere_or_round_are_named(tmp_path: Path, target: str,
         open_corpus(str(tmp_path))
 
 
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
     for chunk in ("chunk1", "chunk2"):
         write(tmp_path / chunk / "a.jsonl", TEXT if chunk == "chunk1" else OTHER)
     scandir = os.scandir
@@ -102,9 +98,7 @@ def test_names_that_cannot_be_addressed(tmp_path: Path, name: bytes) -> None:
         open_corpus(str(tmp_path))
 
 
-def test_the_log_says_what_is_read_and_what_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_says_what_is_read_and_what_not(tmp_path, caplog, monkeypatch):
     """Half of a corpus may be named otherwise."""
     for name in (
         "a.jsonl",

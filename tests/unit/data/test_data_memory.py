@@ -1,7 +1,5 @@
 """Reading takes a bounded memory, however long it goes on. `benchmarks/bench_memory.py` does the same over 10 GB."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ corpora have shards without lines, lines without text, documents without tokens 
 documents than lanes, and epochs of a few blocks.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import shutil
 from pathlib import Path
@@ -82,9 +80,7 @@ def test_text_in_another_field(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "nonsense", '{"shards": [{}]}'])
-def test_verify_names_a_manifest_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
+def test_verify_names_a_manifest_of_another_kind(tmp_path, capsys, content):
     (tmp_path / "manifest.json").write_text(content)
     assert verify.main([str(tmp_path)]) == 2
     assert "manifest.json is not one that prepare.py wrote" in capsys.readouterr().err
@@ -151,9 +147,7 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["a short text"], "0", "--vocab-size 0: not positive"),
     ],
 )
-def test_text_that_makes_no_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: list[str], size: str, said: str
-) -> None:
+def test_text_that_makes_no_tokenizer(tmp_path, capsys, texts, size, said):
     """Said in a line, and there is no file of that name."""
     write_shard(tmp_path / "text" / "a.jsonl.zst", [line(text) for text in texts])
     out = tmp_path / "tokenizer.model"

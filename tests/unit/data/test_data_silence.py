@@ -4,8 +4,6 @@ The limits are on a clock that passes only in what hangs (data_clock.py). Withou
 for until the test fails.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -115,9 +113,7 @@ def open_text(address: str) -> Manifest:
 
 
 @pytest.mark.parametrize("method", ["ls", "ls with sizes", "ls of a folder below", "cat_ranges"])
-def test_a_listing_that_never_ends(
-    share: str, server: Server, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_listing_that_never_ends(share, server, method, caplog):
     server.silence(method, hangs=1)
     assert len(open_text(share).shards) == 2
     assert server.hangs == 0
@@ -128,9 +124,7 @@ def test_a_listing_that_never_ends(
         open_corpus(share, reading=QUICK)
 
 
-def test_a_connection_that_never_comes(
-    share: str, server: Server, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
     server.silence("connect", hangs=1)
     assert len(open_text(share).shards) == 2
     assert caplog.messages == ["connection to 'silent://text': no answer within 0.2 s; retry 1 of 1 in 0 s"]
@@ -184,14 +178,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
 
 
-def test_prepare_says_which_folder_is_silent(
-    share: str,
-    server: Server,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+def test_prepare_says_which_folder_is_silent(share, server, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gsa_data.shards.Reading", lambda: QUICK)
     server.silence("ls", hangs=2)
     code = prepare.main(["tokenizer", "--shards", share, "--out", str(tmp_path / "t.model")])
@@ -203,14 +190,7 @@ def test_prepare_says_which_folder_is_silent(
     ("kind", "function"),
     [("tokens", "stat"), ("tokens", "fromfile"), ("indexed", "stat"), ("indexed", "memmap")],
 )
-def test_mapped_files_that_cannot_be_opened(
-    server: Server,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    function: str,
-) -> None:
+def test_mapped_files_that_cannot_be_opened(server, tokenizer, tmp_path, monkeypatch, kind, function):
     if kind == "tokens":
         write_corpus(tmp_path / "text", num_shards=1, documents_per_shard=20)
         prepare_tokens(str(tmp_path / "text"), tokenizer, tmp_path / "tokens", 1, Reading())
@@ -256,9 +236,7 @@ def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
         in_time(server.clock.stand_still, 0.05)
 
 
-def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(
-    share: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
     """fsspec's own `find` would leave it out."""
     whole_ls = SilentFileSystem.ls
 

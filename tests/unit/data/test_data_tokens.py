@@ -57,18 +57,6 @@ def test_a_part_holds_its_own_lines_only(tokenizer: Tokenizer, tmp_path: Path) -
 # The same as streaming
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 8])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_prepared_is_streamed(
-    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, num_lanes: int, shuffle: bool
-) -> None:
-    config = replace(CONFIG, num_lanes=num_lanes, shuffle_documents=shuffle)
-    streamed, mapped = (until_second_epoch(each, tokenizer, config) for each in (corpus, tokens))
-    assert mapped.samples == streamed.samples
-    assert mapped.state() == streamed.state()  # cursors, counters and the source's fingerprints
-    assert mapped.state()["manifest_fingerprint"] == corpus.fingerprint
-
-
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_ranks_and_workers(
     corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, num_workers: int
@@ -77,18 +65,6 @@ def test_ranks_and_workers(
     mapped = read_run(tokens, tokenizer, replace(CONFIG, num_workers=num_workers), world_size=2, steps=6)
     assert mapped.samples == whole.samples
     assert mapped.state() == whole.state()
-
-
-@pytest.mark.parametrize("mapped_first", [True, False])
-def test_a_run_may_switch_at_a_resume(
-    corpus: Manifest, tokenizer: Tokenizer, tokens: TokenFolder, mapped_first: bool
-) -> None:
-    first, second = (tokens, corpus) if mapped_first else (corpus, tokens)
-    whole = read_run(corpus, tokenizer, CONFIG, steps=12)
-    before = read_run(first, tokenizer, CONFIG, world_size=2, steps=5)
-    after = read_run(second, tokenizer, CONFIG, world_size=4, steps=7, state=before.state())
-    assert {**before.samples, **after.samples} == whole.samples
-    assert after.state() == whole.state()
 
 
 def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The command that prepares a folder of tokens: done once, resumed after a kill, repaired where the source changes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -18,7 +16,7 @@ import prepare
 import pytest
 from data_corpus import read_run, write_corpus
 
-from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer, build_manifest
+from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest
 from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
@@ -28,9 +26,7 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24
 FAULTY = Reading("skip", max_bad_line_fraction=0.05)
 
 
-def test_command(
-    corpus: Manifest, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(corpus, tokenizer, tmp_path, capsys):
     out = str(tmp_path / "out")
     arguments = ["tokens", "--data", corpus.root, "--tokenizer", tokenizer.path, "--out", out]
     assert prepare.main([*arguments, "--workers", "2"]) == 0
@@ -148,9 +144,7 @@ def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: 
     BlockStream(folder, tokenizer, strict, 0, 1)
 
 
-def test_a_full_disk_and_ctrl_c_are_said_in_a_line(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tokenizer, tmp_path, monkeypatch, capsys):
     """The system's message has no file where a write fails, and the text lies on another disk."""
 
     def full(*_: object) -> None:
@@ -170,9 +164,7 @@ def test_a_full_disk_and_ctrl_c_are_said_in_a_line(
     assert capsys.readouterr().err == "interrupted; start the same command again\n"
 
 
-def test_shards_and_tokens_have_folders_of_their_own(
-    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_and_tokens_have_folders_of_their_own(tokenizer, tmp_path, capsys):
     """One folder for both would be read as tokens only, and a killed command could not go on in it."""
     write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
     with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
@@ -204,9 +196,7 @@ def test_shards_and_tokens_have_folders_of_their_own(
         ),
     ],
 )
-def test_bad_input_is_named_with_its_option(
-    arguments: str, said: str, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_named_with_its_option(arguments, said, tokenizer, tmp_path, capsys):
     (tmp_path / "empty.jsonl").touch()
     names = {"here": tmp_path, "model": tokenizer.path}
     assert prepare.main(arguments.format(**names).split()) == 2

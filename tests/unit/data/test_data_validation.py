@@ -1,7 +1,5 @@
 """Validation text: which labels count, how many bytes they spell, and the same text by source."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,9 +65,7 @@ def test_sources_hold_the_text_of_the_set_and_nothing_else(mixed: Manifest, toke
         assert set(filling.tolist()) <= {tokenizer.eos_id}
 
 
-def test_tokens_of_a_text_give_the_scores_of_the_text(
-    mixed: Manifest, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path):
     folder = open_corpus(str(prepare_tokens(mixed.root, tokenizer, tmp_path, 1, Reading()).root))
     text, tokens = read(mixed, tokenizer), read(folder, tokenizer)
     assert list(tokens.by_source) == list(text.by_source)
@@ -121,7 +117,7 @@ def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenize
     assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
     stream = stream_of(across.text.blocks, across.text.lengths)
     ends = [-1, *np.flatnonzero(np.array(stream) == tokenizer.eos_id).tolist(), len(stream)]
-    documents = [stream[end + 1 : behind] for end, behind in pairwise(ends)]
+    documents = [stream[end + 1 : after] for end, after in pairwise(ends)]
     expected = sum(len(tokenizer.decode(each)) for each in documents) - len(tokenizer.decode(stream[:1]))
     assert across.text.text_bytes == expected
 

@@ -1,8 +1,6 @@
 """An evaluation beside a run that goes on: checkpoints are deleted while they are read, and neither harms the other.
 And what a kill at any moment leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os
@@ -107,9 +105,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(
-    moment: str, run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(moment, run, monkeypatch, caplog):
     before_call(monkeypatch, *MOMENTS[moment], run.save)
     assert run.is_read_by(load_subject(Source(run=run.folder)))
     assert run.step == 2
@@ -119,9 +115,7 @@ def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(
     )
 
 
-def test_the_one_asked_for_is_not_replaced_by_another(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_one_asked_for_is_not_replaced_by_another(run, monkeypatch, capsys):
     for words in (["--run", run.folder, "--step"], ["--checkpoint"]):
         step = run.step if len(words) == 3 else run.folder / "checkpoints" / f"step_{run.step:08d}"
         before_call(monkeypatch, tensors.CheckpointTensors, "read", 3, run.save)
@@ -153,9 +147,7 @@ def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
             load_subject(Source(run=run.folder))
 
 
-def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, monkeypatch):
     """After a rewind the run comes to the step again."""
 
     def again() -> None:
@@ -171,9 +163,7 @@ def test_latest_moves_while_it_is_followed(run: RunUnderWay, monkeypatch: pytest
     assert find_checkpoint(run.folder) == run.folder / "checkpoints" / "step_00000002"
 
 
-def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(
-    run: RunUnderWay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypatch):
     """NFS keeps the file in its folder under another name as long as a process of the node has it open."""
     checkpoints, remove = run.folder / "checkpoints", shutil.rmtree
     held = checkpoints / ".tmp_step_00000001"
@@ -214,7 +204,7 @@ def half_written(path: Path, content: str, **_: Any) -> None:
 def killed_at(patch: pytest.MonkeyPatch, moment: str) -> None:
     if moment == "half of results.json":
         patch.setattr(Path, "write_text", half_written)
-    elif moment == "behind the name":
+    elif moment == "after the name":
         rename = Path.rename
 
         def then_killed(*arguments: Any) -> None:
@@ -233,7 +223,7 @@ KILLS: dict[str, Any] = {
     "half of results.json": None,
     "between the files": (Path, "write_text", 2),
     "in front of the name": (Path, "rename", 1),
-    "behind the name": None,
+    "after the name": None,
 }
 
 
@@ -250,9 +240,7 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_kill_leaves_nothing_half_written(
-    moment: str, run: RunUnderWay, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
     words = ["--run", str(run.folder), "--name", "first", "--max-tokens", str(2 * LENGTH)]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
     before, evaluations = contents(run.folder), run.folder / "evaluations"
@@ -269,7 +257,7 @@ def test_a_kill_leaves_nothing_half_written(
     assert os.WIFSIGNALED(status), capfd.readouterr().err
     assert os.WTERMSIG(status) == signal.SIGKILL
     has_name = (evaluations / "first").exists()
-    assert has_name == (moment == "behind the name")
+    assert has_name == (moment == "after the name")
     assert command.main() == (2 if has_name else 0)
     if has_name:
         assert "exists; give another name, or remove the folder" in capfd.readouterr().err

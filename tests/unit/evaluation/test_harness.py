@@ -1,9 +1,6 @@
 """Our model class in lm-evaluation-harness gives what its own `hf` class gives of the exported model."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import tokenizers
 import torch
 from tokenizers import processors
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("lm_eval")
 
 from lm_eval import simple_evaluate
@@ -223,9 +219,7 @@ PROMPT = "def f(x):\n"
 @pytest.mark.parametrize(
     ("until", "expected"), [("#", "    return x\n"), ("\n", "    return x"), (" ", ""), ("    r", "")]
 )
-def test_a_continuation_keeps_its_first_space(
-    until: str, expected: str, models: tuple[GSATrainLM, HFLM, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypatch):
     """Else code has another indentation than its first line, and a stop string at the beginning is not seen."""
     ours = models[0]
     prompt, whole = ours.tok_encode(PROMPT), ours.tok_encode(WRITTEN)
@@ -252,9 +246,7 @@ def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
 @pytest.mark.parametrize(
     ("context", "continuation"), [("", "x"), ("  ", "x"), ("\n\n", " y"), ("", " "), (" ", "")]
 )
-def test_where_a_context_has_no_tokens_an_eos_stands_in(
-    context: str, continuation: str, pair: tuple[GSATrainLM, HFLM]
-) -> None:
+def test_where_a_context_has_no_tokens_an_eos_stands_in(context, continuation, pair):
     """No token is given for nothing; white space in front is part of what is scored."""
     ours = pair[0]
     encoder = _Encoder(ours.subject.tokenizer)
@@ -278,9 +270,7 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
             ours.loglikelihood(requests("loglikelihood", (context, "")))
 
 
-def test_tasks_from_files(
-    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_from_files(models, tasks, monkeypatch):
     ours, theirs, run = models
     found = run_tasks(load_subject(Source(run=run)), [str(task) for task in tasks], batch_size=2)
     wanted = [load_yaml(task, resolve_func=True) for task in tasks]
@@ -313,15 +303,7 @@ def test_tasks_from_files(
         (CHOICES.replace("dataset_path: json", "dataset_path: jsn"), "jsn"),
     ],
 )
-def test_a_task_with_a_mistake_in_it_is_named(
-    text: str,
-    words: str,
-    models: tuple[GSATrainLM, HFLM, Path],
-    tasks: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_task_with_a_mistake_in_it_is_named(text, words, models, tasks, tmp_path, monkeypatch, capsys):
     """In one line, also to a run that is to score it."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(
@@ -346,9 +328,7 @@ def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytes
     assert find_tasks(["col*"])[1] == ["colours"]
 
 
-def test_the_command(
-    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(models, tasks, monkeypatch):
     run = models[2]
     words = ["--run", str(run), "--name", "tasks", "--tasks", str(tasks[0]), "--limit", "2"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
@@ -372,9 +352,7 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_a_run_scores_tasks_as_the_harness_does(
-    limit: int | None, models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path]
-) -> None:
+def test_a_run_scores_tasks_as_the_harness_does(limit, models, tasks):
     """From the same log-likelihoods: the same tokens, the same accuracies."""
     ours = models[0]
     (prepared,) = prepare_tasks([str(tasks[0])], ours.subject.tokenizer, LENGTH, limit or 0)
@@ -393,9 +371,7 @@ def test_a_run_scores_tasks_as_the_harness_does(
     assert nats == pytest.approx(expected_nats, rel=1e-6)
 
 
-def test_tasks_that_a_run_cannot_score_are_refused(
-    models: tuple[GSATrainLM, HFLM, Path], tasks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, tmp_path, monkeypatch):
     tokenizer = models[0].subject.tokenizer
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("task: mine\ndoc_to_choice: [\n")

@@ -1,8 +1,6 @@
 """Needles in a haystack: found by a model that is built to find them, through a selection of few keys, and not found by
 the same model without one part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,13 +62,7 @@ def ruler_of(folder: Path, out: Path, lengths: str, samples: int, *more: str) ->
 @pytest.mark.parametrize(
     ("more", "warns"), [((), True), (("model.rope_base=1e6",), False), (("--ruler", "256"), False)]
 )
-def test_positions_that_training_had_not(
-    folders: dict[Defect, Path],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    more: tuple[str, ...],
-    warns: bool,
-) -> None:
+def test_positions_that_training_had_not(folders, tmp_path, caplog, more, warns):
     words = ["--hf", str(folders[""]), "--out", str(tmp_path), "--name", "far", "--ruler", "LENGTH", *more]
     trained = json.loads((folders[""] / "config.json").read_text())["max_position_embeddings"]
     words[words.index("LENGTH")] = str(trained + 1)
@@ -99,18 +91,14 @@ def test_every_needle_is_found_by_few_keys(folders: dict[Defect, Path], tmp_path
         ("inverted indexer", DENSE, 100.0),
     ],
 )
-def test_what_a_needle_is_found_by(
-    defect: Defect, settings: list[str], score: float, folders: dict[Defect, Path], tmp_path: Path
-) -> None:
+def test_what_a_needle_is_found_by(defect, settings, score, folders, tmp_path):
     found = ruler_of(folders[defect], tmp_path, "512", 2, *settings)
     assert found["scores"] == {"512": dict.fromkeys(TASKS, score)}
     assert {each["score"] for each in found["needles"]} == {score}
 
 
 @pytest.mark.parametrize(("sentences", "depths"), [(60, range(0, 101, 10)), (300, (0, 100))])
-def test_depths_from_the_first_word_to_the_last(
-    sentences: int, depths: Sequence[int], model: GSAForCausalLM, tokenizer: Tokenizer
-) -> None:
+def test_depths_from_the_first_word_to_the_last(sentences, depths, model, tokenizer):
     """At 0 and 100%, too, where RULER's random depths do not come."""
     (sample,) = samples("niah_single_1", 512, 1, 0, tokenizer, Material())
     begin, _, end = sample.prompt.split("\n\n")
@@ -160,8 +148,6 @@ def selected(model: GSAForCausalLM, tokens: Sequence[int]) -> list[torch.Tensor]
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize(("defect", "score"), [("", 100.0), ("inverted indexer", 0.0)])
-def test_32k_tokens_on_the_kernels(
-    defect: Defect, score: float, folders: dict[Defect, Path], tmp_path: Path
-) -> None:
+def test_32k_tokens_on_the_kernels(defect, score, folders, tmp_path):
     found = ruler_of(folders[defect], tmp_path, "8192,32768", 3, "--attention", "gsa", "--dtype", "bf16")
     assert found["scores"] == {length: dict.fromkeys(TASKS, score) for length in ("8192", "32768")}

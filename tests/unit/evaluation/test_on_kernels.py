@@ -1,7 +1,5 @@
 """Evaluation by the fused kernels beside plain torch, in Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

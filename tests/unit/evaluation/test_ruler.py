@@ -1,7 +1,5 @@
 """RULER: prompts that fit and hold their answers, scores, and models that find all or nothing by construction."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -80,9 +78,7 @@ def read(question: str, prompt: str) -> str:
     return found[1]
 
 
-def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
-    tokenizer: Tokenizer, material: Material
-) -> None:
+def test_a_model_that_reads_scores_100_and_one_that_does_not_0(tokenizer, material):
     options = RulerOptions([LENGTH + 1000, LENGTH], samples=2, material=material)
     found = score_ruler(reader, tokenizer, options)
     assert found["scores"] == {str(length): dict.fromkeys(TASKS, 100.0) for length in (LENGTH, LENGTH + 1000)}
@@ -95,9 +91,7 @@ def test_a_model_that_reads_scores_100_and_one_that_does_not_0(
     assert found["effective_length"] is None
 
 
-def test_other_processes_make_the_same_prompts(
-    tokenizer: Tokenizer, material: Material, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch):
     options = RulerOptions([1000, 700], ["niah_single_2", "fwe"], samples=2, material=material)
     here = list(ruler_score._asked(tokenizer, options))
     assert [cell[:2] for cell in here] == [
@@ -160,9 +154,7 @@ def test_the_effective_length_is_the_longest_with_a_mean_of_85_6(tokenizer: Toke
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_prompts_fit_hold_their_answers_and_come_again(
-    name: str, tokenizer: Tokenizer, material: Material
-) -> None:
+def test_prompts_fit_hold_their_answers_and_come_again(name, tokenizer, material):
     made = samples(name, LENGTH, 3, 7, tokenizer, material)
     for sample in made:
         assert [*sample.tokens] == tokenizer.encode(sample.prompt).tolist()
@@ -195,9 +187,7 @@ def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Materia
 @pytest.mark.parametrize(
     ("length", "in_example", "in_list"), [(4095, {3: 10, 1: 10}, (6, 1)), (4096, {10: 10, 3: 30}, (30, 3))]
 )
-def test_frequencies_of_common_words_are_rulers(
-    length: int, in_example: dict[int, int], in_list: tuple[int, int], material: Material
-) -> None:
+def test_frequencies_of_common_words_are_rulers(length, in_example, in_list, material):
     """As `generate_input_output` of RULER's common_words_extraction.py counts them."""
     sample = TASKS["cwe"].make(random.Random(0), 50, Setting(length, material))
     parts = sample.prompt.split("\n\n")
@@ -216,9 +206,7 @@ def test_frequencies_of_coded_words_are_rulers(material: Material) -> None:
     assert [word for word, _ in found.most_common(4)] == ["...", *sample.answers]
 
 
-def test_a_length_that_there_are_words_for_is_filled(
-    tokenizer: Tokenizer, material: Material, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_length_that_there_are_words_for_is_filled(tokenizer, material, monkeypatch):
     """The search for how many units have room tries more of them, for which the words do not last."""
     monkeypatch.setattr(ruler_words, "USABLE", 380 / (len(FIRST) * len(NOUNS)))
     task = TASKS["niah_multikey_2"]
@@ -274,9 +262,7 @@ def test_what_is_missing_is_named(tokenizer: Tokenizer, material: Material, tmp_
         read_questions(tmp_path / "nowhere.json")
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path, monkeypatch, capsys):
     config = evaluated_config()
     run = save_run(evaluated_model(config), config, tmp_path / "run")
     words = ["--run", str(run), "--name", "ruler", "--ruler", "400,300", "--ruler-samples", "1"]
@@ -308,9 +294,7 @@ def test_the_command(
         (("--context-length", "9" * 5000), "give a whole number from 1 to 2147483647"),
     ],
 )
-def test_counts_that_would_never_end_are_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counts_that_would_never_end_are_refused(words, said, capsys):
     with pytest.raises(SystemExit) as end:
         command.parse(["--run", "r", "--name", "n", *words])
     assert end.value.code == 2

@@ -1,7 +1,5 @@
 """What `gsa_hf` does not have is scored by the training's own model: as a run does, and as the other where both can."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -65,9 +63,7 @@ def loss_of(subject: Subject) -> float:
 
 
 @pytest.mark.parametrize("name", ["pool", "blocks"])
-def test_the_run_says_the_same(
-    name: str, runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_says_the_same(name, runs, monkeypatch):
     model, config, folder = runs[name]
     monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
     tokenizer, across = Tokenizer(TOKENIZER), config.data.attend_across_documents
@@ -78,9 +74,7 @@ def test_the_run_says_the_same(
     assert found == pytest.approx(expected["validation_loss"], rel=1e-6)
 
 
-def test_where_both_models_can_they_agree(
-    runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_both_models_can_they_agree(runs, monkeypatch):
     folder = runs["plain"][2]
     settings = {
         "as trained": [],
@@ -95,9 +89,7 @@ def test_where_both_models_can_they_agree(
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
 
-def test_labels_and_continuations_are_those_of_transformers(
-    runs: dict[str, tuple[Any, Any, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_and_continuations_are_those_of_transformers(runs, monkeypatch):
     folder, tokens = runs["plain"][2], np.arange(5, 25, dtype=np.int32)
     places = np.arange(len(tokens) - 1)
     pieces = [Piece(tokens, places >= 12, places), Piece(tokens[:9], places[:8] >= 3, places[:8])]
@@ -121,9 +113,7 @@ def test_labels_and_continuations_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("of_training", [False, True])
-def test_no_token_is_written_that_the_tokenizer_does_not_have(
-    of_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_token_is_written_that_the_tokenizer_does_not_have(of_training, tmp_path, monkeypatch):
     """Of a vocabulary padded to a round number."""
     config = evaluated_config(model={"vocab_size": 4224})
     model = evaluated_model(config)
@@ -136,11 +126,7 @@ def test_no_token_is_written_that_the_tokenizer_does_not_have(
     assert text
 
 
-def test_the_command_scores_it_and_says_what_runs(
-    runs: dict[str, tuple[Any, Any, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_scores_it_and_says_what_runs(runs, monkeypatch, capsys):
     folder = runs["pool"][2]
     monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
 
@@ -167,9 +153,7 @@ def test_the_command_scores_it_and_says_what_runs(
         assert said in capsys.readouterr().err
 
 
-def test_a_model_with_one_matrix_for_embedding_and_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path, monkeypatch):
     monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
     config = evaluated_config(model={"tie_embeddings": True}, gsa={"indexer_pool": 2})
     model = evaluated_model(config)
@@ -181,9 +165,7 @@ def test_a_model_with_one_matrix_for_embedding_and_output(
     torch.testing.assert_close(logits, expected[0])
 
 
-def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(
-    runs: dict[str, tuple[Any, Any, Path]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(runs, caplog):
     with caplog.at_level("WARNING"):
         assert chosen_attention("", torch.device("cuda"), 1) == "gsa"
         assert caplog.text == ""

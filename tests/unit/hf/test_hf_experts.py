@@ -1,7 +1,5 @@
 """Mixtures of experts in transformers: routed token by token, whatever multiplies them; what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

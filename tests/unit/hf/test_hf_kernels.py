@@ -150,7 +150,7 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, PREVIOUS_MEAN], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
-    """Padding in front of one sequence and behind the other."""
+    """Padding in front of one sequence and after the other."""
     model = model_of(
         **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
     ).train()
