@@ -30,7 +30,7 @@ from gsa_train.config.layout_checks import (
     nearest,
     undivided_chunk,
 )
-from gsa_train.config.load import problem_line
+from gsa_train.config.load import not_in, problem_line
 from gsa_train.config.moe_checks import check_moe
 from gsa_train.config.monitor_checks import check_monitor
 from gsa_train.config.phases import PhaseConfig
@@ -38,6 +38,7 @@ from gsa_train.config.rotary_checks import check_rotary
 from gsa_train.config.sections import Config
 from gsa_train.config.selection_checks import check_selection
 from gsa_train.config.task_checks import check_harness_tasks, check_tasks
+from gsa_train.schedule import SCHEDULES
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -393,7 +394,7 @@ def _check_phases(config: Config) -> list[str]:
 
 
 def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
-    lines = []
+    lines = not_in(SCHEDULES, f"{name}.decay", phase.decay)
     if not phase.name.strip():
         lines.append(problem_line(f"{name}.name", phase.name, "empty", "give a name"))
     if not phase.name.isprintable():

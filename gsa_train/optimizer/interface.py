@@ -14,8 +14,8 @@ from gsa_train.config import PhaseConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
+from gsa_train.optimizer.build import OptimizerKind
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_WEIGHT = "param"
 
 
@@ -26,12 +26,14 @@ class StatePart:
     parameter: torch.nn.Parameter
     start: int
     """First element."""
+    length: int
     tensors: dict[str, torch.Tensor]
-    """MOMENTS and, where the model's weight is not in fp32, MAIN_WEIGHT: in fp32, flat, the optimizer's own."""
+    """What the optimizer declares (`OptimizerKind.state`) and, where the model's weight is not in fp32, MAIN_WEIGHT: in
+    fp32, flat, the optimizer's own."""
 
     @property
     def in_parameter(self) -> slice:
-        return slice(self.start, self.start + self.tensors[MOMENTS[0]].numel())
+        return slice(self.start, self.start + self.length)
 
     def weight(self) -> torch.Tensor:
         """A copy of this part of the model's weight, flat, where that is whole."""
@@ -42,6 +44,7 @@ class PhaseOptimizer(ABC):
     """Gradients and optimizer of what a phase trains. Built by `mcore.build_optimizer`, ended by `close`."""
 
     phase: PhaseConfig
+    kind: OptimizerKind
     modules: Sequence[torch.nn.Module]
     """The model's chunks as the schedule is to call them."""
     local_backward: bool
@@ -83,7 +86,7 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+        """Clip the reduced gradients and update; without `applied` no weight, no state and no step count changes.
 
         Args:
             norm: 0-d: their norm, of `reduce_grad_norm`.

@@ -27,7 +27,7 @@ from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_stat
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import mcore as optim
-from gsa_train.optimizer.adamw_state import inner_optimizers
+from gsa_train.optimizer.norms import inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.planning.memory.estimate import checkpoint_bytes

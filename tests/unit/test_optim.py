@@ -216,9 +216,9 @@ def test_the_update_norm_is_that_of_the_change_in_the_weights(precision: str, sh
         before = weights()
         result = take_step(model, optimizer, random_batches(config, seed), config, LR)
         changes = [(new - old).square().sum() for new, old in zip(weights(), before, strict=True)]
-        norm = update_norm(optimizer.optimizer, result.verdict.applied, single_rank())
+        norm = update_norm(optimizer.optimizer, optimizer.kind, result.verdict.applied, single_rank())
         assert norm.item() == pytest.approx(torch.stack(changes).sum().sqrt().item(), rel=1e-4)
-        assert update_norm(optimizer.optimizer, torch.tensor(False), single_rank()) == 0
+        assert update_norm(optimizer.optimizer, optimizer.kind, torch.tensor(False), single_rank()) == 0
 
 
 # --- from phase to phase ----------------------------------------------------------------------------------

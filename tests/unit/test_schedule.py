@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gsa_train.config import PhaseConfig
-from gsa_train.schedule import learning_rate
+from gsa_train.phases import learning_rate
 
 PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
 
