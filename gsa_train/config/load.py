@@ -409,7 +409,7 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
     if close and (here in known or key not in FIELD_OF):
         return [f"{prefix}{close[0]}"]
     inner = value if isinstance(value, dict) and not prefix else {}  # of a section that there is not
-    found = fields_named(key, root) or [field for name in inner for field in fields_named(str(name), root)]
+    found = [field for name in inner for field in fields_named(str(name), root)] or fields_named(key, root)
     return found or [f"{prefix}{name}" for name in close]
 
 

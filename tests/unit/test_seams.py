@@ -1,0 +1,167 @@
+"""A second row in each table of the trainer: it trains, and what depends on it follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.config import Config
+from gsa_train.losses import OBJECTIVES, cross_entropy
+from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers
+from gsa_train.optimizer.build import OPTIMIZERS, Group, OptimizerKind
+from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import learning_rate
+from gsa_train.planning.choices import unknown_choices
+from gsa_train.planning.memory.estimate import checkpoint_bytes
+from gsa_train.schedule import SCHEDULES
+from gsa_train.step import evaluation_step
+from helpers.checkpoints import write_checkpoint
+from helpers.single_rank import (
+    SPARSE,
+    named_weights,
+    random_batches,
+    single_rank,
+    step_gradients,
+    take_step,
+    tiny_config,
+    tiny_model,
+)
+
+LR = 1e-2
+
+
+def sgd(groups: list[Group], train: Any, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
+
+
+def sgd_change(states: list[dict[str, torch.Tensor]], group: Group, parameters: Any) -> torch.Tensor:
+    """Without weight decay, which torch's SGD adds to the gradients: w' - w = -lr m."""
+    return sum((group["lr"] * state["momentum_buffer"]).double().square().sum() for state in states)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "sgd", OptimizerKind(sgd, sgd_change, state=("momentum_buffer",)))
+
+
+@pytest.mark.usefixtures("momentum")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
+def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(
+    sharded: bool, precision: str, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        train={"optimizer": "sgd", "precision": precision, "weight_decay": 0.0},
+        parallel={"distributed_optimizer": sharded},
+    )
+    model = tiny_model(config)
+    optimizer = build_optimizer(model, SPARSE, config)
+    before = named_weights(model)
+    changed = take_step(model, optimizer, random_batches(config, 0), config, LR, measures=True).update_norm
+    take_step(model, optimizer, random_batches(config, 1), config, LR)
+    if precision == "fp32":
+        other = tiny_model(config)
+        _, gradients = step_gradients(other, SPARSE, random_batches(config, 0), config)
+        rates = {name: 10 if ".indexer." in name else 1 for name in gradients}
+        steps = torch.stack([(rates[name] * LR * each).norm() for name, each in gradients.items()])
+        torch.testing.assert_close(
+            changed, steps.norm()
+        )  # no AdamW: the change is proportional to the gradient
+    folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
+
+    loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
+    resumed = build_optimizer(loaded, SPARSE, config)
+    load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=True)
+    assert resumed.step_count() == 2
+    for either, its in ((model, optimizer), (loaded, resumed)):
+        for seed in (7, 8):
+            take_step(either, its, random_batches(config, seed), config, LR)
+    for name, weight in named_weights(model).items():
+        assert torch.equal(weight, named_weights(loaded)[name]), name
+        assert not torch.equal(weight, before[name]), name
+    kept = keep_main_weights(model, optimizer)
+    close_optimizer(model, optimizer)
+    carry_over(kept, build_optimizer(model, SPARSE, config))
+
+    adamw = dataclasses.replace(config, train=dataclasses.replace(config.train, optimizer="adamw"))
+    with pytest.raises(KeyError, match=r"the checkpoint has no optimizer\.state\.exp_avg"):
+        load_checkpoint(folder, loaded, build_optimizer(loaded, SPARSE, adamw), single_rank(), True)
+    states = [checkpoint_bytes(each, SPARSE) for each in (config, adamw)]
+    assert states[1] - states[0] == 4 * sum(weight.numel() for weight in before.values())
+
+
+def without_first(logits: torch.Tensor, labels: torch.Tensor, group: Any, fused: bool) -> torch.Tensor:
+    return cross_entropy(logits, labels, group, fused) * (torch.arange(labels.shape[1]) > 0)
+
+
+def test_an_objective_is_trained_and_validation_stays_the_cross_entropy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "without_first", without_first)
+    config, plain = tiny_config(train={"objective": "without_first"}), tiny_config()
+    batches = random_batches(config)
+    results = [step_gradients(tiny_model(each), SPARSE, batches, each)[0] for each in (config, plain)]
+    assert results[0].loss_sum < results[1].loss_sum
+    masked = [
+        dataclasses.replace(batch, loss_mask=batch.loss_mask * (torch.arange(batch.tokens.shape[1]) > 0))
+        for batch in batches
+    ]
+    expected, _ = step_gradients(tiny_model(plain), SPARSE, masked, plain)
+    assert results[0].loss_sum == expected.loss_sum
+
+    def validation(config: Config) -> torch.Tensor:
+        return evaluation_step(tiny_model(config), batches, config, single_rank())[0]
+
+    assert validation(config) == validation(plain)
+
+
+def test_linear_layers_are_swapped_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(base: type) -> type:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[base.__name__] += 1
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return type(f"Counted{base.__name__}", (base,), {"forward": forward})
+
+    layers = LinearLayers(counted(ColumnParallelLinear), counted(RowParallelLinear))
+    monkeypatch.setitem(LINEAR_LAYERS, "counted", lambda: layers)
+    config, plain = tiny_config(train={"linear_layers": "counted"}), tiny_config()
+    results = [
+        step_gradients(tiny_model(each), SPARSE, random_batches(each), each) for each in (config, plain)
+    ]
+    # Attention and feed-forward, 2 layers, 2 micro-batches.
+    assert calls == {"ColumnParallelLinear": 8, "RowParallelLinear": 8}
+    assert results[0][0].loss_sum == results[1][0].loss_sum
+    for name, gradient in results[0][1].items():
+        assert torch.equal(gradient, results[1][1][name]), name
+
+
+def test_a_schedule_is_a_function_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "linear", lambda progress, lr, min_lr: lr + progress * (min_lr - lr))
+    phase = dataclasses.replace(SPARSE, steps=5, warmup_steps=2, lr=1.0, min_lr=0.5, decay="linear")
+    assert [learning_rate(phase, step) for step in range(5)] == [0.5, 1.0, 1.0, 0.75, 0.5]
+    assert tiny_config([phase]).phases == [phase]
+
+
+def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
+    train = {"optimizer": "muon", "objective": "focal", "linear_layers": "fp8"}
+    config = tiny_config(train=train)
+    assert unknown_choices(config) == [
+        "train.linear_layers = fp8: no such name; give one of megatron",
+        "train.objective = focal: no such name; give one of cross_entropy",
+        "train.optimizer = muon: no such name; give one of adamw",
+    ]
+    for field in train:
+        only = tiny_config(train={field: train[field]})
+        with pytest.raises(ValueError, match=f"train.{field} = {train[field]}: no such name"):
+            build_optimizer(tiny_model(only), SPARSE, only)
