@@ -27,9 +27,9 @@ from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_stat
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import mcore as optim
-from gsa_train.optimizer.norms import inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optimizer.norms import inner_optimizers
 from gsa_train.planning.memory.estimate import checkpoint_bytes
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
