@@ -35,6 +35,10 @@ class OptimizerKind:
     counter: str | None = None
     """Name of the 0-d tensor in each parameter's state in which it counts its updates."""
 
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        zeros = {name: parameter.new_zeros(parameter.shape) for name in self.state}
+        return zeros if self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+
 
 def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
     import torch

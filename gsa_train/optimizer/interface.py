@@ -45,6 +45,10 @@ class PhaseOptimizer(ABC):
 
     phase: PhaseConfig
     kind: OptimizerKind
+    updates: torch.Tensor
+    """0-d, on the device: updates made, which all parameters share."""
+    updaters: Sequence[torch.optim.Optimizer]
+    """What `kind` has built for the parameters of this rank."""
     modules: Sequence[torch.nn.Module]
     """The model's chunks as the schedule is to call them."""
     local_backward: bool
@@ -73,9 +77,11 @@ class PhaseOptimizer(ABC):
     def reduce_gradients(self) -> None:
         """Add up the gradients over the ranks where no schedule has done so (`local_backward`). Collective."""
 
-    @abstractmethod
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
         """Give each group its learning rate and weight decay for the next step; both follow from the config."""
+        for group in (group for each in self.updaters for group in each.param_groups):
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = weight_decay * group["wd_mult"]
 
     @abstractmethod
     def reduce_grad_norm(
@@ -117,13 +123,12 @@ class PhaseOptimizer(ABC):
     def state_parts(self) -> Iterator[StatePart]:
         """All that this rank keeps, by parameter."""
 
-    @abstractmethod
-    def step_count(self) -> float:
-        """Updates made, which all parameters share."""
-
-    @abstractmethod
-    def set_step_count(self, count: float) -> None:
+    def set_updates(self, count: float) -> None:
         """Go on from there."""
+        self.updates.fill_(count)
+        if self.kind.counter is not None:
+            for state in (state for each in self.updaters for state in each.state.values()):
+                state[self.kind.counter].fill_(count)
 
     @abstractmethod
     def start_from_weights(self) -> None:

@@ -87,7 +87,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         self.modules = self.ddps
         self.local_backward = self.phase.train == "indexer"
         ddp = self.ddps[0]
-        self._updates = torch.zeros((), device=next(ddp.parameters()).device)
+        self.updates = torch.zeros((), device=next(ddp.parameters()).device)
+        self.updaters = [inner.optimizer for inner in inner_optimizers(self.optimizer)]
         self.state_group, self.state_copy, self.expert_state_group = None, None, None
         if ddp.ddp_config.use_distributed_optimizer:
             self.state_group, self.expert_state_group = ddp.intra_dp_cp_group, ddp.intra_expt_dp_group
@@ -103,9 +104,6 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def reduce_gradients(self) -> None:
         finalize_gradients(self.work_time, self.ddps, None)
 
-    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        set_learning_rate(self.optimizer, lr, weight_decay)
-
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +111,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
         clipped_step(self.optimizer, norm, max_norm, applied)
-        self._updates += applied
+        self.updates += applied
 
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
         return update_norm(self.optimizer, self.kind, applied, parallel)
@@ -140,16 +138,6 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
                         if parameter.dtype != torch.float32:
                             tensors[MAIN_WEIGHT] = main.detach().view(-1)
                         yield StatePart(parameter, start, main.numel(), tensors)
-
-    def step_count(self) -> float:
-        return float(self._updates)
-
-    def set_step_count(self, count: float) -> None:
-        self._updates.fill_(count)
-        if self.kind.counter is not None:
-            for inner in inner_optimizers(self.optimizer):
-                for state in inner.optimizer.state.values():
-                    state[self.kind.counter].fill_(count)
 
     def start_from_weights(self) -> None:
         self.optimizer.reload_model_params()
@@ -243,15 +231,14 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
         for group in groups:
             for setting in made.defaults.keys() - {"lr", "weight_decay"}:
                 group.pop(setting, None)
-            group["params"] = [torch.empty(0)]  # torch takes leaves alone, and the sharded parameters are views
+            group["params"] = [
+                torch.empty(0)
+            ]  # torch takes leaves alone, and the sharded parameters are views
         inner.optimizer = kind.build(groups, train, torch.cuda.is_available())
         for group, params in zip(inner.optimizer.param_groups, shards, strict=True):
             group["params"] = params
         for parameter in (parameter for params in shards for parameter in params):
-            state = {name: torch.zeros_like(parameter.data) for name in kind.state}
-            if kind.counter is not None:
-                state[kind.counter] = torch.zeros((), device=parameter.device)
-            inner.optimizer.state[parameter].update(state)
+            inner.optimizer.state[parameter].update(kind.new_state(parameter.data))
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
@@ -274,13 +261,6 @@ def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
         if multipliers.get(group, 1.0) != 1.0:
             overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
     return overrides
-
-
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Give each group its learning rate and weight decay for the next step; both follow from the config."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_mult"]
-        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:

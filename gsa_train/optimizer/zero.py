@@ -176,12 +176,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._pieces = list(pieces_of_shards(self._zero) if self._shards_weights else pieces(self._zero))
         self.state_group = parallel.groups.dp
         self._norm = torch.zeros(())
-        self._updates = torch.zeros((), device=parallel.device)
+        self.updates, self.updaters = torch.zeros((), device=parallel.device), [self._zero.optimizer]
         for flat in self._flat:
-            state = {name: torch.zeros_like(flat, requires_grad=False) for name in kind.state}
-            if kind.counter is not None:
-                state[kind.counter] = torch.zeros((), device=flat.device)
-            self._plugged.state[flat].update(state)
+            self._zero.optimizer.state[flat].update(kind.new_state(flat.detach()))
         # DeepSpeed clips by the norm that it computes in fp32, and leaves out an update whose norm is not finite.
         # It gets ours, and NaN where the update is to be left out.
         if self._shards_weights:
@@ -196,14 +193,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         config.no_sync_func = self._not_the_last
         config.finalize_model_grads_func = self._finalize
 
-    @property
-    def _plugged(self) -> torch.optim.Optimizer:
-        plugged: torch.optim.Optimizer = self._zero.optimizer
-        return plugged
-
     def _group_of(self, flat_group: int) -> dict[str, Any]:
         index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
-        group: dict[str, Any] = self._plugged.param_groups[index]
+        group: dict[str, Any] = self._zero.optimizer.param_groups[index]
         return group
 
     # --- a step ------------------------------------------------------------------------------------------
@@ -268,11 +260,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         for piece in self._pieces:
             yield piece, groups[piece.group][piece.number].view(-1)[: piece.length]
 
-    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        for group in self._plugged.param_groups:
-            group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = weight_decay * group["wd_mult"]
-
     @torch.no_grad()
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
@@ -287,7 +274,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         assert max_norm == self._engine.gradient_clipping()
         self._norm = torch.where(applied, norm, torch.nan).to(self._flat[0].device)  # of what it scales
         self._engine.step()  # waits for the device, to know whether the update is to be made
-        self._updates += applied
+        self.updates += applied
         if self._offloads and not self._shards_weights:
             # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
             self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
@@ -298,7 +285,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for piece in self._pieces:
             if counts_for_norms(piece.parameter):
-                flat, state = self._flat[piece.group], self._plugged.state[self._flat[piece.group]]
+                flat, state = self._flat[piece.group], self._zero.optimizer.state[self._flat[piece.group]]
                 own = {**state, **{name: state[name][piece.in_group] for name in self.kind.state}}
                 weights = [flat.detach()[piece.in_group]]
                 total += self.kind.squared_change([own], self._group_of(piece.group), weights)
@@ -339,20 +326,11 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         for piece in self._pieces:
             if piece.length > 0:
                 flat = self._flat[piece.group]
-                state = self._plugged.state[flat]
+                state = self._zero.optimizer.state[flat]
                 tensors = {name: state[name][piece.in_group] for name in self.kind.state}
                 if piece.parameter.dtype != torch.float32:
                     tensors[MAIN_WEIGHT] = flat.detach()[piece.in_group]
                 yield StatePart(piece.parameter, piece.start, piece.length, tensors)
-
-    def step_count(self) -> float:
-        return float(self._updates)
-
-    def set_step_count(self, count: float) -> None:
-        self._updates.fill_(count)
-        if self.kind.counter is not None:
-            for state in self._plugged.state.values():
-                state[self.kind.counter].fill_(count)
 
     def start_from_weights(self) -> None:
         self._zero.refresh_fp32_params()

@@ -1,27 +1,22 @@
-"""A second row in each table of the trainer: it trains, and what depends on it follows."""
+"""A second optimizer and a second objective: what depends on them follows. Rows of all tables: test_recipes.py."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import Config
 from gsa_train.losses import OBJECTIVES, cross_entropy
-from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers
 from gsa_train.optimizer.build import OPTIMIZERS, Group, OptimizerKind
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
-from gsa_train.phases import learning_rate
 from gsa_train.planning.choices import unknown_choices
 from gsa_train.planning.memory.estimate import checkpoint_bytes
-from gsa_train.schedule import SCHEDULES
 from gsa_train.step import evaluation_step
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import (
@@ -80,7 +75,7 @@ def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(
     loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))
     resumed = build_optimizer(loaded, SPARSE, config)
     load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=True)
-    assert resumed.step_count() == 2
+    assert resumed.updates == 2
     for either, its in ((model, optimizer), (loaded, resumed)):
         for seed in (7, 8):
             take_step(either, its, random_batches(config, seed), config, LR)
@@ -121,36 +116,6 @@ def test_an_objective_is_trained_and_validation_stays_the_cross_entropy(
         return evaluation_step(tiny_model(config), batches, config, single_rank())[0]
 
     assert validation(config) == validation(plain)
-
-
-def test_linear_layers_are_swapped_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[str] = Counter()
-
-    def counted(base: type) -> type:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls[base.__name__] += 1
-            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-        return type(f"Counted{base.__name__}", (base,), {"forward": forward})
-
-    layers = LinearLayers(counted(ColumnParallelLinear), counted(RowParallelLinear))
-    monkeypatch.setitem(LINEAR_LAYERS, "counted", lambda: layers)
-    config, plain = tiny_config(train={"linear_layers": "counted"}), tiny_config()
-    results = [
-        step_gradients(tiny_model(each), SPARSE, random_batches(each), each) for each in (config, plain)
-    ]
-    # Attention and feed-forward, 2 layers, 2 micro-batches.
-    assert calls == {"ColumnParallelLinear": 8, "RowParallelLinear": 8}
-    assert results[0][0].loss_sum == results[1][0].loss_sum
-    for name, gradient in results[0][1].items():
-        assert torch.equal(gradient, results[1][1][name]), name
-
-
-def test_a_schedule_is_a_function_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES, "linear", lambda progress, lr, min_lr: lr + progress * (min_lr - lr))
-    phase = dataclasses.replace(SPARSE, steps=5, warmup_steps=2, lr=1.0, min_lr=0.5, decay="linear")
-    assert [learning_rate(phase, step) for step in range(5)] == [0.5, 1.0, 1.0, 0.75, 0.5]
-    assert tiny_config([phase]).phases == [phase]
 
 
 def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
