@@ -32,16 +32,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def reduce_grad_norm(
     optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the reduced gradients and the loss over all ranks, in one collective.
-
-    Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
-
-    Args:
-        loss_share: 0-d: what this rank adds to the loss of the global batch.
-
-    Returns:
-        0-d fp32 norm before clipping, 0-d fp64 loss.
-    """
+    """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that each decides by the same bits."""
     optimizer.prepare_grads()
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for copies, inners in _by_copies(optimizer, parallel).items():
@@ -56,16 +47,8 @@ def reduce_grad_norm(
 def clipped_step(
     optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
 ) -> None:
-    """Clip the reduced gradients and update; without `applied` no weight and no state changes.
-
-    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU where
-    the optimizer scales and skips by tensors on the device, as torch's fused ones do.
-
-    Args:
-        norm: 0-d: their norm, of `reduce_grad_norm`.
-        max_norm: largest global norm; 0 does not clip.
-        applied: 0-d bool, the same on all ranks.
-    """
+    """`PhaseOptimizer.clipped_step`. megatron-core's own makes the host wait for each tensor's norm; here nothing is
+    read back on a GPU where the optimizer scales and skips by tensors on the device, as torch's fused ones do."""
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     inners = inner_optimizers(optimizer)
     # The mark by which torch's own GradScaler knows them.
@@ -85,10 +68,7 @@ def clipped_step(
 def update_norm(
     optimizer: MegatronOptimizer, kind: OptimizerKind, applied: torch.Tensor, parallel: Parallel
 ) -> torch.Tensor:
-    """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
-
-    From the state after the step: nothing is kept from before it. Collective.
-    """
+    """`PhaseOptimizer.update_norm`, from the state after the step: nothing is kept from before it."""
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for inner in inner_optimizers(optimizer):
         updated, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}

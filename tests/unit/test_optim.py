@@ -192,28 +192,6 @@ def test_the_update_norm_is_that_of_the_change_in_the_weights(precision: str, sh
 
 
 @SHARDED
-def test_warm_up_holds_gradients_of_the_indexer_only(sharded: bool) -> None:
-    config = tiny_config(parallel={"distributed_optimizer": sharded})
-    model = tiny_model(config)
-    optimizer = build_optimizer(model, WARM_UP, config)
-    parameters = dict(model.gpt.named_parameters())
-    indexer = {name for name in parameters if kind_of(name) == "indexer"}
-    assert buffered(model, optimizer) == indexer
-    close_optimizer(model, optimizer)
-    assert buffered(model, build_optimizer(model, SPARSE, config)) == parameters.keys()
-
-
-def buffered(model: Model, optimizer: PhaseOptimizer) -> set[str]:
-    """Names of the parameters with room in the gradient buffers, which hold no more than that and padding."""
-    held = {id(parameter) for buffer in optimizer.ddps[0].buffers for parameter in buffer.params}
-    parameters = {name: p for name, p in model.gpt.named_parameters() if id(p) in held}
-    padded = sum(-(-p.numel() // 64) * 64 for p in parameters.values())  # each starts at a multiple of 64
-    needed = sum(p.numel() for p in parameters.values())
-    assert needed <= sum(buffer.grad_data.numel() for buffer in optimizer.ddps[0].buffers) <= padded + 128
-    return set(parameters)
-
-
-@SHARDED
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool) -> None:
@@ -265,32 +243,6 @@ def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: b
                 assert [reference() for reference in old] == [None, None, None], phase.name
         found.append(norms)
     assert found[1:] == found[:1] * 2
-
-
-@SHARDED
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sparse_phase_after_a_warm_up_starts_as_in_a_new_process(precision: str, sharded: bool) -> None:
-    config = tiny_config(
-        [WARM_UP, SPARSE],
-        train={"precision": precision, "grad_clip": 1.0},
-        parallel={"distributed_optimizer": sharded},
-    )
-    model = tiny_model(config)
-    warm_up = build_optimizer(model, WARM_UP, config)
-    for seed in range(2):
-        take_step(model, warm_up, random_batches(config, seed), config, LR)
-    close_optimizer(model, warm_up)
-    fresh = tiny_model(config)
-    fresh.gpt.load_state_dict(model.gpt.state_dict())
-    optimizers = [build_optimizer(m, SPARSE, config) for m in (model, fresh)]
-    for seed in (2, 3):
-        results = [
-            take_step(m, optimizer, random_batches(config, seed), config, LR)
-            for m, optimizer in zip((model, fresh), optimizers, strict=True)
-        ]
-        assert torch.equal(results[0].loss_sum, results[1].loss_sum)
-        assert results[0].grad_norm == results[1].grad_norm
-    assert_same_weights(model, fresh)
 
 
 def assert_same_weights(one: Model, other: Model) -> None:
