@@ -386,8 +386,8 @@ def _check_same_phases(
     optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
     if optimizer != train.optimizer and state.step < phase_range.end:
         raise ResumeError(
-            f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it as "
-            "it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."
+            f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it "
+            "as it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."
         )
     if trained != phase.train:
         raise ResumeError(
