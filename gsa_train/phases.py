@@ -1,4 +1,4 @@
-"""Phases of a run: which steps they cover, what is trained in them, and how the attention works."""
+"""Phases of a run: which steps they cover, what learns in them and how fast, and how the attention works."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gsa_train.config import PhaseConfig
+from gsa_train.config.load import chosen
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.mcore.build import Model
+from gsa_train.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,31 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
         ranges.append(PhaseRange(index, phase, start, start + phase.steps))
         start += phase.steps
     return ranges
+
+
+def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
+    """Learning rate of the base at one step of a phase, counted from 0.
+
+    Linear learning-rate warm-up from 0 to `lr` over `warmup_steps`, then the phase's schedule up to its last step. The
+    one step of a phase of one has `lr`.
+    """
+    if phase_step < phase.warmup_steps:
+        return phase.lr * (phase_step + 1) / phase.warmup_steps
+    decay_steps = phase.steps - 1 - phase.warmup_steps
+    progress = min((phase_step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
+    if decay_steps == 0 and phase.warmup_steps > 0:
+        progress = 1.0  # the warm-up has ended with `lr`
+    return chosen(SCHEDULES, "phases.decay", phase.decay)(progress, phase.lr, phase.min_lr)
+
+
+def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
+    """Learning rate of each trained group over the phase's learning rate, under the names of the metrics."""
+    if phase.train == "indexer":
+        return {"indexer": 1.0}
+    multipliers = {"base": 1.0, "gates": phase.gate_lr_mult}
+    if phase.train == "all":
+        multipliers["indexer"] = phase.indexer_lr_mult
+    return multipliers
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:

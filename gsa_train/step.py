@@ -19,8 +19,8 @@ from gsa_train.config import Config
 from gsa_train.config.gsa import least_keys_to_choose
 from gsa_train.data.batches import MicroBatch, counted_rows, mean_visible_keys
 from gsa_train.distributed.context_sharding import ContextSharding
-from gsa_train.distributed.loss_injection import indexer_kl_grad_scale
 from gsa_train.distributed.parallel import Parallel
+from gsa_train.losses import indexer_kl_grad_scale, loss_scale, masked_loss
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import update_variance_emas
 from gsa_train.model.context_parallel import local_part
@@ -274,11 +274,11 @@ def _run_schedule(
     parallel: Parallel,
     forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
-    loss_scale = _loss_scale(len(micro_batches), loss_tokens, parallel)
+    scale = loss_scale(len(micro_batches), loss_tokens, parallel.data_size)
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     iterators = [iter(micro_batches) for _ in modules]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_scale=loss_scale, cut=cut),
+        forward_step_func=partial(_forward_step, scale=scale, cut=cut),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(modules) if len(modules) > 1 else modules[0],
         num_microbatches=len(micro_batches),
@@ -286,15 +286,6 @@ def _run_schedule(
         micro_batch_size=config.train.micro_batch_size,
         forward_only=forward_only,
     )
-
-
-def _loss_scale(count: int, loss_tokens: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """Factor of a micro-batch's summed loss, one of `count`, in front of megatron-core's schedule.
-
-    This divides it by their number, multiplies it by the context-parallel ranks, and averages gradients over these and
-    the replicas; undoing all this gives the mean over the scored tokens of the global batch, however they are spread.
-    """
-    return count * parallel.data_size / loss_tokens
 
 
 def _run_graph(
@@ -306,8 +297,8 @@ def _run_graph(
 ) -> list[dict[str, torch.Tensor]]:
     """What the schedule without pipeline stages does: the passes one after the other, then the gradients' reduction."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
-    of_loss = _loss_scale(count, loss_tokens, training.parallel)
-    scales = (of_loss, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
+    scale = loss_scale(count, loss_tokens, training.parallel.data_size)
+    scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
     of_all = replace(
         attention_pass, kl_grad_scale=0.0, row_key=""
     )  # no row is drawn (`check_graphs`, config/train.py)
@@ -324,10 +315,10 @@ def _pass_over_one(
 ) -> torch.Tensor:
     """The schedule's forward and backward pass over a micro-batch, one of `count`; its summed loss, to log."""
     model, (module,) = training.model, training.optimizer.modules
-    tokens, labels, document_ids, loss_mask, loss_scale, kl_grad_scale = inputs
+    tokens, labels, document_ids, loss_mask, scale, kl_grad_scale = inputs
     if kl_grad_scale is not None:
         attention_pass = replace(attention_pass, kl_grad_scale=kl_grad_scale)
-    run = partial(_forward_step, loss_scale=loss_scale, cut=ContextSharding(0, 1, 2))
+    run = partial(_forward_step, scale=scale, cut=ContextSharding(0, 1, 2))
     batches = iter([MicroBatch(tokens, labels, document_ids, loss_mask)])
     logged: list[dict[str, torch.Tensor]] = []
     with model.runtime.during(attention_pass):
@@ -339,7 +330,7 @@ def _pass_over_one(
 def _forward_step(
     micro_batches: Iterator[MicroBatch],
     module: torch.nn.Module,
-    loss_scale: torch.Tensor,
+    scale: torch.Tensor,
     cut: ContextSharding,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(micro_batches)
@@ -350,15 +341,7 @@ def _forward_step(
     # The slot of the attention mask carries the document ids of the whole sequence, from which our attention builds
     # its masks.
     output = module(tokens, positions, batch.document_ids, labels=labels)
-    return output, partial(_masked_loss, loss_mask, loss_scale)
-
-
-def _masked_loss(
-    loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss to differentiate and, apart from it, the sum to log: the schedule divides the first in place."""
-    loss_sum = (token_losses.float() * loss_mask).sum()
-    return loss_sum * loss_scale, {"loss_sum": loss_sum.detach().clone()}
+    return output, partial(masked_loss, loss_mask, scale)
 
 
 def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:

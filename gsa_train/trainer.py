@@ -18,7 +18,7 @@ from gsa_train.metrics.record import (
 )
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
-from gsa_train.phases import PhaseRange
+from gsa_train.phases import PhaseRange, learning_rate, lr_multipliers
 from gsa_train.plan import StepPlan, plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.profiling.work_time import slowest
@@ -31,7 +31,6 @@ from gsa_train.run.saves import newest_save, report_saves, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.run.validate import validate
-from gsa_train.schedule import learning_rate, lr_multipliers
 from gsa_train.step import StepResult, Training, train_step
 
 logger = logging.getLogger(__name__)

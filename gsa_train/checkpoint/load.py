@@ -149,7 +149,7 @@ def load_checkpoint(
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
         )
     if with_optimizer:
-        phase_optimizer.set_step_count(step_count(read_common(checkpoint)["optimizer"]))
+        phase_optimizer.set_updates(step_count(read_common(checkpoint)["optimizer"]))
 
 
 def load_main_weights(
@@ -313,7 +313,7 @@ def sharded_state(
     if phase_optimizer is not None:
         state["optimizer"] = {
             "state": saved_state(phase_optimizer, dict(state)),
-            "common_step": phase_optimizer.step_count(),
+            "common_step": float(phase_optimizer.updates),
         }
     return state
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
 SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
@@ -80,7 +80,7 @@ def wanted_state(
     wanted: dict[str, ShardedTensor] = {}
     for part in phase_optimizer.state_parts():
         like = entries[id(part.parameter)]
-        keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in MOMENTS if moments}
+        keys = {kind: f"{PREFIX}.{kind}.{like.key}" for kind in phase_optimizer.kind.state if moments}
         missing = [key for key in keys.values() if key not in saved]
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")

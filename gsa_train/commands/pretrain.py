@@ -25,6 +25,7 @@ from gsa_train.config import ConfigError, load_config
 from gsa_train.config.file_checks import has_local_tokenizer
 from gsa_train.distributed.cuda_connections import compute_capability, prepare_connections
 from gsa_train.distributed.megatron_import import import_megatron, quiet_libraries
+from gsa_train.planning.choices import unknown_choices
 from gsa_train.planning.dry_run import describe
 from gsa_train.process import exit_codes
 from gsa_train.process.as_command import as_command
@@ -81,6 +82,8 @@ def run_command() -> int:
         config = load_config(
             arguments.config_path, arguments.overrides, arguments.world_size, need_data=not arguments.dry_run
         )
+        if wrong := unknown_choices(config):
+            raise ConfigError(arguments.config_path, wrong)
     except ConfigError as error:
         return refuse(error)
     if arguments.dry_run:

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -65,6 +65,24 @@ class Problems:
 def problem_line(field: str, value: object, wrong: str, remedy: str) -> str:
     """`field = value: what is wrong; remedy`"""
     return f"{field} = {as_written(value)}: {wrong}; {remedy}"
+
+
+def not_in(table: Mapping[str, object], field: str, name: str) -> list[str]:
+    """What is wrong with a field that chooses from a table by name; nothing where the table has it."""
+    if name in table:
+        return []
+    return [problem_line(field, name, "no such name", f"give one of {', '.join(table)}")]
+
+
+def chosen(table: Mapping[str, Built], field: str, name: str) -> Built:
+    """The row of the table that a field of a config chooses.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for wrong in not_in(table, field, name):
+        raise ValueError(wrong)
+    return table[name]
 
 
 def as_written(value: object) -> str:
@@ -391,7 +409,7 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
     if close and (here in known or key not in FIELD_OF):
         return [f"{prefix}{close[0]}"]
     inner = value if isinstance(value, dict) and not prefix else {}  # of a section that there is not
-    found = fields_named(key, root) or [field for name in inner for field in fields_named(str(name), root)]
+    found = [field for name in inner for field in fields_named(str(name), root)] or fields_named(key, root)
     return found or [f"{prefix}{name}" for name in close]
 
 

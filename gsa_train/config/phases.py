@@ -21,9 +21,9 @@ class PhaseConfig:
     min_lr: float = 3e-5
     """Learning rate at the end of the phase."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0. Each phase starts with fresh moments of AdamW."""
-    decay: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after its learning-rate warm-up: down to `min_lr` along a cosine, or constant."""
+    """Steps over which the learning rate rises linearly from 0. Each phase starts with a fresh optimizer state."""
+    decay: str = "cosine"
+    """Schedule of the learning rate after its learning-rate warm-up: `cosine`, down to `min_lr`, or `constant`."""
     indexer_lr_mult: float = 10.0
     """Learning rate of the indexer over that of the base, where both learn (table 3 of the paper)."""
     gate_lr_mult: float = 1.0

@@ -1,4 +1,4 @@
-"""`train.*`: batches, precision, memory and AdamW."""
+"""`train.*`: batches, precision, memory, objective and optimizer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,15 @@ class TrainConfig:
     whole layers (`full`)."""
     recompute_num_layers: int = 1
     """Layers that are recomputed together, with recompute=full."""
+    linear_layers: str = "megatron"
+    """What multiplies by the matrices of attention and feed-forward layers: `megatron`, megatron-core's layers in the
+    working precision."""
+    objective: str = "cross_entropy"
+    """Loss of a token in training: `cross_entropy`. Validation always scores the cross-entropy."""
+    optimizer: str = "adamw"
+    """What updates the weights: `adamw`."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW; norms and biases have none."""
+    """Weight decay of the optimizer; norms and biases have none."""
     adam_beta1: float = 0.9
     """AdamW: decay per step of the first moment."""
     adam_beta2: float = 0.95

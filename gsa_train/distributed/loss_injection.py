@@ -51,20 +51,3 @@ def differentiate_indexer_loss(
         (loss * grad_scale).backward()
         return out
     return inject_loss(out, loss, grad_scale) if loss.requires_grad else out
-
-
-def indexer_kl_grad_scale(
-    kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
-) -> torch.Tensor:
-    """Factor that turns a layer's sum of KL over rows into lambda times the mean over tokens and layers: fp32, 0-d.
-
-    Rows whose query sees one key are not in the mean: their KL is 0 whatever the indexer says. Data-parallel gradients
-    are averaged afterwards, which the last factor undoes.
-
-    Args:
-        kl_coeff: lambda of eq. 15.
-        num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: 0-d, at least 1: rows that count, of the whole global batch.
-        data_parallel_size: ranks over which gradients are averaged, data x context.
-    """
-    return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

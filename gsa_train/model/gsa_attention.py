@@ -18,7 +18,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -104,7 +103,7 @@ class GSASelfAttention(MegatronModule):
         fuses_heads = config.fused_ops and plain_heads and d_k in HEAD_SIZES and fuses_gates(config.gsa)
         self.heads_op = _fused_heads_op() if fuses_heads else None
 
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = config.linears.column(
             d,
             (config.num_attention_heads + 2 * config.num_query_groups) * d_k,
             config=config,
@@ -123,7 +122,7 @@ class GSASelfAttention(MegatronModule):
         )
         transform = self.gsa.output_transform
         self.output_layernorm = HeadNorm(config, pg_collection) if transform == "rms_norm" else None
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = config.linears.row(
             config.num_attention_heads * d_k,
             d,
             config=config,

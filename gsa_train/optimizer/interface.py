@@ -14,8 +14,8 @@ from gsa_train.config import PhaseConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
+from gsa_train.optimizer.build import OptimizerKind
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_WEIGHT = "param"
 
 
@@ -26,12 +26,14 @@ class StatePart:
     parameter: torch.nn.Parameter
     start: int
     """First element."""
+    length: int
     tensors: dict[str, torch.Tensor]
-    """MOMENTS and, where the model's weight is not in fp32, MAIN_WEIGHT: in fp32, flat, the optimizer's own."""
+    """What the optimizer declares (`OptimizerKind.state`) and, where the model's weight is not in fp32, MAIN_WEIGHT: in
+    fp32, flat, the optimizer's own."""
 
     @property
     def in_parameter(self) -> slice:
-        return slice(self.start, self.start + self.tensors[MOMENTS[0]].numel())
+        return slice(self.start, self.start + self.length)
 
     def weight(self) -> torch.Tensor:
         """A copy of this part of the model's weight, flat, where that is whole."""
@@ -42,6 +44,11 @@ class PhaseOptimizer(ABC):
     """Gradients and optimizer of what a phase trains. Built by `mcore.build_optimizer`, ended by `close`."""
 
     phase: PhaseConfig
+    kind: OptimizerKind
+    updates: torch.Tensor
+    """0-d, on the device: updates made, which all parameters share."""
+    updaters: Sequence[torch.optim.Optimizer]
+    """What `kind` has built for the parameters of this rank."""
     modules: Sequence[torch.nn.Module]
     """The model's chunks as the schedule is to call them."""
     local_backward: bool
@@ -70,9 +77,11 @@ class PhaseOptimizer(ABC):
     def reduce_gradients(self) -> None:
         """Add up the gradients over the ranks where no schedule has done so (`local_backward`). Collective."""
 
-    @abstractmethod
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
         """Give each group its learning rate and weight decay for the next step; both follow from the config."""
+        for group in (group for each in self.updaters for group in each.param_groups):
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = weight_decay * group["wd_mult"]
 
     @abstractmethod
     def reduce_grad_norm(
@@ -83,7 +92,7 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
+        """Clip the reduced gradients and update; without `applied` no weight, no state and no step count changes.
 
         Args:
             norm: 0-d: their norm, of `reduce_grad_norm`.
@@ -114,13 +123,12 @@ class PhaseOptimizer(ABC):
     def state_parts(self) -> Iterator[StatePart]:
         """All that this rank keeps, by parameter."""
 
-    @abstractmethod
-    def step_count(self) -> float:
-        """Updates made, which all parameters share."""
-
-    @abstractmethod
-    def set_step_count(self, count: float) -> None:
+    def set_updates(self, count: float) -> None:
         """Go on from there."""
+        self.updates.fill_(count)
+        if self.kind.counter is not None:
+            for state in (state for each in self.updaters for state in each.state.values()):
+                state[self.kind.counter].fill_(count)
 
     @abstractmethod
     def start_from_weights(self) -> None:

@@ -1,8 +1,8 @@
-"""A phase's optimizer: megatron-core's data-parallel wrapper and AdamW over the parameters that the phase trains.
+"""A phase's optimizer: megatron-core's data-parallel wrapper and sharding around torch's optimizer (build.py).
 (`parallel.strategy: deepspeed` has another: zero.py.)
 
 Each phase builds its own and takes it down at the end, so that a frozen base costs no gradient buffer and no
-optimizer state, and the sparse phase starts with fresh moments.
+optimizer state, and the sparse phase starts with a fresh one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.adamw_state import create_state, inner_optimizers
-from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
+from gsa_train.optimizer.build import OptimizerKind, optimizer_kind
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 from gsa_train.optimizer.micro_batch_graph import leave_default_stream
-from gsa_train.optimizer.norms import clipped_step, reduce_grad_norm, update_norm
-from gsa_train.phases import enter_phase
+from gsa_train.optimizer.norms import clipped_step, inner_optimizers, reduce_grad_norm, update_norm
+from gsa_train.phases import enter_phase, lr_multipliers
 from gsa_train.profiling.work_time import WorkTime
-from gsa_train.schedule import lr_multipliers
 
 Hook = Callable[..., None]
 
@@ -80,6 +79,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     ddps: list[PhaseDataParallel]
     """The model's chunks, each inside megatron-core's data-parallel wrapper."""
     optimizer: MegatronOptimizer
+    kind: OptimizerKind
     phase: PhaseConfig
     work_time: WorkTime
 
@@ -87,6 +87,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         self.modules = self.ddps
         self.local_backward = self.phase.train == "indexer"
         ddp = self.ddps[0]
+        self.updates = torch.zeros((), device=next(ddp.parameters()).device)
+        self.updaters = [inner.optimizer for inner in inner_optimizers(self.optimizer)]
         self.state_group, self.state_copy, self.expert_state_group = None, None, None
         if ddp.ddp_config.use_distributed_optimizer:
             self.state_group, self.expert_state_group = ddp.intra_dp_cp_group, ddp.intra_expt_dp_group
@@ -102,9 +104,6 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def reduce_gradients(self) -> None:
         finalize_gradients(self.work_time, self.ddps, None)
 
-    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        set_learning_rate(self.optimizer, lr, weight_decay)
-
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,9 +111,10 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
         clipped_step(self.optimizer, norm, max_norm, applied)
+        self.updates += applied
 
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        return update_norm(self.optimizer, applied, parallel)
+        return update_norm(self.optimizer, self.kind, applied, parallel)
 
     def close(self, model: Model) -> None:
         _close(model, self)
@@ -134,21 +134,10 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
                     main, start = _main_weight(inner, parameter)
                     if main is not None:
                         state = inner.optimizer.state[main]
-                        tensors = {moment: state[moment].view(-1) for moment in MOMENTS}
+                        tensors = {name: state[name].view(-1) for name in self.kind.state}
                         if parameter.dtype != torch.float32:
                             tensors[MAIN_WEIGHT] = main.detach().view(-1)
-                        yield StatePart(parameter, start, tensors)
-
-    def step_count(self) -> float:
-        return next(float(state["step"]) for state in self._adam_states())
-
-    def set_step_count(self, count: float) -> None:
-        for state in self._adam_states():
-            state["step"].fill_(count)
-
-    def _adam_states(self) -> Iterator[dict[str, torch.Tensor]]:
-        for inner in inner_optimizers(self.optimizer):
-            yield from inner.optimizer.state.values()
+                        yield StatePart(parameter, start, main.numel(), tensors)
 
     def start_from_weights(self) -> None:
         self.optimizer.reload_model_params()
@@ -210,9 +199,6 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
             lr=phase.lr,
             min_lr=phase.min_lr,
             weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            adam_eps=train.adam_epsilon,
             clip_grad=train.grad_clip,
             bf16=model.mcore_config.bf16,
             params_dtype=model.mcore_config.params_dtype,
@@ -222,14 +208,37 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         ddps,
         config_overrides=_group_overrides(phase),
     )
-    create_state(optimizer)
+    kind = optimizer_kind(train)
+    _plug_in(optimizer, kind, train)
     model.mcore_config.grad_scale_func = optimizer.scale_loss
     model.mcore_config.finalize_model_grads_func = partial(finalize_gradients, model.work_time)
     no_sync = [ddp.no_sync for ddp in ddps]
     model.mcore_config.no_sync_func = (
         (no_sync if len(no_sync) > 1 else no_sync[0]) if overlap_grad_reduce else None
     )
-    return MegatronPhaseOptimizer(ddps, optimizer, phase, model.work_time)
+    return MegatronPhaseOptimizer(ddps, optimizer, kind, phase, model.work_time)
+
+
+def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConfig) -> None:
+    """Update by the config's optimizer in place of the AdamW that megatron-core has made, the only one that it shards.
+
+    It gets its state before the first step, so that a checkpoint may fill it. On GPUs it updates by torch's fused
+    kernels, where it has some: torch otherwise passes about ten times over the weights.
+    """
+    for inner in inner_optimizers(optimizer):
+        made = inner.optimizer
+        groups, shards = made.param_groups, [group["params"] for group in made.param_groups]
+        for group in groups:
+            for setting in made.defaults.keys() - {"lr", "weight_decay"}:
+                group.pop(setting, None)
+            group["params"] = [
+                torch.empty(0)
+            ]  # torch takes leaves alone, and the sharded parameters are views
+        inner.optimizer = kind.build(groups, train, torch.cuda.is_available())
+        for group, params in zip(inner.optimizer.param_groups, shards, strict=True):
+            group["params"] = params
+        for parameter in (parameter for params in shards for parameter in params):
+            inner.optimizer.state[parameter].update(kind.new_state(parameter.data))
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
@@ -252,13 +261,6 @@ def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
         if multipliers.get(group, 1.0) != 1.0:
             overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
     return overrides
-
-
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Give each group its learning rate and weight decay for the next step; both follow from the config."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_mult"]
-        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:

@@ -14,25 +14,25 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from gsa_kernels.fused.adamw.reference import squared_update
 from gsa_train.distributed.parallel import Parallel
-from gsa_train.optimizer.adamw_state import chained, inner_optimizers
+from gsa_train.optimizer.build import OptimizerKind
+
+
+def chained(optimizer: MegatronOptimizer) -> list[Any]:
+    """megatron-core's optimizers inside this one, or itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those of megatron-core's that have parameters on this rank."""
+    return [each for each in chained(optimizer) if each.optimizer is not None]
 
 
 @torch.no_grad()
 def reduce_grad_norm(
     optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the reduced gradients and the loss over all ranks, in one collective.
-
-    Collective over all ranks, so that each has the same bits to decide by; nothing is read back on a GPU.
-
-    Args:
-        loss_share: 0-d: what this rank adds to the loss of the global batch.
-
-    Returns:
-        0-d fp32 norm before clipping, 0-d fp64 loss.
-    """
+    """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that each decides by the same bits."""
     optimizer.prepare_grads()
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for copies, inners in _by_copies(optimizer, parallel).items():
@@ -47,19 +47,13 @@ def reduce_grad_norm(
 def clipped_step(
     optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
 ) -> None:
-    """Clip the reduced gradients and update; without `applied` no weight, no moment and no step count changes.
-
-    megatron-core's own `step` makes the host wait for each tensor's norm; here nothing is read back on a GPU, where
-    AdamW scales and skips by tensors on the device.
-
-    Args:
-        norm: 0-d: their norm, of `reduce_grad_norm`.
-        max_norm: largest global norm; 0 does not clip.
-        applied: 0-d bool, the same on all ranks.
-    """
+    """`PhaseOptimizer.clipped_step`. megatron-core's own makes the host wait for each tensor's norm; here nothing is
+    read back on a GPU where the optimizer scales and skips by tensors on the device, as torch's fused ones do."""
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    if norm.is_cuda:
-        for inner in inner_optimizers(optimizer):
+    inners = inner_optimizers(optimizer)
+    # The mark by which torch's own GradScaler knows them.
+    if norm.is_cuda and all(getattr(each.optimizer, "_step_supports_amp_scaling", False) for each in inners):
+        for inner in inners:
             inner.optimizer.grad_scale = divisor
             inner.optimizer.found_inf = applied.logical_not().float()
         optimizer.step_with_ready_grads()
@@ -71,18 +65,17 @@ def clipped_step(
 
 
 @torch.no_grad()
-def update_norm(optimizer: MegatronOptimizer, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made none.
-
-    From AdamW's moments after the step: nothing is kept from before it. Collective.
-    """
+def update_norm(
+    optimizer: MegatronOptimizer, kind: OptimizerKind, applied: torch.Tensor, parallel: Parallel
+) -> torch.Tensor:
+    """`PhaseOptimizer.update_norm`, from the state after the step: nothing is kept from before it."""
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for inner in inner_optimizers(optimizer):
-        adam, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
-        for group in adam.param_groups:
+        updated, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
+        for group in updated.param_groups:
             parameters = [p for p in group["params"] if id(p) in counted]
             if parameters:
-                change = squared_change([adam.state[p] for p in parameters], group, parameters)
+                change = kind.squared_change([updated.state[p] for p in parameters], group, parameters)
                 squares += change / _copies(inner, parallel)
     squares = torch.where(applied, squares, 0)
     dist.all_reduce(squares)
@@ -98,34 +91,10 @@ def _by_copies(optimizer: MegatronOptimizer, parallel: Parallel) -> dict[int, li
 
 
 def _copies(inner: Any, parallel: Parallel) -> int:
-    """Ranks that hold the same gradients and moments: the replicas without the distributed optimizer, else its
+    """Ranks that hold the same gradients and state: the replicas without the distributed optimizer, else its
     instances."""
     sharing: int = inner.get_grad_stats_parallel_group().size()
     return parallel.world_size // sharing
-
-
-def squared_change(
-    states: list[dict[str, torch.Tensor]],
-    group: dict[str, Any],
-    parameters: list[torch.Tensor],
-) -> torch.Tensor:
-    """0-d fp64: of parameters of one group, all on one device, by AdamW's states after the step.
-
-    w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay).
-    """
-    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
-    correction = (1 - beta2**step).sqrt()
-    rate, eps = correction / (1 - beta1**step), group["eps"] * correction
-    lr, decay = group["lr"], group["weight_decay"]
-    averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    if parameters[0].is_cuda:
-        from gsa_kernels.fused.adamw.op import squared_updates  # imports Triton
-
-        total = squared_updates(parameters, averages, squares, rate, eps, decay)
-    else:
-        parts = zip(parameters, averages, squares, strict=True)
-        total = torch.stack([squared_update(*part, rate, eps, decay) for part in parts]).sum()
-    return total * (lr / (1 - lr * decay)) ** 2
 
 
 def counts_for_norms(parameter: torch.Tensor) -> bool:

@@ -28,10 +28,11 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.interface import MAIN_WEIGHT, MOMENTS, PhaseOptimizer, StatePart
-from gsa_train.optimizer.norms import counts_for_norms, squared_change, sum_of_squares
+from gsa_train.optimizer.build import OptimizerKind, optimizer_kind
+from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
+from gsa_train.optimizer.norms import counts_for_norms, sum_of_squares
 from gsa_train.optimizer.zero_parts import Groups, Piece, pieces, pieces_of_shards, remember
-from gsa_train.schedule import lr_multipliers
+from gsa_train.phases import lr_multipliers
 
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
@@ -45,12 +46,9 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
     """Wrap the model, frozen for the phase, into DeepSpeed's engine. Collective."""
     parallel = model.parallel
     trained = [(name, each) for name, each in model.gpt.named_parameters() if each.requires_grad]
-    adam = torch.optim.AdamW(
-        _groups(trained, phase),
-        betas=(config.train.adam_beta1, config.train.adam_beta2),
-        eps=config.train.adam_epsilon,
-        fused=parallel.device.type == "cuda" or config.parallel.offload_optimizer,
-    )
+    kind = optimizer_kind(config.train)
+    fused = parallel.device.type == "cuda" or config.parallel.offload_optimizer
+    plugged = kind.build(_groups(trained, phase), config.train, fused)
     deepspeed.comm.init_distributed(
         deepspeed.get_accelerator().communication_backend_name(), dist_init_required=False
     )
@@ -59,7 +57,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
     engine = _Engine(
         args=None,
         model=model.module,
-        optimizer=adam,
+        optimizer=plugged,
         mpu=mpu,
         config=settings,
         config_class=DeepSpeedConfig(settings, mpu),
@@ -67,7 +65,7 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
     )
     if config.parallel.zero_stage == 3:
         _announce(model)
-    return ZeroPhaseOptimizer(engine, model, phase, parallel, dict(trained), take_off)
+    return ZeroPhaseOptimizer(engine, model, kind, phase, parallel, dict(trained), take_off)
 
 
 def _announce(model: Model) -> None:
@@ -158,12 +156,13 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self,
         engine: DeepSpeedEngine,
         model: Model,
+        kind: OptimizerKind,
         phase: PhaseConfig,
         parallel: Parallel,
         trained: dict[str, torch.nn.Parameter],
         take_off: Callable[[], None],
     ) -> None:
-        self.phase, self.modules = phase, [_Callable(engine)]
+        self.kind, self.phase, self.modules = kind, phase, [_Callable(engine)]
         self._engine, self._zero, self._parallel, self._trained = engine, engine.optimizer, parallel, trained
         self._model, self._take_off = model, take_off
         self._shards_weights = engine.zero_optimization_partition_weights()
@@ -177,12 +176,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self._pieces = list(pieces_of_shards(self._zero) if self._shards_weights else pieces(self._zero))
         self.state_group = parallel.groups.dp
         self._norm = torch.zeros(())
+        self.updates, self.updaters = torch.zeros((), device=parallel.device), [self._zero.optimizer]
         for flat in self._flat:
-            self._adam.state[flat].update(
-                step=torch.zeros((), device=flat.device),
-                exp_avg=torch.zeros_like(flat, requires_grad=False),
-                exp_avg_sq=torch.zeros_like(flat, requires_grad=False),
-            )
+            self._zero.optimizer.state[flat].update(kind.new_state(flat.detach()))
         # DeepSpeed clips by the norm that it computes in fp32, and leaves out an update whose norm is not finite.
         # It gets ours, and NaN where the update is to be left out.
         if self._shards_weights:
@@ -197,14 +193,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         config.no_sync_func = self._not_the_last
         config.finalize_model_grads_func = self._finalize
 
-    @property
-    def _adam(self) -> torch.optim.AdamW:
-        adam: torch.optim.AdamW = self._zero.optimizer
-        return adam
-
     def _group_of(self, flat_group: int) -> dict[str, Any]:
         index = self._zero.sub_group_to_group_id[flat_group] if self._shards_weights else flat_group
-        group: dict[str, Any] = self._adam.param_groups[index]
+        group: dict[str, Any] = self._zero.optimizer.param_groups[index]
         return group
 
     # --- a step ------------------------------------------------------------------------------------------
@@ -269,11 +260,6 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         for piece in self._pieces:
             yield piece, groups[piece.group][piece.number].view(-1)[: piece.length]
 
-    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = weight_decay * group["wd_mult"]
-
     @torch.no_grad()
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
@@ -288,6 +274,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         assert max_norm == self._engine.gradient_clipping()
         self._norm = torch.where(applied, norm, torch.nan).to(self._flat[0].device)  # of what it scales
         self._engine.step()  # waits for the device, to know whether the update is to be made
+        self.updates += applied
         if self._offloads and not self._shards_weights:
             # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
             self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
@@ -298,10 +285,10 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for piece in self._pieces:
             if counts_for_norms(piece.parameter):
-                flat, state = self._flat[piece.group], self._adam.state[self._flat[piece.group]]
-                own = {"step": state["step"], **{moment: state[moment][piece.in_group] for moment in MOMENTS}}
+                flat, state = self._flat[piece.group], self._zero.optimizer.state[self._flat[piece.group]]
+                own = {**state, **{name: state[name][piece.in_group] for name in self.kind.state}}
                 weights = [flat.detach()[piece.in_group]]
-                total += squared_change([own], self._group_of(piece.group), weights)
+                total += self.kind.squared_change([own], self._group_of(piece.group), weights)
         squares = torch.where(applied, total.to(parallel.device), 0)
         dist.all_reduce(squares)
         return squares.sqrt().float()
@@ -339,17 +326,11 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         for piece in self._pieces:
             if piece.length > 0:
                 flat = self._flat[piece.group]
-                tensors = {moment: self._adam.state[flat][moment][piece.in_group] for moment in MOMENTS}
+                state = self._zero.optimizer.state[flat]
+                tensors = {name: state[name][piece.in_group] for name in self.kind.state}
                 if piece.parameter.dtype != torch.float32:
                     tensors[MAIN_WEIGHT] = flat.detach()[piece.in_group]
-                yield StatePart(piece.parameter, piece.start, tensors)
-
-    def step_count(self) -> float:
-        return next(float(state["step"]) for state in self._adam.state.values())
-
-    def set_step_count(self, count: float) -> None:
-        for state in self._adam.state.values():
-            state["step"].fill_(count)
+                yield StatePart(piece.parameter, piece.start, piece.length, tensors)
 
     def start_from_weights(self) -> None:
         self._zero.refresh_fp32_params()

@@ -17,7 +17,7 @@ from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
 from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
-from gsa_train.config import Config, saved_sections
+from gsa_train.config import Config, TrainConfig, saved_sections
 from gsa_train.data.batches import TrainBatches
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.phases import PhaseRange
@@ -186,7 +186,7 @@ def start_from(
     except ValueError as error:
         raise ResumeError(str(error)) from error
     _check_same_model(config, state, checkpoint)
-    _check_same_phases(state, ranges, checkpoint)
+    _check_same_phases(config.train, state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
     # A checkpoint in the run's folder is its own, whatever link names it; also where the folder or the checkpoint is
@@ -362,7 +362,9 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
         )
 
 
-def _check_same_phases(state: RunState, ranges: list[PhaseRange], checkpoint: Path) -> None:
+def _check_same_phases(
+    train: TrainConfig, state: RunState, ranges: list[PhaseRange], checkpoint: Path
+) -> None:
     remedy = (
         "Keep the phases up to this one as they were, or start a new run (another run.name, or --no-resume)."
     )
@@ -379,7 +381,14 @@ def _check_same_phases(state: RunState, ranges: list[PhaseRange], checkpoint: Pa
             f"in the config phase {state.phase_index} is {phase.name} and begins at step {phase_range.start}. "
             f"{remedy}"
         )
-    trained = saved_sections(state.config_yaml)["phases"][state.phase_index]["train"]
+    saved = saved_sections(state.config_yaml)
+    trained = saved["phases"][state.phase_index]["train"]
+    optimizer = saved.get("train", {}).get("optimizer", TrainConfig.optimizer)
+    if optimizer != train.optimizer and state.step < phase_range.end:
+        raise ResumeError(
+            f"{checkpoint} holds the state of train.optimizer = {optimizer}; the config has {train.optimizer}. Set it "
+            "as it was until the phase ends, or start a new run with checkpoint.initial_weights set to this checkpoint."
+        )
     if trained != phase.train:
         raise ResumeError(
             f"{checkpoint} was written while phase {state.phase_name} trained {trained}; in the config "

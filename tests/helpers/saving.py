@@ -53,16 +53,3 @@ def is_intact(folder: Path) -> bool:
     return not checkpoint_files.faults_in(
         folder, checkpoint_files.read_manifest(folder).files, checksums=True
     )
-
-
-def adam_of(
-    model: Model, phase_optimizer: PhaseOptimizer
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Parameter name -> its group's settings, its Adam state."""
-    found = {}
-    for inner in phase_optimizer.optimizer.chained_optimizers:
-        for name, parameter in model.gpt.named_parameters():
-            group_index, order = inner.model_param_group_index_map[parameter]
-            group = inner.optimizer.param_groups[group_index]
-            found[name] = (group, inner.optimizer.state[group["params"][order]])
-    return found

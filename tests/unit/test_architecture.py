@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NAMES = ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf", "kernels/gsa_kernels", "data/gsa_data")
 PACKAGES = tuple(ROOT / name for name in NAMES)
-PLANNING_MODULES = ("config", "cli", "planning.dry_run")
+PLANNING_MODULES = ("config", "cli", "planning.dry_run", "planning.choices")
 LONGEST_FILE_LINES = 450
 
 

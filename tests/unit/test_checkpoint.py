@@ -21,20 +21,19 @@ from gsa_train.checkpoint.files import (
     recover_folder,
     resume_candidates,
 )
-from gsa_train.checkpoint.load import load_checkpoint, read_run_state
+from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.model.mcore.build import Model
-from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, set_learning_rate
+from gsa_train.optimizer.mcore import PhaseOptimizer
 from gsa_train.run_folder.resume import Start
 from helpers import saving
 from helpers.checkpoints import run_state, write_checkpoint
-from helpers.saving import LR, adam_of, is_intact, names_in
+from helpers.saving import is_intact, names_in
 from helpers.single_rank import (
     SPARSE,
     single_rank,
     tiny_config,
-    tiny_model,
 )
 
 DECAY = 0.1
@@ -317,28 +316,3 @@ def test_a_resume_looks_at_what_latest_names_then_at_older_ones_and_keeps_what_i
     assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_0000000{n}" for n in (1, 2, 4)]
     (tmp_path / "latest").unlink()
     assert resume_candidates(tmp_path)[0].name == "step_00000004"
-
-
-# --- the optimizer after a resume ----------------------------------------------------------------------------
-
-
-def test_after_a_resume_each_parameter_has_its_own_rate_moments_and_step_count(trained, save, config):
-    folder = save(3)
-    other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99))
-    model = tiny_model(other)
-    resumed = build_optimizer(model, SPARSE, other)
-    load_checkpoint(folder, model, resumed, single_rank(), with_optimizer=True)
-    set_learning_rate(resumed.optimizer, LR, DECAY)
-
-    before, after = adam_of(*trained), adam_of(model, resumed)
-    assert after.keys() == before.keys() == dict(model.gpt.named_parameters()).keys()
-    parameters = dict(model.gpt.named_parameters())
-    for name, (group, state) in after.items():
-        assert group["lr"] == pytest.approx(10 * LR if ".indexer." in name else LR), name
-        assert group["weight_decay"] == (DECAY if parameters[name].dim() > 1 else 0), name
-        assert state["step"].item() == 3
-        for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state[moment], before[name][1][moment]), (name, moment)
-        assert state["exp_avg_sq"].any(), name  # nothing was compared with zeros
-    counts = [state["step"].data_ptr() for _, state in after.values()]
-    assert len(set(counts)) == len(counts)  # a shared count would rise once per parameter

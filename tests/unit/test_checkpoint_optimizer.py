@@ -1,4 +1,5 @@
-"""A checkpoint of the plain or the distributed optimizer, in fp32 or bf16, goes on in any of these."""
+"""A checkpoint of the plain or the distributed optimizer, in fp32 or bf16, goes on in any of these. DeepSpeed's:
+tests/resume/test_deepspeed.py."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from gsa_train.checkpoint.optimizer_state import boxes, saved_state, wanted_stat
 from gsa_train.config import Config
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer import mcore as optim
-from gsa_train.optimizer.adamw_state import inner_optimizers
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.optimizer.norms import inner_optimizers
 from gsa_train.planning.memory.estimate import checkpoint_bytes
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
@@ -106,40 +107,6 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
     folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
     for kind in KINDS:
         assert_arrives(folder, 3, before, config_of(*kind))
-
-
-def parts_by_name(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
-    names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
-    return {
-        f"{names[id(part.parameter)]}.{kind}": tensor.clone()
-        for part in optimizer.state_parts()
-        for kind, tensor in part.tensors.items()
-    }
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_s_arrive_too(stage: int, tmp_path: Path) -> None:
-    """In bf16, whose fp32 weights are beside the model's; and those of the others in DeepSpeed's."""
-    zero = {"strategy": "deepspeed", "zero_stage": stage, "offload_optimizer": stage == 2}
-    configs = [tiny_config([SPARSE], parallel=each, train={"precision": "bf16"}) for each in (zero, {})]
-    for config, other in (configs, configs[::-1]):
-        model = tiny_model(config)
-        optimizer = build_optimizer(model, SPARSE, config)
-        for seed in range(2):
-            take_step(model, optimizer, random_batches(config, seed), config, lr=1e-3)
-        folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
-        before = parts_by_name(model, optimizer)
-        close_optimizer(model, optimizer)
-        for reader in (config, other):
-            loaded = tiny_model(reader)
-            resumed = build_optimizer(loaded, SPARSE, reader)
-            load_checkpoint(folder, loaded, resumed, single_rank(), with_optimizer=True)
-            after = parts_by_name(loaded, resumed)
-            assert after.keys() == before.keys()
-            for name, tensor in after.items():
-                assert torch.equal(tensor, before[name]), name
-            assert resumed.step_count() == 2
-            close_optimizer(loaded, resumed)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer
 from helpers import saving
 from helpers.checkpoints import run_state
-from helpers.saving import LR, adam_of, is_intact, names_in
+from helpers.saving import LR, is_intact, names_in
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_model
 
 # The fixtures, where pytest finds them.
@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
     with held_back(saver):
         assert saver.begin(run_state(1), model, optimizer) == []
         before = {name: value.clone() for name, value in model.gpt.state_dict().items() if value is not None}
-        moments = {name: state["exp_avg"].clone() for name, (_, state) in adam_of(model, optimizer).items()}
+        moments = [part.tensors["exp_avg"].clone() for part in optimizer.state_parts()]
         take_step(model, optimizer, random_batches(config, 1), config, lr=LR, hold_update=saver.hold_update)
         assert saver.ended(now=2) == []
         assert saver.has(1)
@@ -93,9 +93,9 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
     load_checkpoint(result.folder, model, optimizer, single_rank(), with_optimizer=True)
     for name, value in before.items():
         assert torch.equal(model.gpt.state_dict()[name], value), name
-    for name, (_, state) in adam_of(model, optimizer).items():
-        assert torch.equal(state["exp_avg"], moments[name]), name
-        assert state["step"].item() == 1
+    for part, moment in zip(optimizer.state_parts(), moments, strict=True):
+        assert torch.equal(part.tensors["exp_avg"], moment)
+    assert optimizer.updates == 1
 
 
 def test_an_update_waits_for_the_copies_and_the_files_are_those_of_a_save_that_everything_waits_for(

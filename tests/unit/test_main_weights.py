@@ -82,7 +82,7 @@ def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
         for name, weight in after.items():
             assert torch.equal(weight, before[name]), name
         assert all(not part.tensors["exp_avg"].any() for part in optimizer.state_parts())
-        assert optimizer.step_count() == 0
+        assert optimizer.updates == 0
         close_optimizer(each, optimizer)
 
 

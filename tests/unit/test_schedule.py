@@ -1,11 +1,11 @@
-"""Learning rates at the corners of the schedule."""
+"""Learning rates at the corners of the schedules."""
 
 import math
 
 import pytest
 
 from gsa_train.config import PhaseConfig
-from gsa_train.schedule import learning_rate
+from gsa_train.phases import learning_rate
 
 PHASE = PhaseConfig(steps=11, lr=1e-3, min_lr=1e-4, warmup_steps=4)
 
@@ -15,21 +15,11 @@ def test_warm_up_rises_linearly_from_a_first_step_above_zero_to_the_peak() -> No
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
 
 
-def test_cosine_starts_at_the_peak_passes_the_middle_and_ends_at_the_minimum() -> None:
-    assert learning_rate(PHASE, 4) == 1e-3
-    assert learning_rate(PHASE, 7) == pytest.approx((1e-3 + 1e-4) / 2)
-    assert learning_rate(PHASE, 10) == 1e-4
-
-
-def test_cosine_falls_at_every_step_as_a_half_cosine() -> None:
+def test_cosine_falls_from_the_peak_at_every_step_as_a_half_cosine_and_ends_at_the_minimum() -> None:
     rates = [learning_rate(PHASE, step) for step in range(4, 11)]
-    assert rates == sorted(set(rates), reverse=True)
+    assert (rates[0], rates[-1], learning_rate(PHASE, 50)) == (1e-3, 1e-4, 1e-4)
     for step, rate in enumerate(rates):
         assert rate == pytest.approx(1e-4 + 9e-4 * math.cos(math.pi * step / 12) ** 2)
-
-
-def test_steps_past_the_end_stay_at_the_minimum() -> None:
-    assert learning_rate(PHASE, 50) == 1e-4
 
 
 def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
@@ -38,25 +28,16 @@ def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
     assert {learning_rate(phase, step) for step in range(3, 11)} == {1e-3}
 
 
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    phase = PhaseConfig(steps=3, lr=1e-3, min_lr=0.0)
-    rates = [learning_rate(phase, step) for step in range(3)]
+def test_phases_without_warm_up_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
+    rates = [learning_rate(PhaseConfig(steps=3, lr=1e-3, min_lr=0.0), step) for step in range(3)]
     assert rates == pytest.approx([1e-3, 0.5e-3, 0.0])
-
-
-def test_phases_of_one_step_and_of_nothing_but_warm_up_are_defined() -> None:
     assert learning_rate(PhaseConfig(steps=1, lr=1e-3, min_lr=1e-4), 0) == 1e-3
     assert learning_rate(PhaseConfig(steps=2, lr=1e-3, warmup_steps=2), 1) == 1e-3
 
 
-@pytest.mark.parametrize("decay", ["cosine", "constant"])
 @pytest.mark.parametrize("steps", [2, 3, 11])
-def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(
-    steps: int, decay: str
-) -> None:
-    """Also where that is one step; by a constant rate none has."""
+def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(steps: int) -> None:
+    """Also where that is one step."""
     for warmup_steps in range(steps):
-        phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps, decay=decay)  # type: ignore[arg-type]
-        rates = [learning_rate(phase, step) for step in range(steps)]
-        assert rates[-1] == (1e-4 if decay == "cosine" else 1e-3)
-        assert max(rates) == 1e-3
+        phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps)
+        assert learning_rate(phase, steps - 1) == 1e-4

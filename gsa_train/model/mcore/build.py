@@ -13,8 +13,10 @@ from megatron.core.transformer.module import Float16Module
 from gsa_train.config import Config
 from gsa_train.config.gates import fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
+from gsa_train.config.load import chosen
 from gsa_train.config.moe import expert_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
+from gsa_train.losses import OBJECTIVES
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
@@ -130,17 +132,12 @@ def _build_chunk(
     context: AttentionContext,
     parallel: Parallel,
 ) -> GPTModel:
-    model_class = NamedGPTModel
-    if mcore_config.fused_ops:
-        from gsa_train.model.mcore.language_model import FusedLossGPTModel  # imports Triton
-
-        model_class = FusedLossGPTModel
     count = config.parallel.virtual_pipeline
     vp_stage = number if count > 1 else None
     of_experts = None
     if config.moe.experts > 0:
         of_experts = router_context(config, context.runtime, parallel), expert_layers(config)
-    chunk = model_class(
+    chunk = NamedGPTModel(
         config=mcore_config,
         transformer_layer_spec=decoder_spec(mcore_config, context, parallel.groups, of_experts, vp_stage),
         vocab_size=config.model.vocab_size,
@@ -153,6 +150,7 @@ def _build_chunk(
         pg_collection=parallel.groups,
         vp_stage=vp_stage,
     )
+    chunk.objective = chosen(OBJECTIVES, "train.objective", config.train.objective)
     chunk.rotary_pos_emb = rotary_embedding(
         mcore_config, config.model.head_dim, parallel.groups, config.model.rotary_percent
     )

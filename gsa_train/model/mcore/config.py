@@ -9,9 +9,11 @@ from megatron.core.transformer import TransformerConfig
 
 from gsa_kernels.rotary import YarnScaling
 from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
+from gsa_train.config.load import chosen
 from gsa_train.config.parallel import chunk_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
+from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron
 
 
 @dataclass
@@ -30,6 +32,8 @@ class GSATransformerConfig(TransformerConfig):
     """For Q and K."""
     sandwich_norm: bool = False
     """`model.sandwich_norm`"""
+    linears: LinearLayers = field(default_factory=megatron)
+    """`train.linear_layers`"""
     context_chunks: int = 2
     """Of the sequence on each context-parallel rank."""
 
@@ -93,6 +97,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         sandwich_norm=model.sandwich_norm,
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
+        linears=chosen(LINEAR_LAYERS, "train.linear_layers", train.linear_layers)(),
         gsa=config.gsa,
         moe=config.moe,
         **_experts(config),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -21,6 +20,7 @@ from gsa_train.model.context_parallel import gather_tokens, local_part
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.expert_mark import mark_as_expert
 from gsa_train.model.mcore.grouped_experts import GroupedExperts
+from gsa_train.model.mcore.linears import LinearLayers
 from gsa_train.model.moe.router import Router, RouterContext
 from gsa_train.model.moe.token_exchange import ExpertRanks, plan_exchange
 from gsa_train.model.runtime import AttentionRuntime
@@ -114,15 +114,13 @@ class MixtureOfExperts(MegatronModule):
         return output, None
 
 
-def feed_forward_parts(activation: Any) -> MLPSubmodules:
+def feed_forward_parts(linears: LinearLayers, activation: Any) -> MLPSubmodules:
     """Of a dense layer.
 
     Args:
         activation: module; None: megatron-core's operations.
     """
-    return MLPSubmodules(
-        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation
-    )
+    return MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row, activation_func=activation)
 
 
 def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:

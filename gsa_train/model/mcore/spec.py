@@ -41,7 +41,7 @@ def decoder_spec(
         from gsa_train.model.mcore.swiglu import FusedSwiGLU  # imports Triton
 
         activation = FusedSwiGLU
-    parts = feed_forward_parts(activation)
+    parts = feed_forward_parts(config.linears, activation)
     dense = mixture = _layer(config, context, ModuleSpec(module=MLP, submodules=parts))
     sparse_layers: Collection[int] = ()
     if of_experts is not None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from gsa_train.config import Config, PhaseConfig
+from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.config.moe import expert_layers
 from gsa_train.config.parallel import data_parallel_size, stage_layers
 from gsa_train.model.flops import count_parameters, indexer_layers
+from gsa_train.optimizer.build import optimizer_kind
 from gsa_train.planning.memory.experts import worst_load_bytes
 from gsa_train.planning.memory.layer import layer_of
 from gsa_train.planning.memory.moments import embedding_bytes, layer_moments, loss_bytes
@@ -108,8 +109,8 @@ def _parameters_and_state(
 ) -> tuple[float, float, float]:
     """Bytes of the weights, of their gradients and of the optimizer's state.
 
-    Weights in the working precision, gradients as they are reduced, and Adam's two moments in fp32 with, under bf16,
-    the fp32 weights. Only what the phase trains has gradients and optimizer state.
+    Weights in the working precision, gradients as they are reduced. Only what the phase trains has gradients and
+    optimizer state.
     """
     parallel, train = config.parallel, config.train
     base, indexer = _parameters_per_rank(config, stage)
@@ -123,7 +124,7 @@ def _parameters_and_state(
         for count in (ranks, replicas)
     )
     zero_stage = parallel.zero_stage if parallel.strategy == "deepspeed" else 1
-    value, state = (4, 8) if train.precision == "fp32" else (2, 12)
+    value, state = 4 if train.precision == "fp32" else 2, _state_bytes(train)
     gradient = 4 if parallel.grad_reduce_dtype == "fp32" else 2
     return (
         value * (base + indexer + experts) / (shards if zero_stage == 3 else 1),
@@ -134,12 +135,17 @@ def _parameters_and_state(
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
     """Of a save in a phase, all ranks together, which hold as much in host memory until it is written: weights in the
-    working precision, and of what the phase trains two moments in fp32 with, under bf16, the fp32 weights."""
+    working precision, and of what the phase trains the optimizer's state."""
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
-    in_fp32 = config.train.precision == "fp32"
-    return (4 if in_fp32 else 2) * count.total + (8 if in_fp32 else 12) * trained
+    value = 4 if config.train.precision == "fp32" else 2
+    return value * count.total + _state_bytes(config.train) * trained
+
+
+def _state_bytes(train: TrainConfig) -> int:
+    """Of each parameter that learns: what the optimizer keeps in fp32 and, under bf16, the fp32 weight."""
+    return 4 * len(optimizer_kind(train).state) + (0 if train.precision == "fp32" else 4)
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -244,9 +243,3 @@ def test_the_first_layers_and_those_between_stay_dense() -> None:
     config = tiny_config(model={"num_layers": 6}, moe={**SIZES, "first_dense_layers": 1, "layer_interval": 2})
     layers = tiny_model(config).gpt.decoder.layers
     assert [isinstance(layer.mlp, MixtureOfExperts) for layer in layers] == [False, True] * 3
-
-
-def test_without_experts_nothing_is_built() -> None:
-    config = tiny_config()
-    assert dataclasses.asdict(config.moe)["experts"] == 0
-    assert tiny_model(config).routers == []

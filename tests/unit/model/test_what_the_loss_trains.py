@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.distributed.loss_injection import indexer_kl_grad_scale, inject_loss
+from gsa_train.distributed.loss_injection import inject_loss
+from gsa_train.losses import indexer_kl_grad_scale
 from helpers.single_rank import (
     SPARSE,
     WARM_UP,

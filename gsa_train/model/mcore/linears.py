@@ -1,0 +1,29 @@
+"""What multiplies by the matrices of attention and feed-forward layers.
+
+A new precision is a function and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them: projections of
+gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+
+Loads no torch by itself: the name in a config is checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    column: type
+    """Constructed and called as megatron-core's ColumnParallelLinear: QKV, first product of a feed-forward layer."""
+    row: type
+    """As its RowParallelLinear: output projection of attention, second product of a feed-forward layer."""
+
+
+def megatron() -> LinearLayers:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return LinearLayers(ColumnParallelLinear, RowParallelLinear)
+
+
+LINEAR_LAYERS: dict[str, Callable[[], LinearLayers]] = {"megatron": megatron}

@@ -1,0 +1,79 @@
+"""Which optimizers there are. A new one is two functions and a row of OPTIMIZERS; `train.optimizer` chooses.
+
+A row declares what the optimizer keeps of each parameter. Checkpoints, resharding, checks for damage, what one phase
+leaves to the next, and the dry run's memory all read that declaration.
+
+Loads no torch by itself: a dry run and the check of a config's names come before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gsa_train.config import TrainConfig
+from gsa_train.config.load import chosen
+
+if TYPE_CHECKING:
+    import torch
+
+Group = dict[str, Any]
+"""A parameter group of torch: `params`, `lr`, `weight_decay` and the optimizer's own."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    build: Callable[[list[Group], TrainConfig, bool], torch.optim.Optimizer]
+    """Parameter groups in fp32, settings, whether to update by torch's fused kernels. Parameters may be flat shards of
+    a matrix. A fused one skips an update on the device; for any other one the host waits to know whether to make it."""
+    squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
+    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of the squares of what
+    the step changed, weight decay included."""
+    state: tuple[str, ...]
+    """Names of the tensors that it keeps of each parameter: fp32, in the parameter's shape, 0 at the start."""
+    counter: str | None = None
+    """Name of the 0-d tensor in each parameter's state in which it counts its updates."""
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        zeros = {name: parameter.new_zeros(parameter.shape) for name in self.state}
+        return zeros if self.counter is None else {**zeros, self.counter: parameter.new_zeros(())}
+
+
+def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+    import torch
+
+    betas = (train.adam_beta1, train.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=train.adam_epsilon, fused=fused)
+
+
+def adamw_change(
+    states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
+) -> torch.Tensor:
+    """w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    import torch
+
+    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
+    correction = (1 - beta2**step).sqrt()
+    rate, eps = correction / (1 - beta1**step), group["eps"] * correction
+    lr, decay = group["lr"], group["weight_decay"]
+    averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    if parameters[0].is_cuda:
+        from gsa_kernels.fused.adamw.op import squared_updates  # imports Triton
+
+        total = squared_updates(parameters, averages, squares, rate, eps, decay)
+    else:
+        from gsa_kernels.fused.adamw.reference import squared_update
+
+        parts = zip(parameters, averages, squares, strict=True)
+        total = torch.stack([squared_update(*part, rate, eps, decay) for part in parts]).sum()
+    return total * (lr / (1 - lr * decay)) ** 2
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind(adamw, adamw_change, state=("exp_avg", "exp_avg_sq"), counter="step"),
+}
+
+
+def optimizer_kind(train: TrainConfig) -> OptimizerKind:
+    return chosen(OPTIMIZERS, "train.optimizer", train.optimizer)

@@ -1,0 +1,201 @@
+"""Where to add a thing (docs/code.md): each row of its table, followed in a copy of the packages, and trained with."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.checkpoint import FileSystemReader
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests/helpers/two_phases.yaml"
+
+ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "gate": {
+        "gsa_train/config/gsa.py": [
+            ("    gate_granularity: Literal", '    rotated_key_gate: bool = False\n    """G6."""\n')
+        ],
+        "gsa_train/config/gates.py": [
+            ('"query", "projection")', '"rotated_key", '),
+            (
+                '"query": gsa.query_gate',
+                '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        ',
+            ),
+        ],
+        "gsa_train/model/gates.py": [
+            ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n"),
+            ("query = (part if part", "rotated_key, "),
+            ("\n    )\n\n\ndef gate_statistics(", "\n        rotated_key,"),
+        ],
+        "gsa_train/model/gsa_attention.py": [
+            (
+                "        output_gate = None if logits.output is None",
+                "        if logits.rotated_key is not None:\n"
+                "            k = apply_gate(k, logits.rotated_key, self.gsa)\n",
+            )
+        ],
+    },
+    "schedule": {
+        "gsa_train/schedule.py": [
+            (
+                "SCHEDULES: dict",
+                "def linear(progress: float, lr: float, min_lr: float) -> float:\n"
+                "    return lr + progress * (min_lr - lr)\n\n\n",
+            ),
+            ('"constant": constant}', '"linear": linear, '),
+        ]
+    },
+    "optimizer": {
+        "gsa_train/optimizer/build.py": [
+            (
+                "OPTIMIZERS: dict",
+                "def momentum(groups, train, fused):\n"
+                "    import torch\n\n"
+                "    return torch.optim.SGD(groups, lr=0.0, momentum=train.adam_beta1, fused=fused)\n\n\n"
+                "def momentum_change(states, group, parameters):\n"
+                "    return sum((group['lr'] * s['momentum_buffer']).double().square().sum() for s in states)\n\n\n",
+            ),
+            (
+                '    "adamw": OptimizerKind(',
+                '    "momentum": OptimizerKind(momentum, momentum_change, state=("momentum_buffer",)),\n',
+            ),
+        ]
+    },
+    "precision of linear layers": {
+        "gsa_train/model/mcore/linears.py": [
+            (
+                "LINEAR_LAYERS: dict",
+                "def rounded() -> LinearLayers:\n"
+                "    def of(base):\n"
+                "        class Rounded(base):\n"
+                "            def forward(self, x, *args, **kwargs):\n"
+                "                return super().forward(x.bfloat16().to(x.dtype), *args, **kwargs)\n\n"
+                "        return Rounded\n\n"
+                "    print('linear layers round their input')\n"
+                "    return LinearLayers(of(megatron().column), of(megatron().row))\n\n\n",
+            ),
+            ('"megatron": megatron}', '"rounded": rounded, '),
+        ]
+    },
+    "loss": {
+        "gsa_train/losses.py": [
+            (
+                "OBJECTIVES: dict",
+                "def halved(logits, labels, group, fused):\n"
+                "    return 0.5 * cross_entropy(logits, labels, group, fused)\n\n\n",
+            ),
+            ('"cross_entropy": cross_entropy}', '"halved": halved, '),
+        ]
+    },
+    "data format": {
+        "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".txt", ')],
+        "data/gsa_data/documents.py": [
+            (
+                "    else:\n        lines = read_lines(",
+                '    elif relpath.endswith(".txt"):\n'
+                "        rows = read_lines(manifest, relpath, reading, counters)\n"
+                "        parsed = [parse_row(row, None, limit) for row in rows]\n",
+            )
+        ],
+        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".txt", ')],
+    },
+    "metric": {
+        "gsa_train/metrics/record.py": [
+            ('        "tokens": logged.tokens,', '        "perplexity": math.exp(reduced.loss),\n')
+        ]
+    },
+}
+"""Row of the table -> file -> (what stands there, what is written before it)."""
+
+
+def rows() -> dict[str, list[str]]:
+    table = (
+        (ROOT / "docs/code.md")
+        .read_text("utf-8")
+        .partition("## Where to add a thing")[2]
+        .partition("\n## ")[0]
+    )
+    found = re.findall(r"^\| ([\w ]+) \| (`.+?) \|", table, re.MULTILINE)
+    return {thing: re.findall(r"`([\w./]+)`", files) for thing, files in found}
+
+
+def test_a_row_names_the_files_of_its_addition() -> None:
+    assert rows() == {thing: list(files) for thing, files in ADDITIONS.items()}
+
+
+@pytest.mark.slow
+def test_a_run_has_all_additions(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    for source in ("gsa_train", "kernels/gsa_kernels", "data/gsa_data"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / source, packages / Path(source).name, ignore=ignore)
+    for thing, files in ADDITIONS.items():
+        for name, edits in files.items():
+            path = packages / name.removeprefix("data/")
+            text = path.read_text("utf-8")
+            for anchor, added in edits:
+                assert text.count(anchor) == 1, (thing, name, anchor)
+                text = text.replace(anchor, added + anchor)
+            path.write_text(text, "utf-8")
+    shards = tmp_path / "text"
+    shards.mkdir()
+    words = re.findall(r"\w+", "the hare and the tortoise ran a race which the tortoise won by going on")
+    lines = [" ".join(words[number % 13 :] + words * 8) for number in range(200)]
+    (shards / "0.txt").write_text("\n".join(lines), "utf-8")
+
+    sample = ROOT / "data/sample"
+    overrides = [
+        *(
+            f"data.{field}={path}"
+            for field, path in (("train_dir", shards), ("tokenizer", sample / "tokenizer.model"))
+        ),
+        f"data.validation_dir={sample / 'validation'}",
+        f"run.dir={tmp_path}",
+        *("gsa.rotated_key_gate=true", "train.optimizer=momentum", "train.weight_decay=0"),
+        *("train.linear_layers=rounded", "train.objective=halved", "phases.1.decay=linear"),
+        *("phases.0.steps=1", "phases.0.warmup_steps=0", "phases.1.steps=3", "phases.1.warmup_steps=0"),
+        *("phases.1.lr=0.4", "phases.1.min_lr=0.2", "train.seq_len_tokens=64", "train.micro_batch_size=4"),
+        *("evaluate.max_blocks=8", "evaluate.ngram_baselines=false", "logging.every_steps=1"),
+        *("logging.wandb=disabled", "logging.tensorboard=false", "logging.plots=false"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(packages),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    command = [sys.executable, "-m", "gsa_train", "--config", str(CONFIG), *overrides]
+    done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "demo"
+    steps, validation = [], {}
+    for record in map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines()):
+        steps += [record] if "loss" in record and "event" not in record else []
+        validation = record if record.get("event") == "validation" else validation
+
+    assert [record["lr"] for record in steps[1:]] == pytest.approx([0.4, 0.3, 0.2])  # schedule
+    assert steps[1]["loss"] == pytest.approx(math.log(4096) / 2, rel=0.1)  # loss
+    assert steps[1]["update_norm"] > 0
+    assert validation["validation_loss"] > 5
+    assert all(record["perplexity"] == math.exp(record["loss"]) for record in steps)  # metric
+    assert "linear layers round their input" in done.stdout
+    tensors = FileSystemReader(next((run / "checkpoints").glob("step_*"))).read_metadata().state_dict_metadata
+    kept = {name.split(".")[2] for name in tensors if name.startswith("optimizer.state.")}
+    assert kept <= {"momentum_buffer", "fp32_param"}
+    assert "momentum_buffer" in kept
+    model = yaml.safe_load(CONFIG.read_text("utf-8"))["model"]
+    heads = model["num_heads"] + 2 * model["num_kv_heads"]  # G1; G2 and the new gate
+    (gates,) = {
+        each.size[-2:]
+        for name, each in tensors.items()
+        if re.fullmatch(r"decoder.*linear_gate\.weight", name)
+    }
+    assert tuple(gates) == (heads * model["head_dim"], model["hidden_size"])
