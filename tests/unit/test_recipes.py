@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -12,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from torch.distributed.checkpoint import FileSystemReader
 
+from helpers.runs import CONFIG, ENVIRONMENT, TINY, inherited
+
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "tests/helpers/two_phases.yaml"
+GATES = r"decoder.*linear_gate\.weight"
 
 ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "gate": {
@@ -116,86 +116,68 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
 """Row of the table -> file -> (what stands there, what is written before it)."""
 
 
-def rows() -> dict[str, list[str]]:
-    table = (
-        (ROOT / "docs/code.md")
-        .read_text("utf-8")
-        .partition("## Where to add a thing")[2]
-        .partition("\n## ")[0]
-    )
-    found = re.findall(r"^\| ([\w ]+) \| (`.+?) \|", table, re.MULTILINE)
-    return {thing: re.findall(r"`([\w./]+)`", files) for thing, files in found}
-
-
 def test_a_row_names_the_files_of_its_addition() -> None:
-    assert rows() == {thing: list(files) for thing, files in ADDITIONS.items()}
+    table = (
+        (ROOT / "docs/code.md").read_text("utf-8").partition("## Where to add a thing")[2].partition("## ")[0]
+    )
+    rows = dict(re.findall(r"^\| ([\w ]+) \| (`.+?) \|", table, re.MULTILINE))
+    named = {thing: re.findall(r"`([\w./]+)`", files) for thing, files in rows.items()}
+    assert named == {thing: list(files) for thing, files in ADDITIONS.items()}
 
 
 @pytest.mark.slow
 def test_a_run_has_all_additions(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     for source in ("gsa_train", "kernels/gsa_kernels", "data/gsa_data"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / source, packages / Path(source).name, ignore=ignore)
-    for thing, files in ADDITIONS.items():
-        for name, edits in files.items():
-            path = packages / name.removeprefix("data/")
-            text = path.read_text("utf-8")
-            for anchor, added in edits:
-                assert text.count(anchor) == 1, (thing, name, anchor)
-                text = text.replace(anchor, added + anchor)
-            path.write_text(text, "utf-8")
+        shutil.copytree(ROOT / source, packages / Path(source).name)
+    for name, edits in (pair for files in ADDITIONS.values() for pair in files.items()):
+        path = packages / name.removeprefix("data/")
+        text = path.read_text("utf-8")
+        for anchor, added in edits:
+            assert text.count(anchor) == 1, (name, anchor)
+            text = text.replace(anchor, added + anchor)
+        path.write_text(text, "utf-8")
     shards = tmp_path / "text"
     shards.mkdir()
     words = re.findall(r"\w+", "the hare and the tortoise ran a race which the tortoise won by going on")
     lines = [" ".join(words[number % 13 :] + words * 8) for number in range(200)]
     (shards / "0.txt").write_text("\n".join(lines), "utf-8")
 
-    sample = ROOT / "data/sample"
+    sample, phases = (
+        ROOT / "data/sample",
+        ("steps=1 warmup_steps=0", "steps=3 warmup_steps=0 lr=0.4 min_lr=0.2"),
+    )
     overrides = [
+        *TINY,
+        *(f"phases.{number}.{field}" for number, fields in enumerate(phases) for field in fields.split()),
+        *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={sample / 'validation'}"),
         *(
-            f"data.{field}={path}"
-            for field, path in (("train_dir", shards), ("tokenizer", sample / "tokenizer.model"))
+            f"data.tokenizer={sample / 'tokenizer.model'}",
+            "gsa.rotated_key_gate=true",
+            "train.optimizer=momentum",
         ),
-        f"data.validation_dir={sample / 'validation'}",
-        f"run.dir={tmp_path}",
-        *("gsa.rotated_key_gate=true", "train.optimizer=momentum", "train.weight_decay=0"),
-        *("train.linear_layers=rounded", "train.objective=halved", "phases.1.decay=linear"),
-        *("phases.0.steps=1", "phases.0.warmup_steps=0", "phases.1.steps=3", "phases.1.warmup_steps=0"),
-        *("phases.1.lr=0.4", "phases.1.min_lr=0.2", "train.seq_len_tokens=64", "train.micro_batch_size=4"),
-        *("evaluate.max_blocks=8", "evaluate.ngram_baselines=false", "logging.every_steps=1"),
-        *("logging.wandb=disabled", "logging.tensorboard=false", "logging.plots=false"),
+        *(
+            "train.weight_decay=0",
+            "train.linear_layers=rounded",
+            "train.objective=halved",
+            "phases.1.decay=linear",
+        ),
     ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(packages),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    command = [sys.executable, "-m", "gsa_train", "--config", str(CONFIG), *overrides]
+    command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / CONFIG), *overrides]
+    environment = {**inherited(), **ENVIRONMENT, "PYTHONPATH": str(packages)}
     done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "demo"
-    steps, validation = [], {}
-    for record in map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines()):
-        steps += [record] if "loss" in record and "event" not in record else []
-        validation = record if record.get("event") == "validation" else validation
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    steps = [record for record in records if "event" not in record and "loss" in record]
 
     assert [record["lr"] for record in steps[1:]] == pytest.approx([0.4, 0.3, 0.2])  # schedule
     assert steps[1]["loss"] == pytest.approx(math.log(4096) / 2, rel=0.1)  # loss
-    assert steps[1]["update_norm"] > 0
-    assert validation["validation_loss"] > 5
+    assert [each["validation_loss"] > 5 for each in records if each.get("event") == "validation"] == [True]
     assert all(record["perplexity"] == math.exp(record["loss"]) for record in steps)  # metric
     assert "linear layers round their input" in done.stdout
     tensors = FileSystemReader(next((run / "checkpoints").glob("step_*"))).read_metadata().state_dict_metadata
     kept = {name.split(".")[2] for name in tensors if name.startswith("optimizer.state.")}
-    assert kept <= {"momentum_buffer", "fp32_param"}
-    assert "momentum_buffer" in kept
-    model = yaml.safe_load(CONFIG.read_text("utf-8"))["model"]
-    heads = model["num_heads"] + 2 * model["num_kv_heads"]  # G1; G2 and the new gate
-    (gates,) = {
-        each.size[-2:]
-        for name, each in tensors.items()
-        if re.fullmatch(r"decoder.*linear_gate\.weight", name)
-    }
-    assert tuple(gates) == (heads * model["head_dim"], model["hidden_size"])
+    assert "momentum_buffer" in kept <= {"momentum_buffer", "fp32_param"}
+    gates = {tuple(each.size[-2:]) for name, each in tensors.items() if re.fullmatch(GATES, name)}
+    assert gates == {((2 + 2 * 2) * 32, 64)}  # G1 of 2 heads; G2 and the new gate of 2 key-value heads

@@ -179,15 +179,6 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zero() -> None:
         assert [value > 0 for value in torch.cat(firsts).tolist()] == [False] * 6 + [True] * 2
 
 
-def test_a_layer_repeats_bit_for_bit() -> None:
-    layer, config = layer_of({"shared_expert_ffn_hidden_size": 8})
-    first = run(layer, *inputs_of(config, torch.float32))
-    layer.zero_grad()
-    second = run(layer, *inputs_of(config, torch.float32))
-    assert torch.equal(first.output, second.output)
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
-
-
 def test_a_later_token_drops_no_earlier_one() -> None:
     """Capacity is a matter of the tokens before; else the future would leak."""
     layer, config = layer_of({"capacity_factor": 1.0})
