@@ -112,27 +112,32 @@ def step(length: str, model: str) -> float:
 
 
 SHARED = {2048: "shared_rope", 1024: "shared_rope_k1024", 512: "shared_rope_k512"}
-# Beginning of a row in performance.md after a text there, and the row's first numbers.
-MEASURED: list[tuple[str, str, list[float]]] = [
-    ("### Attention at long", "| 128K, a selection for each query, r = 4", attention(131072, "token_r4")),
-    ("### Attention at long", "| 128K, a selection for 32 queries", attention(131072, "block_selected")),
-    *(("With 2048 keys", f"| {n}", [step(n, "gsa")]) for n in ("4096", "8192", "16384", "32768", "65536")),
-    *((f"With {keys}", f"| {n} ", [step(n, model)])
-      for keys, model in SHARED.items() for n in ("4096", "8192", "16384", "32768")),
-    *(("### Decoding", f"| 128K, {n} sequence", [1 / EFFICIENCY[f"decode_131072_{n}_{model}", "time"]
-      for model in ("GSA", "GSA_shared")]) for n in (1, 16)),
+LENGTHS = ("4096", "8192", "16384", "32768")
+# A text in performance.md, the beginning of a row after it, and numbers of the row by the number of their cell.
+MEASURED: list[tuple[str, str, dict[int, float]]] = [
+    ("### Attention at long", "| 128K, a selection for each", dict(enumerate(attention(131072, "token_r4"), 1))),
+    ("### Attention at long", "| 128K, a selection for 32", dict(enumerate(attention(131072, "block_selected"), 1))),
+    *(("With 2048 keys", f"| {n} |", {1: step(n, "gsa")}) for n in (*LENGTHS, "65536", "131072")),
+    *((f"With {keys} keys", f"| {n} |", {3 if keys == 2048 else 1: step(n, model)})
+      for keys, model in SHARED.items() for n in LENGTHS),
+    ("With 2048 keys", "| 65536 |", {3: step("65536_12_layers", "shared_rope")}),
+    ("With 2048 keys", "| 131072 |", {3: step("131072", "shared")}),
+    ("With 1024 keys", "| 65536 |", {1: step("65536_12_layers", "shared_rope_k1024")}),
+    *(("With 512 keys", f"| {n} |", {3: step(n, "shared_rope_reuse_k512")}) for n in LENGTHS),
+    *(("### Decoding", f"| 128K, {n} seq", {cell: 1 / EFFICIENCY[f"decode_131072_{n}_{model}", "time"]
+      for cell, model in ((2, "GSA"), (3, "GSA_shared"))}) for n in (1, 16)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("after", "start", "numbers"), MEASURED)
 def test_the_tables_of_performance_have_the_numbers_of_the_benches(
-    after: str, start: str, numbers: list[float]
+    after: str, start: str, numbers: dict[int, float]
 ) -> None:
     text = (ROOT / "docs/reference/performance.md").read_text(encoding="utf-8").partition(after)[2]
     line = next(line for line in text.splitlines() if line.startswith(start))
-    ratios = re.findall(r"(?<![,\d.])\d+\.\d+|\b\d\d\.\d\b", line.partition(start)[2])
-    for number in numbers:
-        assert any(f"{number:.{len(text.partition('.')[2])}f}" == text for text in ratios), (line, number)
+    for cell, number in numbers.items():
+        found = re.findall(r"\d+\.\d+", line.split("|")[cell + 1])
+        assert found == [f"{number:.{len(found[0].partition('.')[2])}f}"], line
 
 
 def test_readme_has_the_perplexities_and_the_speed_of_the_350m_study() -> None:
