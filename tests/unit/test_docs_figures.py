@@ -97,81 +97,58 @@ def values_of(table: Path) -> dict[tuple[str, str], float]:
 EFFICIENCY = values_of(ROOT / "docs/results/efficiency.csv")
 
 
-def at_128k(selection: str, key: str) -> list[float]:
-    """Times as fast as dense attention, of the 1.7B and the 7B shape."""
-    return [1 / EFFICIENCY[f"layer_{shape}_131072_{selection}", key] for shape in ("1.7B", "7B")]
+def attention(tokens: int, selection: str) -> list[float]:
+    """Times as fast as dense attention: forward, forward + backward; 1.7B and 7B shape in turn."""
+    keys = ("forward", "forward_backward")
+    cells = [(f"layer_{shape}_{tokens}_{selection}", key) for key in keys for shape in ("1.7B", "7B")]
+    return [1 / EFFICIENCY[cell] for cell in cells]
 
 
-TO_32K = (4096, 8192, 16384, 32768)
-
-
-def step(length: int | str, model: str) -> float:
+def step(length: str, model: str) -> float:
     """Times as fast as the standard model's."""
     return 1 / EFFICIENCY[f"step_1.7b_{length}_{model}", "time"]
 
 
-def steps(model: str, *lengths: int) -> list[float]:
-    return [step(length, model) for length in lengths]
-
-
-def decoding(model: str) -> list[float]:
-    return [1 / EFFICIENCY[f"decode_131072_{sequences}_{model}", "time"] for sequences in (1, 16)]
-
-
-# Beginning of a row of README's tables, how many rows below it, and the numbers there in their order.
-MEASURED: list[tuple[str, int, list[float]]] = [
-    ("a selection for each query, as", 0, steps("gsa", *TO_32K, 65536, 131072)),
-    ("a selection for each query, as", 1, [
-        *steps("shared_rope", *TO_32K), step("65536_12_layers", "shared_rope"), step(131072, "shared")
-    ]),
-    ("a selection for each query, as", 2, [
-        *steps("shared_rope_k1024", *TO_32K), step("65536_12_layers", "shared_rope_k1024")
-    ]),
-    ("a selection for each query, as", 3, steps("shared_rope_k512", *TO_32K)),
-    ("a selection for each query, as", 4, steps("shared_rope_reuse_k512", *TO_32K)),
-    ("a selection for each query\\*", 0, at_128k("token_r4", "forward")),
-    ("a selection for each query\\*", 1, at_128k("token_r4", "forward_backward")),
-    ("a selection for each query\\*", 2, at_128k("block_selected", "forward")),
-    ("a selection for each query\\*", 3, at_128k("block_selected", "forward_backward")),
-    ("a selection for each token", 0, decoding("GSA")),
-    ("a selection for each token", 1, decoding("GSA_shared")),
+SHARED = {2048: "shared_rope", 1024: "shared_rope_k1024", 512: "shared_rope_k512"}
+LENGTHS = ("4096", "8192", "16384", "32768")
+# A text in performance.md, the beginning of a row after it, and numbers of the row by the number of their cell.
+MEASURED: list[tuple[str, str, dict[int, float]]] = [
+    ("### Attention at long", "| 128K, a selection for each", dict(enumerate(attention(131072, "token_r4"), 1))),
+    ("### Attention at long", "| 128K, a selection for 32", dict(enumerate(attention(131072, "block_selected"), 1))),
+    *(("With 2048 keys", f"| {n} |", {1: step(n, "gsa")}) for n in (*LENGTHS, "65536", "131072")),
+    *((f"With {keys} keys", f"| {n} |", {3 if keys == 2048 else 1: step(n, model)})
+      for keys, model in SHARED.items() for n in LENGTHS),
+    ("With 2048 keys", "| 65536 |", {3: step("65536_12_layers", "shared_rope")}),
+    ("With 2048 keys", "| 131072 |", {3: step("131072", "shared")}),
+    ("With 1024 keys", "| 65536 |", {1: step("65536_12_layers", "shared_rope_k1024")}),
+    *(("With 512 keys", f"| {n} |", {3: step(n, "shared_rope_reuse_k512")}) for n in LENGTHS),
+    *(("### Decoding", f"| 128K, {n} seq", {cell: 1 / EFFICIENCY[f"decode_131072_{n}_{model}", "time"]
+      for cell, model in ((2, "GSA"), (3, "GSA_shared"))}) for n in (1, 16)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("start", "below", "numbers"), MEASURED)
-def test_the_tables_of_readme_have_the_numbers_of_the_benches(
-    start: str, below: int, numbers: list[float]
+@pytest.mark.parametrize(("after", "start", "numbers"), MEASURED)
+def test_the_tables_of_performance_have_the_numbers_of_the_benches(
+    after: str, start: str, numbers: dict[int, float]
 ) -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    (first,) = (place for place, line in enumerate(lines) if line.startswith(f"| {start}"))
-    written = re.findall(r"\d+\.\d+", lines[first + below])
-    assert written == [
-        f"{number:.{len(text.partition('.')[2])}f}" for number, text in zip(numbers, written, strict=True)
-    ]
+    text = (ROOT / "docs/reference/performance.md").read_text(encoding="utf-8").partition(after)[2]
+    line = next(line for line in text.splitlines() if line.startswith(start))
+    for cell, number in numbers.items():
+        found = re.findall(r"\d+\.\d+", line.split("|")[cell + 1])
+        assert found == [f"{number:.{len(found[0].partition('.')[2])}f}"], line
 
 
 def test_readme_has_the_perplexities_and_the_speed_of_the_350m_study() -> None:
     found = values_of(ROOT / "docs/results/four_models_350m.csv")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    starts = ("- **The selection that we recommend**", "- **The paper's selection**")
-    lines = [line for line in text.splitlines() if line.startswith(starts)]
-    perplexity = {arm: value for (arm, key), value in found.items() if key == "val_perplexity"}
-    speed = {arm: value for (arm, key), value in found.items() if key == "tokens_per_second"}
-    numbers = [
-        perplexity["block_32"],
-        perplexity["standard"],
-        speed["standard"] / speed["block_32"],
-        perplexity["gated_only"],
-        speed["gated_only"] / speed["block_32"],
-        perplexity["window_alone"],
-        perplexity["gsa"],
-        perplexity["sparse_only"],
-        speed["sparse_only"] / speed["block_32"],
-    ]
-    assert re.findall(r"\d+\.\d+", " ".join(lines)) == [f"{number:.2f}" for number in numbers]
-    (gates,) = (line for line in text.splitlines() if line.startswith("- **Gates**"))
+    rows = re.findall(r"^\| .*\(`(\w+)`\) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    standard = found["standard", "tokens_per_second"]
+    for arm, perplexity, speed in rows:
+        assert perplexity == f"{found[arm, 'val_perplexity']:.2f}", arm
+        assert speed == f"{found[arm, 'tokens_per_second'] / standard:.2f}", arm
     spikes = [found[arm, "spikes"] for arm in ("gated_only", "standard")]
-    assert "spikes of the loss, {:.0f} for {:.0f}".format(*spikes) in gates
+    assert "{:.0f} with gates, {:.0f} without".format(*spikes) in text
 
 
 def test_no_number_of_a_page_stands_twice() -> None:
