@@ -20,7 +20,7 @@ class Arguments:
     resume_after_stop: bool
     """Go on although the monitor stopped the run at a spike."""
     accept_new_data: bool
-    """Where the checkpoint is of other text, start that of the config instead of refusing it."""
+    """Where the checkpoint was trained on other text, start the config's text instead of refusing."""
     dry_run: bool
     world_size: int
     """Ranks: what `--world-size` plans for in a dry run, else what torchrun announced, else 1."""

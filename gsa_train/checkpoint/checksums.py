@@ -54,9 +54,9 @@ def threads_at_hand() -> int:
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """Checksum of parts one behind the other, of each one's checksum and length in bytes.
+    """Returns the checksum of concatenated parts, given the (checksum, length in bytes) of each.
 
-    A part's checksum is a polynomial over GF(2), and n bytes behind it multiply it by x^8n (zlib's crc32_combine).
+    A part's checksum is a polynomial over GF(2), and n bytes that follow multiply it by x^8n (zlib's crc32_combine).
     """
     whole = 0
     for checksum, length in parts:

@@ -30,7 +30,7 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged"
 SET_ASIDE = "set_aside"
-"""Folder of the checkpoints that a rewind left behind."""
+"""Folder of the checkpoints that a rewind set aside."""
 MEGATRON_METADATA = "metadata.json"
 """By this file megatron-core tells its checkpoints from other folders; it writes it last."""
 
@@ -178,7 +178,7 @@ def put_back(checkpoints: Path) -> None:
 
 
 def recover_folder(checkpoints: Path) -> None:
-    """Undo what a killed save left behind. Call on one process."""
+    """Undo the incomplete changes of a killed save. Call on one process."""
     put_back(checkpoints)
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
         try:
@@ -349,8 +349,8 @@ def prune(
 
     Args:
         every_steps: between saves that are neither a stop's nor the retry of one that failed.
-        reach_steps: keep the newest one that is so much older than `newest`, and the regular ones since, too.
-        keep_every_steps: keep those of the multiples of so many steps, too; 0 for none.
+        reach_steps: also keep the newest one at least this much older than `newest`, and the regular ones since.
+        keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []
     last = step_of(newest.name) or 0

@@ -15,8 +15,8 @@ MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
 """Of what is reserved before a save: pinning holds the CUDA driver, which others wait for, by the block."""
 PAUSE_OVER_BLOCK = 4.0
-"""Pause behind each of these blocks, over the time that it took. A start's first step needs the driver to load its
-kernels: without pauses it would end later by the time of all blocks."""
+"""Pause after each block, as a multiple of the time that the block took. A start's first step needs the driver to load
+its kernels: without pauses it would end later by the time of all blocks."""
 
 
 class HostMemory:
@@ -39,8 +39,8 @@ class HostMemory:
         self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
     def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of these shapes and types, where those of the last call were. Each has a storage of its own, for that
-        is what `torch.save` writes.
+        """Returns pinned tensors of these shapes and dtypes in the memory of the last call. Each has its own storage,
+        since that is what `torch.save` writes.
 
         Raises:
             RuntimeError: there is no memory for them.

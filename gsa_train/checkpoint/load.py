@@ -54,7 +54,7 @@ class DamagedCheckpoint(Exception):
 
 
 class StateError(ValueError):
-    """A checkpoint whose optimizer state is not that of its weights."""
+    """A checkpoint whose optimizer state does not match its weights."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def load_checkpoint(
     if others:
         more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(
-            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} are not those of the model. "
+            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} differ from the model's. "
             "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
             "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
@@ -159,7 +159,7 @@ def load_main_weights(
     optimizer, or into a model in fp32. Collective.
 
     Returns:
-        Parameters of which they are not the model's. If there are any, all weights stay the model's own.
+        Parameters whose weights differ from the model's. If there are any, all weights stay the model's own.
     """
     others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
     if others:
@@ -183,7 +183,7 @@ def _fill(
         weights: fill the model, too; otherwise it has the checkpoint's.
 
     Returns:
-        Parameters of which some rank found other weights in the optimizer's state than in the model's.
+        Parameters for which some rank found other weights in the optimizer's state than in the model.
     """
     metadata = _loading_metadata(checkpoint, parallel)
     saved = _saved_tensors(checkpoint)
@@ -227,7 +227,7 @@ def _fill_in_fp32(
         names: on disk, of those weights.
 
     Returns:
-        Parameters of which this rank found others.
+        Parameters for which this rank found a difference.
     """
     parameters = [entry.data for state in from_mains.values() for entry in state.values()]
     before = [parameter.detach().clone() for parameter in parameters]
@@ -251,7 +251,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
 
 
 def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Name on disk -> shape of the whole tensor, without those of the optimizer."""
+    """Returns name on disk -> shape of the whole tensor, for all tensors except the optimizer's."""
     return {
         name: tuple(tensor.global_shape)
         for name, tensor in _saved_tensors(checkpoint).items()

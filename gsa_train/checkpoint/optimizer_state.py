@@ -122,7 +122,7 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """The parameters of which fp32 weights are not the model's, when they are rounded as in the checkpoint and here.
+    """Returns the parameters whose fp32 weights differ from the model's, when rounded as in the checkpoint and here.
 
     Args:
         mains: fp32 weights.
