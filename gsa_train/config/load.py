@@ -290,7 +290,7 @@ def _build_values(value_hint: Any, value: object, problems: Problems, field: str
             raise ValidationError("not a list")
         return [_typed(value_hint, item) for item in value]
     except ValidationError:
-        wrong = f"not a list whose items are each {_type_in_words(value_hint)}"
+        wrong = f"not a list where each item is {_type_in_words(value_hint)}"
         example = "[a, b]" if value_hint is str else "[1, 2]"
         problems.add(field, value, wrong, f"write for example '{field}={example}'")
         return []
