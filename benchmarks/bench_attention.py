@@ -4,7 +4,7 @@
                                          [--selection FILE ...]
 
 masked: every query selects a random k = 2048 of its causal keys. dense: the same kernels without a mask.
---selection: instead of the random ones those of a trained model's layers in real text; files that
+--selection: the keys that a trained model's layers select in real text instead of random ones; files that
 launch/export_indexer.py wrote, each for its own length. Results go to bench_attention_trained.json.
 TFLOP/s count the causal half of dense attention for all rows: 2 products forward, 7 forward and backward.
 Times are of CUDA graphs, without the launches: medians, in ms.

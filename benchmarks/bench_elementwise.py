@@ -1,6 +1,6 @@
 """What surrounds attention in a step, one kernel each way, beside torch, torch.compile and liger-kernel (if installed):
 SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B model's sizes; SwiGLU of
-weighted rows at those of the 15B mixture.
+weighted rows at the 15B mixture's sizes.
 
     python benchmarks/bench_elementwise.py [--tokens 16384]
 """

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--model", default="GSA", choices=("standard", "GSA", "GSA shared"))
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences at once")
-    parser.add_argument("--every", type=int, default=10, help="batches of which one is timed by itself")
+    parser.add_argument("--every", type=int, default=10, help="one batch in this number is timed by itself")
     arguments = parser.parse_args()
     harness.require_cuda()
     torch.manual_seed(0)

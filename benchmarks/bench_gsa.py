@@ -82,14 +82,14 @@ class Operation:
     def forward(self) -> torch.Tensor:
         return self.attend(self.select().packed_mask)[0]
 
-    def both(self, with_kl: bool, behind: bool | None = None) -> tuple[torch.Tensor, ...]:
-        """Output and gradients of q, k, v and the gates; with the loss also those of the indexer.
+    def both(self, with_kl: bool, fused: bool | None = None) -> tuple[torch.Tensor, ...]:
+        """Output and gradients of q, k, v and the gates; with the loss also the indexer's.
 
         Args:
-            behind: the loss in attention's backward pass, or by itself; as training chooses if None
+            fused: the loss in attention's backward pass, or by itself; as training chooses if None
         """
         selection = self.select(with_kl)
-        if with_kl and (can_fuse_indexer_loss(self.inputs.q, self.inputs.k) if behind is None else behind):
+        if with_kl and (can_fuse_indexer_loss(self.inputs.q, self.inputs.k) if fused is None else fused):
             out = self.distil(selection)
             return out, *torch.autograd.grad(
                 out, (*self.inputs.leaves, *self.indexer.leaves), self.inputs.grad
@@ -118,13 +118,18 @@ def check(report: harness.Report, shape: Shape) -> None:
         report.fail(f"GSA of all keys differs from dense attention by {worst:.1e}, {shape.name}")
     if can_fuse_indexer_loss(gsa.inputs.q, gsa.inputs.k):
         gsa = operation(shape, 2, length, length // 2, 1, length)
-        apart = gsa.both(with_kl=True, behind=False)
-        worst = max(map(harness.relative_error, gsa.both(with_kl=True, behind=True), apart))
+        apart = gsa.both(with_kl=True, fused=False)
+        worst = max(map(harness.relative_error, gsa.both(with_kl=True, fused=True), apart))
         report.row(
-            check="loss behind attention = by itself", shape=shape.name, length=length, relative_error=worst
+            check="loss fused into attention = by itself",
+            shape=shape.name,
+            length=length,
+            relative_error=worst,
         )
         if not worst < TOLERANCE:
-            report.fail(f"the loss behind attention differs from that by itself by {worst:.1e}, {shape.name}")
+            report.fail(
+                f"the loss fused into attention differs from the loss by itself by {worst:.1e}, {shape.name}"
+            )
 
 
 def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> None:

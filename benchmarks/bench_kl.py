@@ -63,7 +63,7 @@ class Case:
 
 
 def make_case(args: argparse.Namespace, length: int, attended: str, blocks: Blocks | None) -> Case:
-    """`blocks`: those of `choose_blocks` if None"""
+    """`blocks`: from `choose_blocks` if None"""
     leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
     q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
     packed_mask = make_packed_mask(length, 2048 / length) if attended == "sparse" else None

@@ -8,7 +8,7 @@
 The text is the documents of --data again and again, each shard with its own order of them, so no two shards are
 alike. It is written to a temporary folder first: about 0.35 bytes a byte of text, or 0.65 as tokens.
 
-Memory is that of this process and its workers, looked at after each step. The bar: reading the second half may take
+Memory of this process and its workers is read after each step. The bar: reading the second half may take
 no more at its peak than the first half did, and two shards' text besides (by chance lanes hold larger parts at once).
 The exit code is 1 above it.
 """
@@ -154,7 +154,7 @@ def read_to_the_end(stream: BlockStream, text_bytes: int, report_bytes: int) -> 
 
 
 def growth_bytes(curve: list[Sample]) -> int:
-    """Peak of the second half above that of the first."""
+    """Returns the peak of the second half above the peak of the first."""
     half = len(curve) // 2
     first, second = (max(each.resident_bytes for each in part) for part in (curve[:half], curve[half:]))
     return second - first

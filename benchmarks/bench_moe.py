@@ -4,7 +4,7 @@ beside standard attention.
     python benchmarks/bench_moe.py [key=value ...] [--layers 18] [--experts 16] [--models standard gsa]
     python benchmarks/bench_moe.py --layers 3 --experts 128
 
-The shapes are those of configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
+The shapes come from configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
 holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.68B in all, about
 60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active. All
 models have the same micro-batch: of 1, 2 and 4 sequences the most with which all fit the device by the memory estimate.
@@ -18,11 +18,11 @@ without Transformer Engine). Attention, norms, loss, optimizer and tokens are th
 layers' outputs for random tokens are compared: what differs by more than rounding is WRONG. The learning rate is 0, so
 that weights, and where tokens go, stay the same in all of them; `load_max` is the largest expert's load over the mean.
 
-The models take turns, in `--rounds` rounds, each built anew as they do not fit the device together, and warmed up
-first. `ratio` is the median over the rounds of a model's step over the standard one's without graphs, with its standard
-error. The table by part is traced steps of the last round, in ms per step: `experts` are the routed ones' products,
-`exchange` is sorting tokens by expert and adding up outputs, `mlp` has the shared expert. Kernels of a graph belong to
-no part, so those models are not traced.
+The models take turns, in `--rounds` rounds, each built again in every round as they do not fit the device together,
+and warmed up first. `ratio` is the median over the rounds of a model's step over the standard one's without graphs,
+with its standard error. The table by part is traced steps of the last round, in ms per step: `experts` are the routed
+ones' products, `exchange` is sorting tokens by expert and adding up outputs, `mlp` has the shared expert. Kernels of a
+graph belong to no part, so those models are not traced.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ MICRO_BATCHES = (1, 2, 4)
 SPARE_GIB = 6.0
 """Of the device, for what an estimate leaves out: the allocator's gaps and what libraries hold."""
 LEFT_GIB = 1.0
-"""That a turn may leave behind: workspaces of libraries."""
+"""What a turn may leave allocated: workspaces of libraries."""
 TRACED_STEPS = 2
 ROUNDING = 0.02
 """Relative, of a layer's output in bf16: eps is 0.008, and each output is a sum of two products in a row."""
@@ -95,7 +95,7 @@ class Found:
     """Median of each round."""
     peak_gib: float = 0.0
     left_gib: float = 0.0
-    """More than before is still allocated behind a turn."""
+    """How much more than before is still allocated after a turn."""
     difference: float = 0.0
     """Of megatron-core's layers' outputs from ours; 0 for ours."""
     load_max: float = float("nan")
@@ -169,7 +169,7 @@ def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> Non
                     each.failed = f"out of memory: {str(error).splitlines()[0]}"
                 except CaptureError as error:
                     each.failed, each.is_fault = f"no graph: {error.__cause__}".splitlines()[0], True
-                # Behind the handler, whose error holds on to the tensors.
+                # After the handler, whose error holds references to the tensors.
                 before, allocated = allocated, release_memory(parallel.device)
                 each.left_gib = max(each.left_gib, (allocated - before) / 2**30)
             shown = each.failed or f"{1e3 * each.step_seconds[-1]:.1f} ms"
@@ -222,7 +222,7 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
         if each.difference > ROUNDING:
             report.fail(f"{name}: megatron-core's outputs are {each.difference:.3g} away from ours")
         if each.left_gib > LEFT_GIB:
-            report.fail(f"{name}: behind a turn {each.left_gib:.1f} GiB stay allocated, which others miss")
+            report.fail(f"{name}: after a turn {each.left_gib:.1f} GiB stay allocated, which others lack")
         if each.is_fault:
             report.fail(f"{name}: {each.failed}")
     for part in dict.fromkeys(part for each in found.values() for part in each.parts):

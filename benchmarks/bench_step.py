@@ -18,7 +18,7 @@ the standard model's time over this one's, in turns; `host_ms` what the host nee
 what was selected, and `indexer` by what: projections planted in place of the random weights' own, `alike` (the queries
 of a tile as alike as gives a trained model's r) or exported ones. Models whose names end in `_graphs` run with
 train.cuda_graphs; `host_ms` says what that saves, `peak_gib` what it costs. From two depths follow `layer_ms` and the
-step of the whole model; `--layers 24` measures whole models, of which nothing is scaled.
+step of the whole model; `--layers 24` measures whole models, and nothing is scaled.
 """
 
 import dataclasses

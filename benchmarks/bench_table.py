@@ -5,8 +5,8 @@
 The grid (github.com/NVIDIA/cudnn-frontend, benchmark/sparse_attention_training): given selections, bf16, one sequence,
 no indexer; `flops` and `tflops` count 2 products over the entries selected, as there. Its columns come first. What each
 query selects is random there. Beside it a selection that 32 queries share, as training with gsa.selection_block=32 has,
-and dense attention by cuDNN. r: keys of the lists of 32 queries over those of one query. Those of its shapes that have
-latent keys of 512 and 576 are no shapes of these kernels; `minimax` has one selection for all key-value heads here, and
+and dense attention by cuDNN. r: keys of the lists of 32 queries over one query's. Its shapes with
+latent keys of 512 and 576 do not fit these kernels; `minimax` has one selection for all key-value heads here, and
 one for each there.
 
 Writes bench_table.json and bench_table.csv into --out, and with --page FILE a page of Markdown.
@@ -231,12 +231,12 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
         f"`make bench-table` writes this page. {harness.describe(environment)}.",
         "",
         "An entry is a group of neighbouring keys. `random`: each query its own random entries, as in the grid.",
-        "`shared by 32`: one random selection for 32 queries, and those of their own keys that each may see.",
-        "`dense`: cuDNN, all keys. r: different keys of 32 neighbouring queries together, over those of one of them.",
-        "Behind a time: the dense one's over it.",
+        "`shared by 32`: one random selection for 32 queries; each reads its causal keys of it.",
+        "`dense`: cuDNN, all keys. r: different keys of 32 neighbouring queries together, over one query's keys.",
+        "After a time: the dense time over it.",
         "",
         "Random selections are the worst case of these kernels: 32 neighbouring queries read a tile of keys together,",
-        "and share none but by chance. Those of trained layers have a smaller r",
+        "and share some only by chance. Selections of trained layers have a smaller r",
         "([performance.md](performance.md#measured)).",
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows):

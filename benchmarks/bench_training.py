@@ -9,12 +9,12 @@ Each config's last phase on random tokens, weights as initialised, one document 
 same sequences per device in every layout. A layout names its sizes in short (whole_steps/layout_names.py); what
 it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
 
-Tokens are random and weights new, or with --text and --checkpoint those of a config's text and of a run: with a
+Tokens are random and weights new, or with --text and --checkpoint a config's text and a run's weights: with a
 selection for each query, what neighbours select alike decides the time at long contexts, and random tokens share
 nothing.
 
 With the documents of a text a long sequence is not a long context: a query sees the keys of its own document alone, the
-kernels of our models skip the others, and `visible` is how many it sees in the mean, of which MFU counts the `attended`
+kernels of our models skip the others, and `visible` is how many it sees in the mean, and MFU counts the `attended`
 ones (of GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context, as it is
 with random tokens and, whatever the documents, for megatron-core's model. --scaling compares only steps whose queries
 see the same, to one percent.
@@ -146,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> int:
         return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
-    # Behind it, as CUDA reads the variable when it is first asked for devices, and an import may ask.
+    # After it, as CUDA reads the variable when it is first asked for devices, and an import may ask.
     import harness  # benchmarks/harness.py
     import torch
 

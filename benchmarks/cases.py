@@ -24,7 +24,7 @@ class Shape:
 
 
 USUAL = ("1.7B", "7B")
-"""Of SHAPES, those of the reference models: what a bench takes that is not told others."""
+"""Names in SHAPES of the reference models: the default of a bench."""
 
 SHAPES = {
     shape.name: shape
@@ -43,7 +43,7 @@ WIDE_OVER_NARROW = 1.2
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """[B, L, heads, D], with gradients but for `grad`."""
+    """[B, L, heads, D], with gradients except `grad`."""
 
     q: torch.Tensor
     k: torch.Tensor

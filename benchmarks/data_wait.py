@@ -108,7 +108,7 @@ def command_of(arguments: argparse.Namespace, config: Config, folder: Path) -> l
 def watch(
     launcher: psutil.Popen, metrics: Path, steps: int, world_size: int
 ) -> tuple[list[dict[str, Any]], CpuTimes, CpuTimes]:
-    """Records of `steps` steps behind the first SETTLE_STEPS, and CPU times before and after them.
+    """Returns records of `steps` steps after the first SETTLE_STEPS, and CPU times before and after them.
 
     Raises:
         RuntimeError: the run ended before.

@@ -113,7 +113,7 @@ def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, 
 def _spread(
     entry: torch.Tensor, count: torch.Tensor, visible: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Entry j of n: a random key of the j-th of n equal parts of the visible keys. int32, ascending."""
+    """Entry j of n: a random key of the j-th of n equal parts of the causal keys. int32, ascending."""
     low, high = entry * visible // count, (entry + 1) * visible // count
     chance = torch.rand(len(entry), generator=generator, device=entry.device)
     return torch.minimum(low + (chance * (high - low)).long(), high - 1).int()

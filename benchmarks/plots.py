@@ -73,7 +73,7 @@ def draw_union(content: dict[str, Any], trained: dict[str, Any] | None = None) -
 
 
 def draw_gsa(content: dict[str, Any]) -> Figure:
-    """Forward + backward of GSA with the indexer loss over that of dense attention, per shape."""
+    """Draw forward + backward of GSA with the indexer loss over dense attention's, per shape."""
     rows = [row for row in content["rows"] if "ratio" in row]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
@@ -104,7 +104,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
     "long_union": (("bench_long.json", "bench_long_trained.json"), draw_union),
     "gsa": (("bench_gsa.json",), draw_gsa),
 }
-"""Name -> its files, of which only the first must be there, and what draws their contents."""
+"""Name -> its files (only the first must exist), and the function that draws their contents."""
 
 
 def attention_rows(content: dict[str, Any]) -> Rows:

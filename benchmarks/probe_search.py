@@ -5,7 +5,7 @@
 FILE is what launch/export_indexer.py wrote. Plain torch, on any device; queries of the last quarter of the sequence.
 
 kept: share of the visible blocks that bounds of their keys cannot rule out. An exact search scores at least these.
-    The bound of a block is that of its box or its ball, whichever is less, head by head.
+    The bound of a block is its box's or its ball's, whichever is less, head by head.
 holding: share of the visible blocks with a selected key: what the best of bounds would keep.
 found: share of the selected keys in the blocks whose mean key scores best, as many blocks as hold `width` times the
     budget. A search in two levels scores these blocks' keys alone.

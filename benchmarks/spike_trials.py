@@ -30,7 +30,7 @@ class Fault:
     steps: int
     creeps: bool = False
     begins_with_norm: bool = False
-    """One large gradient, and the loss rises behind it."""
+    """One large gradient, after which the loss rises."""
 
     def put_into(self, trace: torch.Tensor) -> torch.Tensor:
         """The first `steps` rows of a trace [n, (loss, gradient norm)] with this fault."""

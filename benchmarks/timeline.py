@@ -8,17 +8,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
-"""Recorded, of which the middle one is shown."""
+"""Recorded steps; the middle one is shown."""
 ENDS = 6
 """Kernels shown at each end of a step."""
 
 
 def show_layer(name: str, step: Callable[[], object], place: Callable[[int], object]) -> None:
-    """Kernels from one launch of a joined product to the third behind it, in the middle of a step; and the step's first
+    """Kernels from one launch of a joined product to the third after it, in the middle of a step; and the step's first
     and last ones, up to the first one of the next step. Nothing, of a step without joined products of ours.
 
     Args:
-        place: puts the counters that a step advances to so many tokens behind the place at which steps are measured
+        place: puts the counters that a step advances to this number of tokens after the place at which steps are
+            measured
     """
     # The middle step is at that place, at which alone a step that selects does all of its work.
     place(-(STEPS // 2))

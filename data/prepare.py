@@ -5,7 +5,7 @@
     python data/prepare.py tokens --data data/sample/train --tokenizer data/sample/tokenizer.model --out DIR
 
 `sample` collects the Python standard library and the Rust books, drops exact duplicates, and writes shards in
-SlimPajama's layout with a manifest.json and the licences. `tokenizer` and `tokens` are those of gsa_data/prepare.py,
+SlimPajama's layout with a manifest.json and the licences. `tokenizer` and `tokens` come from gsa_data/prepare.py,
 which an installation has as `gsa-prepare`.
 """
 
@@ -84,7 +84,7 @@ def python_documents(stdlib: Path) -> Iterator[str]:
 
 
 def without_repeats(texts: Iterable[str]) -> Iterator[str]:
-    """Longest first, the texts of which at most half the long lines stand in a longer one already given."""
+    """Yields texts, longest first, if at most half their long lines stand in a longer text already yielded."""
     given: set[str] = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         lines = {line for line in text.split("\n") if len(line) > 40}

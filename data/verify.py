@@ -136,7 +136,7 @@ def concatenated_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[n
 
 
 def best_fit_parts(lanes: list[list[int]], seq_len_tokens: int) -> NDArray[np.int64]:
-    """Lengths of the documents, of which only those that fit into no sequence are cut."""
+    """Returns the lengths of the documents; only those that fit into no sequence are cut."""
     parts: list[int] = []
     for length in itertools.chain(*lanes):
         while length > seq_len_tokens + 1:

@@ -44,7 +44,7 @@ class Text:
 
 
 def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
-    """The folder: pictures, `results.json` (all numbers but those of the maps) and `maps.npz`.
+    """The folder: pictures, `results.json` (all numbers except the maps) and `maps.npz`.
 
     Args:
         arguments: of gsa_eval.commands.analyze.

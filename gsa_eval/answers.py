@@ -24,7 +24,7 @@ def answer_prompts(
 
     Args:
         prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
-        batch_size: sequences at once. None: on a GPU as many as `BATCH_TOKENS` has room for, on a CPU one.
+        batch_size: sequences at once. None: on a GPU the number that `BATCH_TOKENS` has room for, on a CPU one.
     """
     longest = max(map(len, prompts)) + max_new_tokens
     most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)

@@ -21,9 +21,9 @@ from gsa_eval.attention_record import GATE_BINS, AttentionRecord, Gate, HeadMaps
 CELLS = 256
 """Of a map's side: where there are more tokens, a cell is the mean of several."""
 SPELLED_TOKENS = 40
-"""Up to so many are written along a map's axes."""
+"""Largest number of tokens written along a map's axes."""
 NUMBERED_CELLS = 96
-"""Up to so many cells of a table of layers and heads have their number in them."""
+"""Largest table of layers and heads whose cells have their number written in them."""
 LEAST_WEIGHT = 1e-4
 """Smaller weights have the color of this one."""
 BLUE = "#1f5fa8"

@@ -152,7 +152,7 @@ class _Recorder:
 
 
 def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """As the layer calculates them: fp32 [1, L, L]; with `gsa.selection_block` a query's are those of its block's
+    """Returns the layer's scores: fp32 [1, L, L]; with `gsa.selection_block` a query has the scores of its block's
     first query.
 
     Args:
@@ -162,7 +162,7 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
     """
     if attention.config.indexer_pool > 1:
         raise ValueError(
-            f"gsa.indexer_pool = {attention.config.indexer_pool}: the indexer scores groups of keys, of which there is "
+            f"gsa.indexer_pool = {attention.config.indexer_pool}: the indexer scores groups of keys, which have "
             "no map; give a run with 1"
         )
     indexer, leaders, positions = attention.indexer, None, given["position_ids"]
@@ -177,7 +177,7 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
 def full_attention(
     attention: Any, hidden: torch.Tensor, given: dict[str, Any], visible: torch.Tensor, head: int
 ) -> torch.Tensor:
-    """Softmax of one head over all visible keys: fp32 [L, L]. Arguments as in `indexer_scores`."""
+    """Returns the softmax of one head over all causal keys: fp32 [L, L]. Arguments as in `indexer_scores`."""
     shape = (*hidden.shape[:2], -1, attention.head_dim)
     q, k, _ = attention.project(hidden, given["position_embeddings"], shape)
     logits = q[0, head].float() @ k[0, head // attention.num_key_value_groups].float().T * attention.scaling

@@ -86,7 +86,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
-    """Refuse now what would be refused behind hours of scoring.
+    """Refuse now what would be refused after hours of scoring.
 
     Raises:
         ValueError, WandbRefused: as of `run_evaluation`.
@@ -163,7 +163,7 @@ def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[s
 def _nats(
     subject: Subject, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], length: int, where: str
 ) -> list[float]:
-    """Of each continuation behind its context, both together at most `length` tokens."""
+    """Returns the score of each continuation after its context, both together at most `length` tokens."""
     requests = encode_requests(texts, subject.tokenizer, length, where)
     sums = np.zeros(len(requests))
     for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size or 1):

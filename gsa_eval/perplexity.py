@@ -65,7 +65,7 @@ class Scored(NamedTuple):
 def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
     """The longest pieces first.
 
-    Padding stands behind a sequence, where no query of it looks.
+    Padding follows a sequence, where no query of it looks.
 
     Raises:
         ValueError: packed documents whose queries share selections.
@@ -95,7 +95,7 @@ def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -
 
 
 def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """[B, L, d], behind the last norm, of tokens and positions [B, L]."""
+    """Returns [B, L, d], after the last norm, for tokens and positions [B, L]."""
     if isinstance(model, TrainedModel):
         return model.hidden_states(tokens, positions)
     found: torch.Tensor = model.model(
@@ -180,7 +180,7 @@ def exp(loss: float) -> float:
 
 
 def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[np.int64]:
-    """[length], zeros behind the row, or numbers that go on from its last."""
+    """Returns the row padded to [length] with zeros, or with numbers that continue from its last."""
     filled = np.zeros(length, np.int64)
     filled[: len(row)] = row
     if counts_on:
@@ -193,5 +193,5 @@ def _check_may_pack(model: ScoredModel) -> None:
     if not isinstance(model, TrainedModel) and model.config.selection_block > 1:
         raise ValueError(
             f"gsa.selection_block = {model.config.selection_block} with isolated documents in one sequence: blocks of "
-            "queries would not be those of training; give --stride, which scores each document by itself"
+            "queries would differ from training's; give --stride, which scores each document by itself"
         )

@@ -124,7 +124,7 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """The units with needles at their shares of the length, in an essay behind the sentence there; and how many units
+    """The units with needles at their shares of the length, in an essay after the sentence there; and how many units
     stand before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
@@ -184,7 +184,7 @@ SHORT_TOKENS = 4096
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     """A numbered list with ten common words and `size` others, after an example with its answer.
 
-    Frequencies, and the 10 or 30 other words of the example, are those of RULER's `common_words_extraction.py`.
+    Frequencies, and the 10 or 30 other words of the example, follow RULER's `common_words_extraction.py`.
     """
     if setting.length_tokens < SHORT_TOKENS:
         example_others, example_times, times = 10, Frequencies(3, 1), Frequencies(6, 1)
@@ -299,7 +299,7 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""How far a prompt's tokens may be from the line through those of two other sizes: a share of the difference, as prose
+"""How far a prompt's tokens may be from the line through two other sizes' tokens: a share of the difference, as prose
 and code alternate in essays, and a long word."""
 
 

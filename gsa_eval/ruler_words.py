@@ -34,7 +34,7 @@ NOISE = (
 
 
 class TooFewWords(ValueError):
-    """There are not so many different words."""
+    """There are fewer different words than needed."""
 
 
 def word(rng: random.Random) -> str:
@@ -73,7 +73,7 @@ def distinct(rng: random.Random, kind: str, count: int, without: set[str] | None
     """Different ones, and none of `without`.
 
     Raises:
-        TooFewWords: there are not so many words.
+        TooFewWords: there are fewer words than needed.
     """
     taken = set(without or ())
     there_are = len(FIRST) * len(NOUNS)

@@ -53,13 +53,13 @@ class Text:
 class TextOptions:
     context_length: int
     stride: int | None
-    """None: documents packed as in training. Else each document by itself, in windows of `context_length` tokens of
-    which the last `stride` are scored: all others have been, so that each label counts once."""
+    """None: documents packed as in training. Else each document by itself, in windows of `context_length` tokens;
+    the last `stride` are scored. The others were scored before, so each label counts once."""
     max_tokens: int | None
     attend_across_documents: bool
     text_field: str = "text"
     reading: Reading = READING
-    """What is left out is decided here, too: that of a run for the sets of a run."""
+    """Also decides what is left out. For a run's sets it is the run's reading."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:

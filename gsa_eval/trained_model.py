@@ -42,7 +42,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """[B, L, d], behind the last norm.
+        """Returns [B, L, d], after the last norm.
 
         Args:
             tokens: int64 [B, L]

@@ -1,4 +1,4 @@
-"""An evaluation as a W&B run of its own, beside that of the training."""
+"""An evaluation as a W&B run of its own, next to the training's run."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class GSARotaryEmbedding(nn.Module):
 def indexer_angles(
     rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, pool: int
 ) -> tuple[torch.Tensor, ...]:
-    """Cosines and sines [B, L, DI] for the indexer; with groups of keys, which turn as their first one, also those of
-    the keys: so a group's mean has turned, too, whatever the cache still lacks of it."""
+    """Cosines and sines [B, L, DI] for the indexer; with groups of keys, which turn as their first key, also cosines
+    and sines of the keys: so a group's mean has turned, too, whatever the cache still lacks of it."""
     angles = rotary(x, position_ids)
     return angles if pool == 1 else (*angles, *rotary(x, position_ids - position_ids % pool))
 

@@ -74,7 +74,7 @@ class GSAConfig(PreTrainedConfig):
         output_transform (`str`, *optional*, defaults to `"none"`):
             In the place of G1: `"rms_norm"` of each head's attention output, or `"silu"` of it.
         sandwich_norm (`bool`, *optional*, defaults to `False`):
-            RMSNorm behind attention and behind the feed-forward layer, too.
+            Whether to also apply RMSNorm after attention and after the feed-forward layer.
         num_experts (`int`, *optional*, defaults to 0):
             Routed experts of a feed-forward layer, each a SwiGLU; 0: the layers are dense, of `intermediate_size`.
         num_experts_per_tok (`int`, *optional*, defaults to 2):
@@ -256,7 +256,7 @@ class GSAConfig(PreTrainedConfig):
         ):
             raise ValueError(
                 f"projection_gate is True with gate_granularity {self.gate_granularity!r} and gate_sharing "
-                f"{self.gate_sharing!r}; pass False: behind the output projection there are no heads"
+                f"{self.gate_sharing!r}; pass False: after the output projection there are no heads"
             )
         if self.output_transform != "none" and self.output_gate:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 `FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a
 static cache in place and reads nothing back from the device, so that its step can be captured in a CUDA graph. Letters
-in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
+in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class FusedDecoder:
     def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
         """
         Args:
-            model: `attn_implementation` "gsa", or all its layers dense. Its weights are those of now: projections are
+            model: `attn_implementation` "gsa", or all its layers dense. Its current weights are used: projections are
                 copied.
             compile: with torch's products, fuse what is between them by torch.compile; the first step takes longer
             products: "torch"; "rows", kernels for few sequences; "auto", the faster one by measurement. `open` writes
@@ -295,7 +295,7 @@ class FusedDecoder:
         leader = config.indexer_layer(place)
         assert leader is not None
         selects = leader == place and (refresh or config.selection_block == 1)
-        # With blocks, a step that keeps selections makes none; another one, and `place`, come behind ordinary kernels.
+        # With blocks, a step that keeps selections makes none; another step, and `place`, follow ordinary kernels.
         keeps = not (refresh or config.selection_block == 1)
         # Attention that reads ahead has one program on a multiprocessor for four of the other's: one sequence fits.
         settled = selects or (keeps and self.batch == 1)

@@ -1,4 +1,4 @@
-"""Feed-forward layers that are mixtures of experts. T tokens, E experts of which each token has k, F their width."""
+"""Feed-forward layers that are mixtures of experts. T tokens, E experts, k of them for each token, F their width."""
 
 import torch
 from torch import nn

@@ -40,7 +40,7 @@ def make_gate(config: Any, rows: int) -> nn.Module:
 
 
 def gate_rows(config: Any, heads: int) -> int:
-    """Gates of a token in front of or behind so many heads."""
+    """Returns the number of a token's gates before or after this number of heads."""
     of_head = 1 if config.gate_granularity == "headwise" else config.head_dim
     return of_head * (1 if config.gate_sharing == "head_shared" else heads)
 

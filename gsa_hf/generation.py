@@ -3,7 +3,7 @@
     generator = Generator(model)                        # model.config._attn_implementation "gsa" on a GPU
     result = generator.generate([[1, 5, 7], [1, 9]], max_new_tokens=64)
 
-Greedy tokens are those of `model.generate()`.
+Greedy tokens equal `model.generate()`'s.
 """
 
 import logging
@@ -85,7 +85,7 @@ class Generated:
 
 
 class Generator:
-    """Generates from batches of prompts with one model, whose weights are those of now.
+    """Generates from batches of prompts with one model and its current weights.
 
     On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
     with `attn_implementation` "sdpa" or "eager" for sparse layers, for experts, gates and norms that the paper has not,
@@ -184,7 +184,7 @@ class Generator:
                 )
             if not 0 <= min(prompt) <= max(prompt) < vocabulary:
                 raise ValueError(
-                    f"prompt {place + 1} has the tokens {min(prompt)} to {max(prompt)}; pass those of a vocabulary of "
+                    f"prompt {place + 1} has the tokens {min(prompt)} to {max(prompt)}; pass tokens of a vocabulary of "
                     f"{vocabulary}"
                 )
 

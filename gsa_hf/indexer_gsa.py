@@ -40,12 +40,13 @@ class KeyGroups(NamedTuple):
         return (sums / self.size).to(keys.dtype)
 
     def before_own(self, visible: torch.Tensor) -> torch.Tensor:
-        """Of the visible keys [B, L, Lk] the first ones of groups in front of each query's own, which are whole."""
+        """Returns, among the causal keys [B, L, Lk], the first key of each group before the query's own; these groups
+        are whole."""
         slots = torch.arange(visible.shape[-1], device=visible.device)
         return visible & (self.of_keys == slots)[:, None] & (slots < self.of_queries[..., None])
 
     def keys_of(self, selected: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """All keys of the selected groups, and those of the query's own up to it: bool [B, L, Lk]."""
+        """Returns all keys of the selected groups, and of the query's own group up to the query: bool [B, L, Lk]."""
         of_keys = self.of_keys[:, None]
         chosen = selected.gather(-1, of_keys.expand_as(selected))
         return (chosen | (of_keys == self.of_queries[..., None])) & visible
@@ -57,7 +58,7 @@ class TokenOrder(NamedTuple):
     slots: torch.Tensor
     """int64 [B, Lk], of each number; padding comes last"""
     numbers: torch.Tensor
-    """int64 [B, Lk], of each slot; of padding that of the token in front of it"""
+    """int64 [B, Lk], of each slot; padding has the number of the token in front of it"""
     real: torch.Tensor
     """bool [B, Lk], no padding"""
 
@@ -131,8 +132,8 @@ class GSAIndexer(nn.Module):
 
         Args:
             hidden_states: detached here, so that only the indexer's own loss trains it
-            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them; and those of the
-                keys, where these turn otherwise
+            rotary: cosines and sines [B, L, DI] of the tokens' positions, where the indexer has them; and the
+                keys', where these turn otherwise
         """
         hidden_states = hidden_states.detach()
         queries = self.wq(hidden_states).unflatten(-1, (self.heads, self.head_dim))
@@ -238,8 +239,8 @@ class GSAIndexer(nn.Module):
         if self.by_previous_block:
             assert in_first_block is not None
             total = torch.zeros_like(of_leaders, dtype=torch.float32)
-            for behind in range(self.block_size, 0, -1):
-                total = total + rows_of((leaders - behind).clamp(min=0)).float()
+            for back in range(self.block_size, 0, -1):
+                total = total + rows_of((leaders - back).clamp(min=0)).float()
             mean = (total / self.block_size).to(rows.dtype)
             of_leaders = torch.where(in_first_block[..., None], of_leaders, mean)
         queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
@@ -268,7 +269,8 @@ def parameter_of(module: nn.Module, name: str) -> Any:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the first channels of x, as many as the angles: the pairs (i, i + channels / 2) turn."""
+    """Apply the rotary embedding to the first channels of x, one for each angle: the pairs (i, i + channels / 2)
+    turn."""
     channels = cos.shape[-1]
     turned, passed = x[..., :channels], x[..., channels:]
     first, second = turned.chunk(2, -1)
@@ -285,7 +287,7 @@ def select_keys(
     leaders: torch.Tensor | None,
     groups: KeyGroups | None = None,
 ) -> torch.Tensor:
-    """S_t: the k_t visible keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
+    """Returns S_t: the k_t causal keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
 
     Args:
         config: its fields of indexer and selection
@@ -301,7 +303,7 @@ def select_keys(
     budget = budgets(scores, candidates, indexer.variance_ema, config, readable.sum(-1))
     if groups is not None:
         budget = budget // groups.size
-    # Adding 0 makes 0.0 of -0.0, which a sort that compares bits would put behind it.
+    # Adding 0 makes 0.0 of -0.0, which a sort that compares bits would put after it.
     ranked = torch.where(candidates, scores + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within = torch.arange(ranked.shape[-1], device=ranked.device) < budget[..., None]
@@ -309,7 +311,7 @@ def select_keys(
     if groups is not None:
         selected = groups.keys_of(selected, visible)
     if config.local_window > 0:
-        # The last visible keys of the query, its own included: counted from the end.
+        # The last causal keys of the query, its own included: counted from the end.
         from_end = visible.flip(-1).cumsum(-1).flip(-1)
         selected = selected | (visible & (from_end <= config.local_window))
     return selected
@@ -318,14 +320,14 @@ def select_keys(
 def budgets(
     scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
 ) -> torch.Tensor:
-    """k_t of equation 8: int64 [B, L], at most the number of visible keys; all of fewer than `dense_below`.
+    """k_t of equation 8: int64 [B, L], at most the number of causal keys; all of fewer than `dense_below`.
 
     The population variance is over what is scored, in two passes, summed in fp64: it neither cancels nor depends on how
     many later keys there are.
 
     Args:
-        visible: bool [B, L, Lk], what is scored: visible keys, or groups of them
-        count: int64 [B, L], visible keys
+        visible: bool [B, L, Lk], what is scored: causal keys, or groups of them
+        count: int64 [B, L], causal keys
     """
     size = visible.sum(-1).clamp(min=1)
     mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()

@@ -1,6 +1,6 @@
 """A layer's part of `FusedDecoder`'s step in plain torch, with joined projections; row_layers.py has it by kernels.
 
-Letters in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
+Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
 
 from typing import Any, NamedTuple

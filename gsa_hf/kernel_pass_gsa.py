@@ -1,6 +1,6 @@
 """Where the tokens of a forward pass stand, and what is kept between passes, for the kernels of gsa_kernels.
 
-Letters in shapes are those of indexer_gsa.py.
+Letters in shapes are as in indexer_gsa.py.
 """
 
 import os
@@ -22,8 +22,8 @@ class KernelMemory:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
         self._selections: dict[tuple[Any, ...], Any] = {}
         self._of_blocks = WeakTensorKeyDictionary()
-        self.padded_behind: WeakSet[Cache] = WeakSet()
-        """Caches with padding behind a sequence, which a next token would stand behind."""
+        self.right_padded: WeakSet[Cache] = WeakSet()
+        """Caches with padding after a sequence; a next token would follow it."""
 
     def workspace(self, batch: int, length: int, heads: int, kv_heads: int, size: int, device: Any) -> Any:
         """Scratch memory for one token of `batch` sequences of up to `length`; layers run one after the other."""
@@ -139,9 +139,9 @@ def make_kernel_pass(
     batch, length = inputs.shape[:2]
     past: int | torch.Tensor = 0 if cache is None else cache.get_seq_length(layer_idx)
     if cache is not None and length == 1:
-        if cache in memory.padded_behind:
+        if cache in memory.right_padded:
             raise ValueError(
-                "one token follows padding behind a sequence with attn_implementation 'gsa'; pad in front, or pass "
+                "one token follows padding after a sequence with attn_implementation 'gsa'; pad in front, or pass "
                 "'sdpa'"
             )
         return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
@@ -154,7 +154,7 @@ def make_kernel_pass(
         )
     lengths = torch.full((batch,), length, device=inputs.device)
     if cache is not None:
-        memory.padded_behind.discard(cache)
+        memory.right_padded.discard(cache)
     if padding is not None:
         padding = padding.bool()
         starts, real = padding.int().argmax(1), padding.sum(1)
@@ -168,7 +168,7 @@ def make_kernel_pass(
                 "pass one token at a time, or 'sdpa'"
             )
         if cache is not None and bool((starts + real < found.past + length).any()):
-            memory.padded_behind.add(cache)
+            memory.right_padded.add(cache)
         if not found.past:
             _place(found, starts, real)
             lengths = real
@@ -183,7 +183,7 @@ def make_kernel_pass(
 
 
 def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:
-    """Sequences to the front. Padding behind them is documents of one token each, which learn nothing."""
+    """Move sequences to the front. Padding after them becomes documents of one token each, which learn nothing."""
     slots = torch.arange(found.length, device=starts.device)
     if bool(starts.any()):
         found.order = (slots + starts[:, None]) % found.length

@@ -1,6 +1,6 @@
 """`attn_implementation="gsa"`: selection, attention, decoding and indexer loss on the kernels of gsa_kernels.
 
-Letters in shapes are those of indexer_gsa.py; H query heads, Hkv key-value heads, D their size.
+Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size.
 """
 
 from dataclasses import dataclass, field

@@ -287,7 +287,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Next tokens are taken from here; -100 counts in no loss. In training, where `config.indexer_loss_coef` is
-            above 0, the loss is that of the language model plus `indexer_loss_coef` times the indexer's. Without
+            above 0, the loss is the language model's plus `indexer_loss_coef` times the indexer's. Without
             labels the backward pass of the logits differentiates that multiple.
         output_indexer_loss (`bool`, *optional*):
             Without labels: calculate the indexer loss, with its graph, for the caller to add, and add it nowhere.

@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """The joined product of a layer, not yet multiplied."""
 
     launch: Callable[..., Any]
-    """`enter_row` but for its `part`."""
+    """`enter_row` without its `part`."""
 
 
 class Attended(NamedTuple):

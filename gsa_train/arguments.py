@@ -1,11 +1,11 @@
-"""What the command line of a pretraining run says."""
+"""The parsed command line of a pretraining run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DEVICE = "NVIDIA H200"
-"""Whose time a dry run tells where no other is asked for: the one that an MFU has been measured on."""
+"""GPU that a dry run estimates times for by default: its MFU has been measured."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Arguments:
     no_resume: bool
     """Start at step 0 even if the run folder has checkpoints."""
     resume_after_stop: bool
-    """Go on although the monitor stopped the run at a spike."""
+    """Continue although the monitor stopped the run at a spike."""
     accept_new_data: bool
-    """Where the checkpoint is of other text, start that of the config instead of refusing it."""
+    """Where the checkpoint was trained on other text, start the config's text instead of refusing."""
     dry_run: bool
     world_size: int
-    """Ranks: what `--world-size` plans for in a dry run, else what torchrun announced, else 1."""
+    """Number of ranks: `--world-size` in a dry run, else torchrun's WORLD_SIZE, else 1."""
     device: str = DEVICE
-    """GPU whose time a dry run tells."""
+    """GPU that a dry run estimates times for."""
     mfu: float | None = None
-    """Share of that GPU's peak rate that a dry run takes for granted; None: what was measured."""
+    """Model FLOPs utilization that a dry run assumes for that GPU; None: the measured one."""

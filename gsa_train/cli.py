@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     The overrides themselves are judged by `load_config`, together with the file.
 
     Args:
-        argv: the words after the script's name; those of this process if None.
+        argv: the words after the script's name; None: `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(
         prog=program_name(),
@@ -84,7 +84,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         parser.error(f"--mfu {arguments.mfu}: not a share of the peak rate; give more than 0 and at most 1")
     if arguments.accept_new_data and arguments.no_resume:
-        parser.error("--accept-new-data: not allowed with argument --no-resume, which starts all anew")
+        parser.error("--accept-new-data: not allowed with argument --no-resume, which starts from scratch")
     if arguments.resume_from is not None and not Path(arguments.resume_from).is_dir():
         parser.error(f"--resume-from {arguments.resume_from}: no such folder; give a checkpoint folder")
     world_size = arguments.world_size

@@ -118,7 +118,7 @@ def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
     if content.keys() != set(keys):
         raise ValueError(f"it holds {', '.join(content) or 'nothing'} instead of {', '.join(keys)}")
     if checksum not in (None, _checksum(content)):
-        raise ValueError("its checksum is not that of its content")
+        raise ValueError("its checksum does not match its content")
     return content
 
 

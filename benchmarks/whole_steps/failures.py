@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gsa_train.distributed.parallel import Parallel
 
 GRACE_SECONDS = 30.0
-"""How long a failed rank waits for the others to fail, too: they may be a few steps of the host behind."""
+"""How long a failed rank waits for the others to fail, too: their hosts may lag a few steps."""
 
 
 class RankFailed(RuntimeError):

@@ -34,11 +34,11 @@ class Planted:
     score_bias: torch.Tensor | None
     weight_bias: torch.Tensor | None
     variance_ema: torch.Tensor | None
-    """None: that of its own scores, from the first step on."""
+    """None: the variance of its own scores, from the first step on."""
 
 
 def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
-    """Random projections, those of the queries of a tile alike.
+    """Returns random projections, similar for the queries of a tile.
 
     Args:
         likeness: 0, independent, to 1, equal
@@ -80,7 +80,7 @@ def plant(model: Model, layers: Sequence[Planted], batch: int, length: int) -> N
     """Let the model's indexers give these, layer after layer and from the first again; before it has an optimizer.
 
     Args:
-        layers: of at least `length` tokens, of which the first are taken
+        layers: of at least `length` tokens; the first `length` are taken
         batch: sequences of a micro-batch, all alike
 
     Raises:

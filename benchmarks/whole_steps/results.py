@@ -32,7 +32,7 @@ class Result:
     step_ms_high: float = float("nan")
     tokens_per_second_per_device: float = float("nan")
     mfu: float = float("nan")
-    """Products of matrices of the model at hand over the device's peak, of attention those of `attended_keys`."""
+    """The model's matrix products over the device's peak; attention counts `attended_keys`."""
     peak_gib: list[float] = field(default_factory=list)
     """Allocated, by rank."""
     peak_reserved_gib: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
 
 
 def _refuse_other_documents(row: dict[str, Any], other: dict[str, Any]) -> None:
-    """A query that sees other keys is other work: a step of nothing else would take as many times as long."""
+    """A query that sees other keys is other work: its time cannot be compared."""
     before, now = other.get("visible_keys"), row.get("visible_keys")
     if before is None or now is None:
         raise ValueError(

@@ -17,7 +17,7 @@ class StepShape:
     """A model's sizes, from a shipped config, and to how many layers it is cut."""
 
     config: str
-    """Part of the name behind `standard_` and `gsa_`."""
+    """Part of the name after `standard_` and `gsa_`."""
     layers: int
     """Of the whole model."""
     depths: tuple[int, ...]
@@ -35,7 +35,7 @@ SHAPES = {
         layers=12,
         depths=(12,),
         shallow=(12,),
-        overrides=(  # those of studies/four_models_base.yaml: 94M parameters
+        overrides=(  # from studies/four_models_base.yaml: 94M parameters
             "model.hidden_size=768",
             "model.num_heads=12",
             "model.num_kv_heads=4",
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "shared": _SHARED,
     "shared_rope": (*_SHARED, "gsa.indexer_rope=true"),
 }
-"""What each changes in its shape's config, that of the standard model or of GSA."""
+"""What each changes in its shape's config, of the standard model or of GSA."""
 
 REUSE = 4
 """Layers with one selection, in the models of that name."""
@@ -146,7 +146,7 @@ def plan(
     With a model whose layers share selections all models have depths of whole groups of these.
 
     Raises:
-        ValueError: a shape does not have so many layers, or they are no whole groups.
+        ValueError: a shape has fewer layers, or they do not form whole groups.
     """
     reuse = REUSE if any("_reuse" in model for model in models) else 1
     for name in shapes:

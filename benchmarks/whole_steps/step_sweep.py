@@ -40,7 +40,7 @@ COLUMNS = (
     "other",
     "idle",
 )
-"""Parts of a step in a row; those of `step_timing.PARTS` that are not here are in `other`."""
+"""Parts of a step in a row; all other parts of `step_timing.PARTS` are in `other`."""
 
 _SHARED = ("shared", "shared_rope", "shared_rope_reuse")
 _PER_QUERY = ("gsa", "gsa_rope_reuse")
@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--indexer",
         choices=("alike", "own"),
         default="alike",
-        help="selections like a trained model's, or those of random weights",
+        help="selections like a trained model's, or selections of random weights",
     )
     group.add_argument(
         "--likeness", type=float, default=LIKENESS, help="of neighbouring queries, from 0 to 1"
@@ -201,7 +201,7 @@ class Sweep:
                 cells = self._row(subject, reference, case)
         except torch.OutOfMemoryError as error:
             failed = f"out of memory: {str(error).splitlines()[0]}"
-        if with_row:  # behind the handler, whose error holds on to the tensors
+        if with_row:  # after the handler, whose error holds references to the tensors
             self._keep(self.identity(case) | cells | {"failed": failed})
         if subject is not None and (case.model != STANDARD or failed):
             subject.bench.close()
@@ -260,7 +260,7 @@ class Sweep:
         return cells | {f"{name} ms": took for name, took in parts.items()}
 
     def _flops_limit(self, case: StepCase) -> float:
-        """Matrix products of the standard model's step over those of this one: the speed-up at equal MFU."""
+        """Returns the matrix products of the standard model's step over this one's: the speed-up at equal MFU."""
         standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):

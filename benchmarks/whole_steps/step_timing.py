@@ -128,7 +128,7 @@ FEWEST_TURNS = 3
 
 
 def measure(subject: Subject, reference: Subject | None, turns: Turns, with_profile: bool) -> Row:
-    """Times in turn with those of `reference`, or alone."""
+    """Measure step times, alternating with `reference` if it is given."""
     taking_turns = [subject] if reference is None else [reference, subject]
     began = time.perf_counter()
     while time.perf_counter() - began < turns.warm_up_seconds:

@@ -107,7 +107,7 @@ def _measure(
         out_of_memory = f"out of memory: {str(error).splitlines()[0]}"
     except RuntimeError as error:
         raise give_up(f"{type(error).__name__}: {error}", number, parallel) from error
-    if out_of_memory:  # behind the handler, whose error holds on to the tensors
+    if out_of_memory:  # after the handler, whose error holds references to the tensors
         result.failed = agree(out_of_memory, number, parallel)
 
 
@@ -128,7 +128,7 @@ def _fill(
         every = over_ranks([*memory, *mean_keys(variant, batches), *seconds], parallel)
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
-        # All replicas have as many queries.
+        # All replicas have the same number of queries.
         result.visible_keys = statistics.fmean(row[2] for row in every)
         result.attended_keys = statistics.fmean(row[3] for row in every)
         _add_speed(result, variant, parallel, [row[4:] for row in every])

@@ -9,7 +9,7 @@ streaming. A lane keeps a pool of documents, oldest first. Each block takes, unt
 A document longer than a block is cut: its whole blocks come first, one after another, with the stride of
 concatenation (the last token of one opens the next), and its end, from that token on, stays in the pool as a document
 of that length. So every token but a document's first is predicted from its own document exactly once; what stands
-behind an EOS is not to be predicted (pack.loss_mask).
+after an EOS is not to be predicted (pack.loss_mask).
 
 The oldest goes first so that none waits longer than the pool has places, and a saved position never points far back;
 starting with the largest fills blocks no better (measured). The pool grows by one document a block until it is full: a
@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from gsa_data.pack import FILLER, AnyTokens, Cursor, Tokens
 
 MIN_POOL_BLOCKS = 4
-"""The pool takes more documents than it was asked to until it holds so many blocks of text: with less choice than
-that the last places of a block stay empty (a quarter of 131072 tokens with 32 documents of 3600)."""
+"""The pool takes more documents than requested until it holds this many blocks of text: with less choice
+the last places of a block stay empty (a quarter of 131072 tokens with 32 documents of 3600)."""
 
 Pool = NDArray[np.int64]
 """[documents, fields of Cursor] their cursors, oldest first; each stands for what follows in its document."""
@@ -41,9 +41,9 @@ EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
 BLOCKS, PIECES = "packed_blocks", "packed_pieces"
 """Counters: blocks, and documents or parts of documents in them."""
 DOCUMENTS, CUT_DOCUMENTS = "packed_documents", "packed_cut_documents"
-"""Counters: documents whose first token is in a block, and those of them that are longer than a block."""
+"""Counters: documents whose first token is in a block, and how many of them are longer than a block."""
 LABELS, FILLER_LABELS = "packed_labels", "packed_filler_labels"
-"""Counters: labels of the blocks, and those of them that are FILLER."""
+"""Counters: labels of the blocks, and how many of them are FILLER."""
 COUNTERS = (BLOCKS, PIECES, DOCUMENTS, CUT_DOCUMENTS, LABELS, FILLER_LABELS)
 
 

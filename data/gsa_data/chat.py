@@ -1,4 +1,4 @@
-"""Conversations as training data: a line holds `messages`, of which the assistant's tokens are to be predicted.
+"""Conversations as training data: a line holds `messages`; the assistant's tokens are to be predicted.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 

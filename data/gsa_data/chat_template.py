@@ -146,7 +146,7 @@ def _read_template(
 class ChatEncoder:
     """Conversations to tokens with marks. Can be pickled into data workers.
 
-    The assistant's tokens are those of the template's `{% generation %}` blocks. In a template without any they are
+    The assistant's tokens are the ones in the template's `{% generation %}` blocks. In a template without any they are
     what the assistant's message adds to the messages before it with their generation prompt: from its first character
     to the end of its turn.
 

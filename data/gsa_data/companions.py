@@ -57,7 +57,7 @@ def read_companions(
 ) -> Companions:
     """
     Args:
-        template: that of a run; None: the one beside the tokenizer's file, if there is one.
+        template: a run's template; None: the one beside the tokenizer's file, if there is one.
 
     Raises:
         TokenizerError: a file is damaged.

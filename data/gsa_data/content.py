@@ -1,6 +1,6 @@
 """What the files of a corpus hold, by small samples: so a resume names the file that is another one than before.
 
-Sizes alone do not show a shard that was replaced by one of its size, and times of change are those of a copy. A sample
+Sizes alone do not show a shard that was replaced by one of its size, and modification times are the copy's. A sample
 is a file's beginning, middle and end; a file of up to three samples is read whole. Damage between the samples of a
 larger file is not seen here.
 """
@@ -26,7 +26,7 @@ from gsa_data.token_files import TokenFolder
 SAMPLE_BYTES = 1 << 14
 """Three of them cost a disk three seeks, whatever is between."""
 FILES_AT_ONCE = 32
-"""So many are read together."""
+"""Number of files read concurrently."""
 NAMED = 3
 """Files that a message names."""
 

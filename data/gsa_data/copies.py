@@ -23,7 +23,7 @@ class Copy(NamedTuple):
     trouble: str
     """What is wrong with it, in words."""
     has_text: bool
-    """False for a file without a document, of which filters and Spark write many alike."""
+    """False for a file without a document: filters and Spark write many identical ones."""
 
 
 def find_copies(filesystem: Any, base: str, shards: Sequence[Shard], pulse: Pulse) -> dict[str, Copy]:

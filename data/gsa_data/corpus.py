@@ -33,8 +33,8 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
     It holds tokens when tokens.json (or the journal of an unfinished `prepare.py tokens`) lies in it, and
     megatron-core's datasets when .idx files lie in it; else its shards are text.
 
-    Raises DataFault for a missing, empty or damaged folder, one of which only a part would be read, and for tokens that
-    cannot be mapped because they are not on a local (or mounted) file system.
+    Raises DataFault for a missing, empty or damaged folder, for one that would be read only in part, and for tokens
+    that cannot be mapped because they are not on a local (or mounted) file system.
     """
     reading = reading or Reading()
     filesystem, base = file_system(root, reading)
@@ -113,7 +113,7 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
     text = sorted(path for path in files if path.endswith(FORMATS))
     if datasets and text:
         raise DataFault(
-            f"data folder {root!r} holds both indexed datasets ({datasets[0]}) and text ({text[0]}), of which only "
+            f"data folder {root!r} holds both indexed datasets ({datasets[0]}) and text ({text[0]}); only "
             "one kind can be read; give each a folder of its own"
         )
     for path in datasets:

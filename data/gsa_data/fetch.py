@@ -171,8 +171,8 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
     """The result of `action`, or ReadError `seconds` after its start, or after the last beat of its pulse.
 
-    Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then left
-    behind; it ends with the process at the latest.
+    Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then
+    abandoned; it ends with the process at the latest.
     """
     outcome: _Outcome[T] = _Outcome()
 
@@ -220,7 +220,7 @@ class _Outcome(Generic[T]):
 
 class _Connector(threading.Thread):
     """Connects to file systems for one other thread. fsspec keeps a file system for the thread that asked for it, so
-    this one stays, until it gets no answer: then it is left behind, and another one begins anew."""
+    this thread stays until it gets no answer: then it is abandoned, and another thread connects again."""
 
     def __init__(self) -> None:
         super().__init__(name="gsa_data connections", daemon=True)

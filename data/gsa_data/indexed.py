@@ -2,7 +2,7 @@
 
 NAME.idx, little-endian: 9 bytes "MMIDIDX\\0\\0", int64 version (1), int8 code of the ids' type, int64 sequences S,
 int64 D = documents + 1, int32 lengths [S] in tokens, int64 pointers [S] in bytes of NAME.bin, int64 first sequence
-of each document [D] (the last is S). The layout is that of megatron.core.datasets.indexed_dataset.
+of each document [D] (the last is S). The layout follows megatron.core.datasets.indexed_dataset.
 
 Every dataset is a shard of this corpus, and a document one of its lines. megatron-core checks no sizes and, without
 mmap, hands out uninitialised memory for a truncated file; here sizes and pointers must fit exactly. There are no
@@ -194,8 +194,8 @@ class IndexedReader:
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
-    """Where sequences begin, in ids; behind the last one the file ends. Only of these: of all of a dataset they would
-    be gigabytes for each lane."""
+    """Returns where these sequences begin, in ids; the file ends after the last one. For all sequences of a dataset
+    this would take gigabytes in each lane."""
     places = np.full(len(sequences), size_bytes, np.int64)
     is_before = sequences < index.header.sequences
     places[is_before] = index.pointers[sequences[is_before]]

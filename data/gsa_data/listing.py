@@ -21,7 +21,7 @@ such a file for another purpose, and stays the corpus that it was."""
 INDEXED = (".idx", ".bin")
 """Of megatron-core's datasets."""
 PACKED = ("zst", "gz", "bz2", "xz", "lz4")
-"""Endings behind the one that says what a file holds."""
+"""Endings after the one that names a file's content."""
 
 T = TypeVar("T")
 

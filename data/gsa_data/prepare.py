@@ -143,7 +143,7 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
             num_threads=1,
             minloglevel=1,
         )
-    except RuntimeError as error:  # of sentencepiece; it names the limit behind the place in its source
+    except RuntimeError as error:  # sentencepiece names the limit after the place in its source
         reason = str(error).rpartition("] ")[2].strip() or str(error)
         raise DataFault(
             f"--vocab-size {vocab_size}: no tokenizer of this size from {shards} ({reason}); give another size, or "

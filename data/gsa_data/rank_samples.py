@@ -188,7 +188,7 @@ def _next_group(groups: Any) -> list[Block]:
         group: list[Block] = next(groups)
     except DataFault as error:  # from a worker with a stack of calls around its message
         message = str(error).rpartition(f"{DataFault.__name__}: ")[2].strip()
-        # Without torch's frames, one of which holds the error itself. Such a circle, and with it the iterator, would be
+        # Drop torch's frames: one of them holds the error itself. Such a circle, and with it the iterator, would be
         # left to the garbage collector, which closes the readers' queues first: they are not told to end, and torch
         # waits 5 s for them.
         raise DataFault(message) from error.with_traceback(None)

@@ -105,7 +105,7 @@ def first_request(task: str) -> None:
 def read_requests(task: str, limit: int | None = None) -> RequestTask:
     """
     Args:
-        limit: of the questions, the first so many.
+        limit: the number of questions, from the first.
 
     Raises:
         ValueError: the file is absent, damaged, of another format, or has nothing to score.

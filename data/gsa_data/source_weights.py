@@ -85,7 +85,7 @@ def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=256)
 def place_of_copy(copy: int) -> float:
-    """Where in a unit a copy stands behind copy 0: 0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput, base 2)."""
+    """Returns the offset of a copy from copy 0 within a unit: 0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput, base 2)."""
     place, step = 0.0, 0.5
     while copy:
         place += step * (copy % 2)
@@ -108,7 +108,7 @@ def tokens_by_source(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def never_met(weights: Mapping[str, float], counters: Mapping[str, int]) -> list[str]:
-    """Names with a weight of which no document was met so far, taken or left out."""
+    """Returns the weighted sources that no document has come from so far, taken or left out."""
     return [
         name
         for name in weights

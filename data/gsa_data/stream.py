@@ -47,7 +47,7 @@ class BlockStream:
     DataFault.
 
     Args:
-        carried_counters: counters of a run that starts anew on other data, to go on with. Not beside `state`.
+        carried_counters: counters to continue when a run starts again on other data. Excludes `state`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class BlockStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What fixes the order of the run's blocks, but for the weights of sources; the same on every rank."""
+        """Returns what fixes the order of the run's blocks, except the weights of sources; the same on every rank."""
         return dict(self._identity)
 
     @property
@@ -170,7 +170,7 @@ class BlockStream:
 
     @property
     def consumed_samples(self) -> int:
-        """Global samples consumed since the start of the run, when every rank has taken as many as this."""
+        """Global samples consumed since the start of the run, if every rank has taken the same number as this one."""
         return self._start_samples + self._taken * self.world_size
 
     def local_state(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class StreamConfig:
     """Permute the documents inside each shard (shards themselves are always permuted)."""
     source_weights: Mapping[str, float] = field(default_factory=dict)
     """How often a document of a source comes in an epoch (source_weights.py); 1 for sources without a weight. May
-    change between a save and a resume: what is before the saved position stays as it was read, what is behind it
+    change between a save and a resume: text before the saved position stays as it was read, text after it
     follows the new weights."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """Blocks cut from documents in a row, or filled with whole documents (best_fit.py)."""

@@ -41,8 +41,8 @@ MANIFEST_NAME = "tokens.json"
 JOURNAL_NAME = "tokens.journal"
 """Line 1 is the Identity, then one ShardRecord for each finished shard."""
 KEYS = {"identity", "source", "text_field", "source_shards", "duplicates", "records"}
-"""Of tokens.json, beside `checksum`."""
-UNFINISHED = ".unfinished"  # what a killed command leaves behind; the next one writes over it
+"""Keys of tokens.json, without `checksum`."""
+UNFINISHED = ".unfinished"  # left by a killed command; the next one overwrites it
 AGAIN = "run `prepare.py tokens` again with the same arguments"
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class TokenFolder:
             records = {record["path"]: ShardRecord(**record) for record in content["records"]}
             checksum = content.pop("checksum", None)  # early versions wrote none
             if checksum not in (None, checksum_of(content)) or content.keys() != KEYS:
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not match its content")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise DataFault(f"{path} is damaged ({error!r}); delete it and {AGAIN}") from error
         manifest = Manifest(str(root), shards, text_field, duplicates)
@@ -271,7 +271,7 @@ class _MappedLines:
         self._tokens = tokens
         self._fault_names = list(record.faults)
         self._source_names = list(record.sources) or [NO_SOURCE]
-        # Items of a memoryview are plain int, three times as fast as those of an array. A part of a shard is copied, so
+        # Items of a memoryview are plain int, and faster to read than an array's. A part of a shard is copied, so
         # that the table of the whole one does not stay with each lane.
         columns = table.offsets[:-1], table.offsets[1:], table.text_bytes, table.faults, table.sources
         self._begins, self._ends, self._text_bytes, self._faults, self._sources = (

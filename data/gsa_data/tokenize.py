@@ -26,7 +26,7 @@ SENTENCEPIECE_MODEL = "tokenizer.model"
 EOS_MARK = " eos="
 """In a fingerprint, between the file's and the id of an EOS that is not the file's own choice."""
 Part = tuple[int, int]
-"""Of a text: its first character, and the one behind its last."""
+"""Part of a text: its first character, and the one after its last."""
 
 WORD_START = "\u2581"
 """How sentencepiece writes a space inside a piece."""
@@ -169,7 +169,7 @@ class Tokenizer:
 
     @property
     def keeps_newlines(self) -> bool:
-        """Whether newlines come back from the tokens; those of sentencepiece's default flags do not."""
+        """Whether newlines survive encoding and decoding; with sentencepiece's default flags they do not."""
         return self.decode(self.encode("\n\n")) == "\n\n"
 
     @cached_property
@@ -304,11 +304,9 @@ class SentencePieceModel:
                 continue
             encoded = self._processor.encode(piece, out_type="offset_mapping")
             tokens += encoded["ids"]
-            # Of a character's bytes the last one has its place, the others stand at its start and have none.
-            spans += [(start + first, start + max(behind, first + 1)) for first, behind in encoded["offsets"]]
-        return tokens, [
-            any(end > first and start < behind for first, behind in parts) for start, end in spans
-        ]
+            # The last byte of a character has the character's offsets, the others are empty offsets at its start.
+            spans += [(start + first, start + max(after, first + 1)) for first, after in encoded["offsets"]]
+        return tokens, [any(end > first and start < after for first, after in parts) for start, end in spans]
 
     def token_bytes(self) -> list[int]:
         model = self._processor

@@ -95,7 +95,7 @@ class TokenizerJson:
         finally:
             self._tokenizer.encode_special_tokens = True
         inside = [
-            any(end > first and start < behind for first, behind in parts) for start, end in found.offsets
+            any(end > first and start < after for first, after in parts) for start, end in found.offsets
         ]
         return found.ids, inside
 

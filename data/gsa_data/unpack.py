@@ -9,7 +9,7 @@ from typing import Protocol
 import zstandard
 
 LARGEST_WINDOW_BYTES = 1 << 31
-"""What `zstd --long=31` asks for, the most there is; the library's own limit of 128 MiB is that of `--long` alone."""
+"""What `zstd --long=31` asks for, the most there is; the library's own limit of 128 MiB equals a bare `--long`."""
 MOST_UNPACKED_BYTES = 1 << 30
 """That a shard of any size may unpack to. A few bytes can stand for any number of equal ones, and a reader holds the
 text of a shard in memory."""

@@ -75,7 +75,7 @@ def read_validation_set(
 
     A source's documents are concatenated as the split's are, a document cut off by the last sequence as far as it
     goes; the rest of its last sequence is filled up. So no text is left out: where documents are isolated, the
-    sources' scored tokens add up to those of the set. A source without any is left out.
+    sources' scored tokens add up to the set's. A source without any is left out.
 
     Raises TooLittleText when the split is shorter than one sequence or has nothing to score; DataFault when it cannot
     be read.
@@ -154,8 +154,8 @@ def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
 def is_scored(
     blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
 ) -> NDArray[np.bool_]:
-    """[n, L] which labels of [n, L + 1] blocks count: those of text that pack.loss_mask leaves, and of conversations
-    only what the assistant writes."""
+    """Returns [n, L]: the labels of [n, L + 1] blocks that count. In text those that pack.loss_mask leaves, in
+    conversations only the assistant's."""
     inputs = blocks[:, :-1] & ~UNSCORED
     is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
     is_text &= (blocks[:, 1:] & UNSCORED) == 0

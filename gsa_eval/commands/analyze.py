@@ -59,7 +59,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         type=int,
         default=512,
         metavar="N",
-        help="the text's first so many, at most 4096 (default: 512)",
+        help="number of tokens from the text's beginning, at most 4096 (default: 512)",
     )
     parser.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")
     parser.add_argument(

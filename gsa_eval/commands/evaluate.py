@@ -82,7 +82,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--stride",
         type=positive,
         metavar="TOKENS",
-        help="score each document by itself, in windows of which the last so many tokens count (default: documents "
+        help="score each document by itself, in windows whose last TOKENS tokens count (default: documents "
         "packed as in training; wikitext: the context length)",
     )
     text.add_argument("--max-tokens", type=positive, metavar="N", help="of each text (default: all)")
@@ -148,7 +148,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--batch-size",
         type=positive,
         metavar="N",
-        help="sequences at once (default: 1; of RULER's prompts on a GPU, as many as have 65536 tokens)",
+        help="sequences at once (default: 1; for RULER's prompts on a GPU, the number that fit into 65536 tokens)",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="such as gsa.k_base=512")
     arguments = parser.parse_intermixed_args(words)

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def draw(run_dirs: list[Path], out: Path | None, html: bool) -> list[Path]:
-    """The files, of which --html makes one.
+    """Returns the files; --html makes a single one.
 
     Args:
         out: folder of the comparison.

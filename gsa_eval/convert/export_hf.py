@@ -111,7 +111,7 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
     option, folder = ("--checkpoint", checkpoint) if run_dir is None else ("--run", run_dir)
     assert folder is not None
     if not folder.is_dir():
-        what = "a step_* folder" if run_dir is None else "that of a run, <run.dir>/<run.name>"
+        what = "a step_* folder" if run_dir is None else "a run's folder, <run.dir>/<run.name>"
         raise ValueError(f"{option} {folder}: no such folder; give {what}")
     if run_dir is None:
         assert checkpoint is not None
@@ -192,8 +192,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """As it came in, but for the tokens at which a text ends. Not by transformers' own class, which refuses sampling
-    settings that its older versions wrote."""
+    """Write it as it was imported, except the tokens that end a text. Not by transformers' own class, which refuses
+    sampling settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:

@@ -153,8 +153,8 @@ def _moe_section(found: GSAConfig) -> MoEConfig:
     )
     if list(layers_with_experts(moe, layers)) != mixtures:
         raise ValueError(
-            f"mlp_only_layers = {found.mlp_only_layers}: in training every so many-th layer behind the first ones has "
-            "experts; give such a model"
+            f"mlp_only_layers = {found.mlp_only_layers}: in training the layers with experts have a fixed "
+            "interval; give such a model"
         )
     return moe
 
@@ -182,7 +182,7 @@ def other_rope(rope: dict[str, Any]) -> str | None:
 
 
 def rope_scaling(rope: dict[str, Any]) -> RopeScalingConfig:
-    """`model.rope_scaling` of transformers' `rope_parameters`, of which `other_rope` has nothing to say."""
+    """Returns `model.rope_scaling` for transformers' `rope_parameters` that `other_rope` accepts."""
     if rope.get("rope_type", "default") == "default":
         return RopeScalingConfig()
     factor = float(rope["factor"])

@@ -102,7 +102,7 @@ def _experts(config: Config) -> str:
     mixtures = len(layers_with_experts(moe, layers))
     shared = moe.shared_expert_ffn_hidden_size
     return (
-        f"{moe.experts} of width {moe.expert_ffn_hidden_size} in {mixtures} of {layers} layers, of which a token has "
+        f"{moe.experts} of width {moe.expert_ffn_hidden_size} in {mixtures} of {layers} layers; each token goes to "
         f"{moe.top_k}{f', and a shared one of {shared}' if shared else ''}; {moe.router_score} router"
     )
 

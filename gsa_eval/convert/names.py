@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """One tensor of a checkpoint, and those of a Hugging Face folder that together hold the same."""
+    """One tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -140,7 +140,7 @@ def _experts(ours: str, theirs: str, d: int, moe: MoEConfig) -> list[Pair]:
     if moe.balancing == "aux_free":
         bias = (f"{theirs}.gate.e_score_correction_bias",)
         found.append(Pair(f"{ours}.router.expert_bias", bias, (count,), _alone, _first, always_fp32=True))
-    if moe.balancing == "global_batch":  # loads of the run's last step, of which the model makes nothing
+    if moe.balancing == "global_batch":  # loads of the run's last step, which the model does not use
         even = torch.full((count,), 1 / count)
         found.append(Pair(f"{ours}.router.loads", (), (count,), lambda _: (), lambda _: even))
     if moe.shared_expert_ffn_hidden_size:

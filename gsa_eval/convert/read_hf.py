@@ -114,7 +114,7 @@ def read_gsa_model(
         attention: `attn_implementation`
 
     Raises:
-        ValueError: the weights are missing or damaged, or not those of a model of this configuration.
+        ValueError: the weights are missing or damaged, or do not fit this configuration.
     """
     source = SafetensorsFolder(folder)
     stored = source.shapes

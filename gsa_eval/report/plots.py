@@ -97,6 +97,8 @@ class Curves:
     x_label: str
     counts: bool = False
     """x counts what comes by the million."""
+    later: bool = False
+    """y has the range that `shown_range` gives, which the first steps do not rule. Else the range of all values."""
 
 
 def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:

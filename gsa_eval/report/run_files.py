@@ -149,7 +149,7 @@ def read_json(path: Path, needed: Mapping[str, type]) -> Record:
     """Empty where there is none, or a damaged one, which is named.
 
     Args:
-        needed: what an intact one has, and of which type.
+        needed: the keys of an intact file, and their types.
     """
     if not path.is_file():
         return {}

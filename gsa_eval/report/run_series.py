@@ -55,7 +55,7 @@ def first_step(records: list[Record]) -> int:
 
 
 def with_key(records: list[Record], key: str) -> list[Record]:
-    """Records that have a value, and those of phases that never have one: a gap that no line may cross."""
+    """Returns records that have a value, and records of phases that never have one: a gap that no line may cross."""
     phases = {record["phase"] for record in records if record.get(key) is not None}
     return [record for record in records if record.get(key) is not None or record["phase"] not in phases]
 
@@ -122,7 +122,7 @@ def token_knots(records: list[Record]) -> list[tuple[int, int]]:
 
 
 def tokens_at(knots: list[tuple[int, int]], steps: Sequence[float]) -> list[float]:
-    """Tokens seen after each of these steps; behind the last knot as before it."""
+    """Returns the tokens seen after each of these steps; beyond the last knot, extrapolated from the last two."""
     (step_0, tokens_0), (step_1, tokens_1) = knots[-2:]
     slope = (tokens_1 - tokens_0) / (step_1 - step_0)
     xs, ys = zip(*knots, strict=True)
@@ -154,7 +154,7 @@ def shown_range(
 ) -> tuple[float, float] | None:
     """Bounds of a linear y axis that neither the first steps nor a few outliers rule; None leaves it to all values.
 
-    What comes behind the first tenth of the x axis rules it, and of that what lies no further than half their distance
+    It covers the values after the first tenth of the x axis that lie no further than half their distance
     outside the 2nd and the 98th percentile. A chart's whole range is one double-click away.
 
     Args:

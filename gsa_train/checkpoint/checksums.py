@@ -1,4 +1,4 @@
-"""CRC-32 of files by several threads: of parts, which are then joined as if one had gone through the whole."""
+"""CRC-32 of files, computed by several threads over parts whose checksums are then combined."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 READ_BYTES = 1 << 24
 PART_BYTES = 1 << 28
-"""Of a thread at a time; a smaller file has one thread."""
+"""Bytes that a thread checks at a time; a smaller file has one thread."""
 MOST_THREADS = 8
-"""On each rank: one goes through one to two GB/s, and several ranks of a node do so at once."""
+"""Per rank; the ranks of a node compute checksums at the same time."""
 POLYNOMIAL = 0xEDB88320
-"""Of CRC-32 (IEEE 802.3), lowest power in the highest bit, as zlib has it."""
+"""The CRC-32 polynomial (IEEE 802.3), lowest power in the highest bit, as in zlib."""
 
 
 def crc32_of(path: Path) -> tuple[int, int]:
-    """Size in bytes, and checksum."""
+    """Returns the file's size in bytes, and its checksum."""
     size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
     if len(starts) <= 1:
@@ -32,10 +32,10 @@ def crc32_of(path: Path) -> tuple[int, int]:
 
 
 def crc32_of_range(path: Path, start: int, end: int) -> int:
-    """Of the bytes from `start` up to `end`.
+    """Returns the checksum of the bytes [start, end).
 
     Raises:
-        OSError: they cannot be read, or the file is shorter by now.
+        OSError: they cannot be read, or the file has become shorter.
     """
     checksum = 0
     with path.open("rb", buffering=0) as file:
@@ -54,9 +54,9 @@ def threads_at_hand() -> int:
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """Checksum of parts one behind the other, of each one's checksum and length in bytes.
+    """Returns the checksum of concatenated parts, given the (checksum, length in bytes) of each.
 
-    A part's checksum is a polynomial over GF(2), and n bytes behind it multiply it by x^8n (zlib's crc32_combine).
+    A part's checksum is a polynomial over GF(2), and n bytes that follow multiply it by x^8n (zlib's crc32_combine).
     """
     whole = 0
     for checksum, length in parts:
@@ -66,7 +66,7 @@ def joined(parts: Iterable[tuple[int, int]]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _power_of_bytes(count: int) -> int:
-    """x^(8 count) modulo the polynomial."""
+    """Returns x^(8 count) modulo the polynomial."""
     result, square = 1 << 31, 1 << 23  # x^0, x^8
     while count:
         if count & 1:
@@ -77,7 +77,7 @@ def _power_of_bytes(count: int) -> int:
 
 
 def _product(first: int, second: int) -> int:
-    """Modulo the polynomial."""
+    """Returns the product modulo the polynomial."""
     result = 0
     for power in range(31, -1, -1):  # from x^0 on
         if first >> power & 1:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, and the one that its place says."""
+"""Checks that a checkpoint's files are intact and belong to the step and the run that its folder names."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 def find_damage(
     checkpoint: Path, parallel: Parallel, checksums: bool, run_id: str = "", tensors_later: bool = False
 ) -> str | None:
-    """What is wrong with a checkpoint's files, in a line; None if nothing is. Collective.
+    """Returns one line about what is wrong with a checkpoint's files; None if nothing is. Collective.
 
-    The ranks share the files, so that together they read the checkpoint once. What checksums cannot tell, a file that
-    was made to harm, the main rank looks for.
+    The ranks share the files, so that together they read the checkpoint once. The main rank also looks for files that
+    were made to harm, which checksums cannot detect.
 
     Args:
-        checksums: read the files; otherwise only look whether all are there in their sizes.
-        run_id: of the run that it must be of; "" for any.
-        tensors_later: the checksums of the files with tensors are left to who loads them (`tensor_files`).
+        checksums: read the files; otherwise only check that all exist with their sizes.
+        run_id: ID of the run that it must belong to; "" for any.
+        tensors_later: leave the checksums of files with tensors to the load (`tensor_files`).
     """
     manifest: Manifest | None = None
     shared: list[Any] = [None, {}]
@@ -67,8 +67,8 @@ def find_damage(
 
 
 def tensor_files(checkpoint: Path) -> dict[str, FileRecord]:
-    """What the manifest of a checkpoint, which has been found good, says of the files with tensors; of one from before
-    there were manifests nothing."""
+    """Returns the manifest's records of the files with tensors, for a checkpoint that was found intact; empty for one
+    written before manifests existed."""
     try:
         files = read_manifest(checkpoint).files
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _faults_in(
 
 
 def find_damage_alone(checkpoint: Path) -> str | None:
-    """As `find_damage` with checksums, in one process without process groups."""
+    """Like `find_damage` with checksums, in one process without process groups."""
     fault, manifest = _read_manifest(checkpoint)
     if fault is None and manifest is not None:
         fault = faults_in_a_line(faults_in(checkpoint, manifest.files, checksums=True))
@@ -93,8 +93,8 @@ def find_damage_alone(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
-    """What is wrong with it, or None; and the manifest. A checkpoint from before there were manifests has none, and is
-    not verified."""
+    """Returns what is wrong with the manifest, or None; and the manifest. A checkpoint without one, of an old format,
+    is not verified."""
     try:
         manifest = read_manifest(checkpoint)
     except FileNotFoundError:
@@ -108,22 +108,22 @@ def _read_manifest(checkpoint: Path) -> tuple[str | None, Manifest | None]:
 
 
 def _refused(checkpoint: Path, manifest: Manifest | None, run_id: str = "") -> str | None:
-    """Why files that are what was written are not taken: one was made to harm, or is of another checkpoint."""
+    """Returns why intact files are refused: one was made to harm, or belongs to another checkpoint."""
     files = None if manifest is None else manifest.files
     return refused_content(checkpoint, files or None) or _other_identity(checkpoint, manifest, run_id)
 
 
 def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) -> str | None:
-    """Why an intact checkpoint is not the one that its place says, in a line; None if it is."""
+    """Returns one line about why an intact checkpoint is not the one that its folder names; None if it is."""
     try:
         state = read_run_state(checkpoint)
     except (KeyError, TypeError) as error:
-        return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands ({error})"
+        return f"{COMMON_STATE_FNAME} is damaged: it holds no run state ({error})"
     except ValueError:
-        return None  # of another version, which is not damaged: who loads it says so
+        return None  # another version is not damage: the load reports it
     numbers = (state.step, state.tokens, state.phase_index, state.phase_start, *state.layout)
     if any(type(each) is not int for each in numbers) or not isinstance(state.data, dict):
-        return f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands"
+        return f"{COMMON_STATE_FNAME} is damaged: it holds no run state"
     try:
         sections = saved_sections(state.config_yaml)
         known = isinstance(sections, dict) and sections.keys() >= {"model", "gsa", "phases"}
@@ -143,11 +143,11 @@ def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) ->
             )
         )
         if said != meant:
-            return f"{MANIFEST} is of {said}, {COMMON_STATE_FNAME} of {meant}"
+            return f"{MANIFEST} belongs to {said}, {COMMON_STATE_FNAME} to {meant}"
     if run_id and state.run_id and run_id != state.run_id:
         return (
-            f"it is of another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}: give "
-            "it by --resume-from from a folder of its own; or delete starts.jsonl if that is what is wrong"
+            f"it belongs to another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}; "
+            "give it by --resume-from from its own folder, or delete starts.jsonl if that file is wrong"
         )
     return None
 
@@ -161,5 +161,5 @@ def _why_no_manifest(checkpoint: Path) -> str | None:
         return f"it has no {MANIFEST}, and common.pt cannot be read: {error}"
     if version >= 2:
         return f"it has no {MANIFEST}"
-    logger.warning("%s was written before checkpoints had a %s: it is not verified", checkpoint, MANIFEST)
+    logger.warning("%s has no %s, as checkpoints of format 1: it is not verified", checkpoint, MANIFEST)
     return None

@@ -1,11 +1,11 @@
-"""Checkpoint folders as files: which there are, what makes one durable, and whether one is still what was written.
+"""Checkpoint folders on disk: listing them, making them durable, and checking that they are unchanged.
 
     <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml and a copy of its
                                                             tokenizer (tokenizer.model or tokenizer.json)
     <run folder>/checkpoints/step_00000200/manifest.json    run, step, and each file's size and checksum; written last
-    <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and passed over
+    <run folder>/checkpoints/step_00000400.damaged/         one that a resume found damaged and skipped
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
-    <run folder>/checkpoints/set_aside/                     what was newer than the checkpoint a rewind went back to
+    <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a rewind loaded
 
 A save writes into `.tmp_step_00000200/` and renames it once every file is on the disk, so a folder with the final
 name was complete when it got that name.
@@ -30,32 +30,32 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 DAMAGED = ".damaged"
 SET_ASIDE = "set_aside"
-"""Folder of the checkpoints that a rewind left behind."""
+"""Folder of the checkpoints that a rewind set aside."""
 MEGATRON_METADATA = "metadata.json"
-"""By this file megatron-core tells its checkpoints from other folders; it writes it last."""
+"""megatron-core recognizes its checkpoints by this file, which it writes last."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file."""
+    """A file's entry in the manifest."""
 
     bytes: int
     crc32: str
-    """Of the whole file, in hexadecimal. It finds accidents, which is what happens to checkpoints, and runs at three
-    to five times the speed of the hashes in hashlib, with the interpreter's lock released."""
+    """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage. It is faster than the hashes in
+    hashlib, and releases the interpreter's lock."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of manifest.json."""
 
     files: dict[str, FileRecord]
     run: str = ""
     """`run.name` of the run that wrote it."""
     run_id: str = ""
-    """gsa_train.run_folder.starts.new_run_id. Manifests of checkpoint formats 2 and 3 name no run and no step."""
+    """gsa_train.run_folder.starts.new_run_id. Manifests of checkpoint formats 2 and 3 lack run and step."""
     step: int | None = None
 
 
@@ -67,7 +67,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """200 of step_00000200; None where the name is no checkpoint's."""
+    """Returns 200 for step_00000200; None if the name is not a checkpoint's."""
     match = re.fullmatch(r"step_(\d{8,})", name)
     return int(match[1]) if match else None
 
@@ -77,14 +77,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_latest(checkpoints: Path) -> str | None:
-    """The checkpoint beside it that `latest` names; None without the file, or where it names none."""
+    """Returns the checkpoint that `latest` names; None without the file, or if it names none."""
     pointer = checkpoints / LATEST
     name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
     return None if step_of(name) is None else name
 
 
 def newest_name(checkpoints: Path) -> str | None:
-    """What `latest` names, else the newest complete checkpoint."""
+    """Returns the name in `latest`, else the newest complete checkpoint's."""
     complete = complete_checkpoints(checkpoints)
     return read_latest(checkpoints) or (complete[-1].name if complete else None)
 
@@ -92,11 +92,11 @@ def newest_name(checkpoints: Path) -> str | None:
 def _warn_of_latest(checkpoints: Path) -> None:
     pointer, name = checkpoints / LATEST, read_latest(checkpoints)
     if pointer.is_file() and name is None:
-        logger.warning("%s names no checkpoint beside it: the newest one there counts", pointer)
+        logger.warning("%s names no checkpoint in its folder: using the newest one there", pointer)
     newer = [] if name is None else newer_than(checkpoints / name)
     if newer:
         logger.warning(
-            "%s names %s, and %s beside it is newer: %s counts. To go on from the newest one, delete %s",
+            "%s names %s, but %s is newer: using %s. To continue from the newest one, delete %s",
             pointer,
             name,
             ", ".join(path.name for path in newer),
@@ -106,16 +106,16 @@ def _warn_of_latest(checkpoints: Path) -> None:
 
 
 def newer_than(checkpoint: Path) -> list[Path]:
-    """The complete checkpoints beside it of later steps, oldest first."""
+    """Returns the complete checkpoints of later steps in the same folder, oldest first."""
     step = step_of(checkpoint.name)
     complete = complete_checkpoints(checkpoint.parent)
     return [path for path in complete if step is not None and (step_of(path.name) or 0) > step]
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `folder` means: itself, or what `latest` names in it or in its `checkpoints`.
+    """Returns the checkpoint that `folder` refers to: itself, or what `latest` names in it or in its `checkpoints`.
 
-    The newest complete one where `latest` names none. None when there is none.
+    If `latest` names none, the newest complete one. None if there is none.
 
     Raises:
         FileNotFoundError: `latest` names a checkpoint that is missing or incomplete.
@@ -128,7 +128,7 @@ def find_checkpoint(folder: Path) -> Path | None:
             newer = newest_name(checkpoints)
             if newer == name:
                 break
-            name = newer  # meanwhile its run has saved another one, and deleted this
+            name = newer  # meanwhile its run has saved a newer one, and deleted this
         if name is None:
             continue
         found = checkpoints / name if is_complete(checkpoints / name) else None
@@ -144,17 +144,17 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Returns the complete checkpoints, oldest first."""
     found = [path for path in checkpoints.glob("step_*") if step_of(path.name) is not None]
     return [path for path in sorted(found, key=lambda path: step_of(path.name) or 0) if is_complete(path)]
 
 
 def resume_candidates(checkpoints: Path) -> list[Path]:
-    """Where a resume may start, best first: what `latest` names, then what is older than that.
+    """Returns the checkpoints that a resume may load, best first: the one that `latest` names, then older ones.
 
-    What is newer than `latest` is left out, with a warning: `latest` may have been set back by hand, or by a rewind
-    that was killed on its way. Without `latest` (a kill between the first save and its `latest`), or where it is
-    damaged, all count.
+    Checkpoints newer than `latest` are left out, with a warning: `latest` may have been set back by hand, or by a
+    rewind that was killed midway. Without `latest` (a kill between the first save and its `latest`), or if it is
+    damaged, all are candidates.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -170,7 +170,7 @@ def resume_candidates(checkpoints: Path) -> list[Path]:
 
 
 def put_back(checkpoints: Path) -> None:
-    """Give back its name to what a killed save was about to replace. Call on one process before anything is read."""
+    """Restore the name of a checkpoint that a killed save was replacing. Call on one process before any read."""
     for replaced in checkpoints.glob(".replaced_step_*"):
         original = checkpoints / replaced.name.removeprefix(".replaced_")
         if not original.exists():
@@ -178,20 +178,20 @@ def put_back(checkpoints: Path) -> None:
 
 
 def recover_folder(checkpoints: Path) -> None:
-    """Undo what a killed save left behind. Call on one process."""
+    """Undo the incomplete changes of a killed save. Call on one process."""
     put_back(checkpoints)
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):
         try:
             _delete(leftover)
         except (
             OSError
-        ) as error:  # on NFS where another process holds a file of it open; the next save tries again
+        ) as error:  # on NFS, if another process holds one of its files open; the next save tries again
             logger.warning("%s could not be deleted: %s", leftover, error)
 
 
 def pass_over(damaged: Iterable[Path], chosen: Path) -> list[Path]:
-    """Rename damaged checkpoints to `*.damaged`, so that no save replaces and no resume meets them, and let `latest`
-    name the one chosen instead. Nothing is deleted. Returns the new names of those that were there."""
+    """Rename damaged checkpoints to `*.damaged`, so that no save replaces them and no resume loads them, and let
+    `latest` name the chosen one. Nothing is deleted. Returns the new names."""
     renamed = []
     for folder in damaged:
         target, count = folder.with_name(folder.name + DAMAGED), 1
@@ -223,16 +223,16 @@ def go_back_to(checkpoint: Path) -> None:
 
 
 def describe_file(path: Path) -> FileRecord:
-    """Size and checksum, read from the file."""
+    """Read a file and return its size and checksum."""
     size, checksum = crc32_of(path)
     return FileRecord(size, f"{checksum:08x}")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The last file of a checkpoint, and the folder itself, onto the disk.
+    """Write the last file of a checkpoint, and sync it and the folder to disk.
 
     Raises:
-        OSError: cannot be written; or a file is not there in the size with which it was written, as when the ranks
+        OSError: cannot be written; or a listed file lacks the size that was written, as when the ranks
             do not share one file system.
     """
     for name, record in manifest.files.items():
@@ -274,17 +274,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _is_plain(name: str) -> bool:
-    """A file directly in the folder, as all files of a checkpoint are."""
+    """Whether the file lies directly in the folder, as all files of a checkpoint do."""
     return name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def leads_out(folder: Path, name: str) -> bool:
-    """A file's name leads out of the folder, by itself or by a link."""
+    """Whether a file's name leads out of the folder, by itself or by a link."""
     return not _is_plain(name) or (folder / name).resolve().parent != folder.resolve()
 
 
 def share_of(files: Mapping[str, FileRecord], index: int, count: int) -> dict[str, FileRecord]:
-    """The files that process `index` of `count` checks: about as many bytes for each."""
+    """Returns the files that process `index` of `count` checks: about the same number of bytes for each."""
     loads = [0] * count
     share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -296,7 +296,7 @@ def share_of(files: Mapping[str, FileRecord], index: int, count: int) -> dict[st
 
 
 def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
-    """What is wrong with these files of a checkpoint, a line each; reads them whole only for `checksums`."""
+    """Returns one line for each faulty file of a checkpoint; reads whole files only for `checksums`."""
     faults = []
     for name, record in files.items():
         try:
@@ -315,7 +315,7 @@ def faults_in(folder: Path, files: Mapping[str, FileRecord], checksums: bool) ->
 
 
 def faults_in_a_line(faults: Sequence[str]) -> str | None:
-    """None where there are none."""
+    """Returns None if there are no faults."""
     return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "") or None
 
 
@@ -325,7 +325,7 @@ def faults_in_a_line(faults: Sequence[str]) -> str | None:
 def publish(unfinished: Path, final: Path) -> None:
     """Give a durable folder its name, then let `latest` name it."""
     replaced = final.with_name(f".replaced_{final.name}")
-    if final.exists():  # the run went back to an earlier checkpoint and came here again
+    if final.exists():  # the run was rewound and has reached this step again
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     unfinished.rename(final)
@@ -342,15 +342,15 @@ def prune(
     reach_steps: int | None = None,
     keep_every_steps: int = 0,
 ) -> list[str]:
-    """Delete all but the last `keep_last` complete checkpoints up to `newest`; returns what could not be. Call while no
+    """Delete all complete checkpoints up to `newest` except the last `keep_last`; returns the failures. Call while no
     save is under way.
 
-    What is newer, where `latest` was set back by hand, does not count: a resume could not fall back on it.
+    Newer ones, if `latest` was set back by hand, do not count: a resume could not fall back on them.
 
     Args:
-        every_steps: between saves that are neither a stop's nor the retry of one that failed.
-        reach_steps: keep the newest one that is so much older than `newest`, and the regular ones since, too.
-        keep_every_steps: keep those of the multiples of so many steps, too; 0 for none.
+        every_steps: interval of regular saves, which excludes saves at a stop and retries of failed ones.
+        reach_steps: also keep the newest one at least this much older than `newest`, and the regular ones since.
+        keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
     """
     failures: list[str] = []
     last = step_of(newest.name) or 0
@@ -368,22 +368,22 @@ def prune(
         ]
     for old in (path for path in own if path not in kept):
         try:
-            # First the name goes, so that a kill on the way leaves no half of a checkpoint under it.
+            # Rename first, so that a kill midway leaves no incomplete checkpoint under the final name.
             doomed = old.with_name(f".tmp_{old.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             old.rename(doomed)
         except OSError as error:
             failures.append(f"{old.name} could not be deleted: {error}")
-    for doomed in checkpoints.glob(".tmp_step_*"):  # and what could not be deleted before
+    for doomed in checkpoints.glob(".tmp_step_*"):  # also folders that could not be deleted before
         try:
             _delete(doomed)
-        except OSError as error:  # on NFS where another process holds a file of it open
+        except OSError as error:  # on NFS, if another process holds one of its files open
             failures.append(f"{doomed.name.removeprefix('.tmp_')} could not be deleted: {error}")
     return failures
 
 
 def _delete(folder: Path) -> None:
-    """Of a link only the link goes: a person has moved there what it leads to."""
+    """Delete a folder, or only the link if it is one: a user has moved the folder elsewhere."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -391,7 +391,7 @@ def _delete(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> FileRecord:
-    path.unlink(missing_ok=True)  # what a link there leads to stays as it is
+    path.unlink(missing_ok=True)  # keeps the target of a link
     with path.open("xb") as file:
         file.write(content)
         file.flush()

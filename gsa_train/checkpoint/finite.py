@@ -1,5 +1,5 @@
-"""Whether weights and optimizer state are finite: asked before a save, so that no checkpoint is made of them that are
-not and none deleted for one, and of what a start or a rewind has loaded."""
+"""Checks that weights and optimizer state are finite: before a save, so that no checkpoint with NaN is written
+(and none deleted for it), and after a start or a rewind has loaded them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 MOST_NAMED = 3
-"""Tensors of a rank, and ranks."""
+"""Largest number of tensors per rank, and of ranks, named in a message."""
 
 
 @torch.no_grad()
 def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
-    """Tensors with a NaN or an infinite value, by rank and name, the same text on all ranks; None where there are none.
+    """Returns a text that names tensors with NaN or infinite values by rank, the same on all ranks; None if there are
+    none.
 
-    Each rank looks at all that it holds, whichever replica would write it. Everything is read once, and the host waits
+    Each rank checks all that it holds, whichever replica would write it. Everything is read once, and the host waits
     for the device once. Collective; call it with whole weights (`PhaseOptimizer.whole_weights`).
     """
     held = [tensor for _, tensor in _weights(model)]
@@ -39,7 +40,7 @@ def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 
 
 def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Also frozen ones, and the averages that are saved with them."""
+    """Yields all weights, frozen ones included, and the averages that are saved with them."""
     for chunk in model.chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -47,7 +48,7 @@ def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """0-d bool. NaN and infinity outlast a maximum, so nothing is added up that could overflow."""
+    """Returns a 0-d bool. NaN and infinity propagate through a maximum, so no sum can overflow."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -56,15 +57,15 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for (device, _), group in alike.items():
         if device.type == "cuda":
             largest = list(torch._foreach_norm(group, torch.inf))  # a few kernels for all of them
-        else:  # at the speed of memory; a norm on CPUs takes ten times as long
+        else:  # bound by memory; a norm on CPUs takes much longer
             largest = [extreme for tensor in group for extreme in tensor.aminmax()]
         finite = finite.to(device) & torch.stack(largest).isfinite().all()
     return finite
 
 
 def _named_faults(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[str]:
-    """Of this rank, under the names that checkpoints give, which count layers over the whole model. Where some rank has
-    found values that are not finite, for all ranks."""
+    """Returns this rank's tensors with faults, by their names in checkpoints, which number layers over the whole model.
+    Called on all ranks if any rank has found values that are not finite."""
     entries = by_parameter(sharded_state(model, None, sharding_metadata(parallel)))
     keys = {key: entry.key for key, entry in entries.items()}
     named = [(keys.get(id(tensor), name), tensor) for name, tensor in _weights(model)]

@@ -1,8 +1,8 @@
-"""Loads what a checkpoint holds as pickles without running what they name.
+"""Loads the pickles in a checkpoint without running the functions that they name.
 
 A pickle may name any function, and unpickling calls it. torch's `.metadata` is a pickle, which torch loads as it is;
 the objects beside the tensors are pickles, which torch's planner loads with `weights_only=False`. This module puts
-readers with a list of what is allowed in their places. torch itself reads tensors with `weights_only=True`.
+readers with a list of allowed names in their place. torch itself reads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -50,18 +50,16 @@ CLASSES = {
         "WriteItemType",
     },
 }
-"""Module -> names that a metadata file of torch 2.11 to 2.13 may hold: records of text and numbers."""
-REMEDY = (
-    "Nothing of it was run. Copy the checkpoint from its source again, and load none that you do not trust"
-)
+"""Module -> names allowed in a metadata file of torch 2.11 to 2.13: records of text and numbers."""
+REMEDY = "No code in it was run. Copy the checkpoint from its source again, and load only checkpoints that you trust"
 
 
 class RefusedContent(ValueError):
-    """A file of a checkpoint that holds what no save writes."""
+    """A file of a checkpoint with content that no save writes."""
 
 
 def _enum_member(kind: Any, name: Any) -> Any:
-    """In the place of `getattr`, with which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise _refused(TORCH_METADATA, "builtins.getattr")
     return kind[name]
@@ -78,10 +76,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """What is where, from torch's metadata file.
+    """Read torch's metadata file, which says where each tensor is.
 
     Raises:
-        RefusedContent: the file is damaged, asks for something else than `CLASSES`, or points out of the folder or of
+        RefusedContent: the file is damaged, asks for something other than `CLASSES`, or points out of the folder or of
             a file.
     """
     with (checkpoint / TORCH_METADATA).open("rb") as file:
@@ -98,32 +96,32 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
-    """Torch's metadata file."""
+    """Returns the content of torch's metadata file."""
     return pickle.dumps(metadata)
 
 
 def read_common(checkpoint: Path) -> dict[str, Any]:
-    """What is neither a tensor of the model nor of the optimizer.
+    """Read what is neither a tensor of the model nor of the optimizer.
 
     Raises:
         RefusedContent: the file is damaged, or asks for something that `weights_only` does not allow.
     """
     content = _load(checkpoint / COMMON_STATE_FNAME, COMMON_STATE_FNAME)
     if not isinstance(content, dict) or not isinstance(content.get("run"), dict):
-        raise RefusedContent(f"{COMMON_STATE_FNAME} is damaged: it does not say where the run stands")
+        raise RefusedContent(f"{COMMON_STATE_FNAME} is damaged: it holds no run state")
     return content
 
 
 def refused_content(checkpoint: Path, listed: Collection[str] | None) -> str | None:
-    """Why nothing of this checkpoint may be loaded, in a line; None if it may. Reads all but the tensors.
+    """Returns one line about why this checkpoint must not be loaded; None if it may be. Reads all except the tensors.
 
     Args:
-        listed: files whose checksums are known; None where the checkpoint is from before there were any.
+        listed: files whose checksums are known; None for a checkpoint without checksums.
     """
     try:
         backend = parse_json((checkpoint / MEGATRON_METADATA).read_bytes())["sharded_backend"]
         if backend != BACKEND[0]:
-            return f"{MEGATRON_METADATA} says that the format is {backend!r}, and only {BACKEND[0]} is read"
+            return f"{MEGATRON_METADATA} has the format {backend!r}; only {BACKEND[0]} can be read"
         read_common(checkpoint)
         metadata = read_metadata(checkpoint)
         for index, place in metadata.storage_data.items():
@@ -182,7 +180,7 @@ def _line(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0][:300]
 
 
-# --- in the places of torch's and megatron-core's ----------------------------------------------------------
+# --- replacements of torch's and megatron-core's readers ----------------------------------------------------------
 
 
 class GuardedCommon(TorchCommonLoadStrategy):
@@ -191,7 +189,7 @@ class GuardedCommon(TorchCommonLoadStrategy):
 
 
 class _Reader(ParallelReader):
-    """Reads the metadata once; of a load that is noted, all readers together do."""
+    """Reads the metadata once; in a logged load, once for all readers together."""
 
     _metadata: Metadata | None = None
 

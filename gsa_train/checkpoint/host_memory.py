@@ -1,4 +1,4 @@
-"""Pinned host memory, from which a save writes while the training goes on."""
+"""Pinned host memory, from which a save writes while training continues."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from threading import Event
 import torch
 
 ALIGNMENT = 512
-"""Bytes; as torch aligns tensors on devices."""
+"""Bytes, as torch aligns tensors on devices."""
 MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
-"""Of what is reserved before a save: pinning holds the CUDA driver, which others wait for, by the block."""
+"""Block size of reserving before a save: the CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
-"""Pause behind each of these blocks, over the time that it took. A start's first step needs the driver to load its
-kernels: without pauses it would end later by the time of all blocks."""
+"""Pause after each block, as a multiple of the time that the block took. A start's first step needs the driver to load
+its kernels: without pauses it would end later by the time of all blocks."""
 
 
 class HostMemory:
-    """Made once, in a thread before the first save, and kept: pinning takes much longer than copying."""
+    """Allocated once, in a thread before the first save, and kept: pinning takes much longer than copying."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -31,16 +31,16 @@ class HostMemory:
         self._is_awaited = Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Begin to make room for tensors of about these sizes, in bytes, a block now and then; whoever asks for some
-        meanwhile waits for the rest, which is then made at once. What is there counts."""
+        """Begin to allocate memory for tensors of about these sizes in bytes, block by block with pauses. A request in
+        the meantime waits for the rest, which is then allocated at once. Existing blocks count."""
         self._end_reserving()
         self._is_awaited.clear()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
     def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of these shapes and types, where those of the last call were. Each has a storage of its own, for that
-        is what `torch.save` writes.
+        """Returns pinned tensors of these shapes and dtypes in the memory of the last call. Each has its own storage,
+        since that is what `torch.save` writes.
 
         Raises:
             RuntimeError: there is no memory for them.
@@ -67,7 +67,7 @@ class HostMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Pinned so far."""
+        """Bytes pinned so far."""
         return sum(block.numel() for block in self._blocks)
 
     def _end_reserving(self) -> None:
@@ -78,14 +78,14 @@ class HostMemory:
 
     def _reserve(self, sizes: Sequence[int], device: int | None) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # a thread's own is the first one
+            torch.cuda.set_device(device)  # a new thread begins on the first device
         length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
         _, left = _into(sizes, [block.numel() for block in self._blocks])
         for _ in _first_fit([_rounded(sizes[index]) for index in left], length)[0]:
             began = time.monotonic()
             try:
                 self._blocks.append(_pinned(length))
-            except RuntimeError:  # the save that needs it says so
+            except RuntimeError:  # the save that needs the memory reports it
                 return
             self._is_awaited.wait(PAUSE_OVER_BLOCK * (time.monotonic() - began))
 
@@ -95,7 +95,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Block and offset for each size, in bytes, in blocks of these lengths and the further ones that are returned."""
+    """Returns (block, offset) for each size in bytes, in blocks of these lengths and further ones that are returned."""
     places, left = _into(sizes, blocks)
     more, places_of_left = pack([sizes[index] for index in left])
     for index, (block, start) in zip(left, places_of_left, strict=True):
@@ -104,7 +104,7 @@ def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
 
 
 def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Places in these blocks, the largest first, and the indices of those that do not fit."""
+    """Place sizes into these blocks, the largest first; also returns the indices of sizes that do not fit."""
     places, filled = [(0, 0)] * len(sizes), [0] * len(blocks)
     left = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -120,9 +120,9 @@ def _into(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, 
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Sizes of a few blocks, and block and offset for each size, in bytes.
+    """Returns sizes of a few blocks, and (block, offset) for each size, in bytes.
 
-    torch rounds pinned memory up to a power of two, so blocks are such, and of the length that wastes least.
+    torch rounds pinned memory up to a power of two, so blocks are powers of two, of the size that wastes least.
     """
     if not sizes:
         return [], []
@@ -135,7 +135,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Into blocks of at most `length`, the largest first."""
+    """Place sizes into blocks of at most `length`, the largest first."""
     filled: list[int] = []
     places = [(0, 0)] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -152,5 +152,5 @@ def _rounded(size: int) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """The next one."""
+    """Returns the next power of two."""
     return 1 << (size - 1).bit_length()

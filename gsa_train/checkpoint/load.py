@@ -1,7 +1,7 @@
-"""What is in a checkpoint, and loading it: megatron-core's sharded format.
+"""The content of a checkpoint, and loading it, in megatron-core's sharded format.
 
-A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else a run needs to go on as if it
-had never stopped. It loads into any layout. Its files: `files.py`; writing them: `save.py`.
+A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else that a run needs to continue as if
+it had never stopped. It loads into any layout. Its files: `files.py`; writing them: `save.py`.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 FORMAT_VERSION = 4
 """4: the manifest names run and step.
-3: of the optimizer only its tensors and its step count. 2: with a manifest. 1 had none, and loads unverified."""
+3: only the optimizer's tensors and step count. 2: with a manifest. 1: no manifest, and loads unverified."""
 READABLE_VERSIONS = (1, 2, 3, 4)
 
 logger = logging.getLogger(__name__)
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that was found damaged while it was read; on all ranks alike. What it was to fill holds anything."""
+    """A checkpoint that was found damaged while it was read, on all ranks. The tensors being filled are undefined."""
 
 
 class StateError(ValueError):
-    """A checkpoint whose optimizer state is not that of its weights."""
+    """A checkpoint whose optimizer state does not match its weights."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands, apart from weights and optimizer."""
+    """The state of a run, apart from weights and optimizer."""
 
     step: int
     """Optimizer steps done."""
@@ -78,15 +78,15 @@ class RunState:
     rng: list[dict[str, Any]]
     """Random-number generators of every rank, restored when the layout is the same."""
     validation_due: bool = False
-    """The run was stopped in the validation at this step, and begins with it."""
+    """The run was stopped during the validation at this step, and resumes with it."""
     tasks_due: bool = False
-    """The same of the tasks at this step."""
+    """The same for the tasks at this step."""
     task_clock: dict[str, Any] = field(default_factory=dict)
     """gsa_train.validation.tasks.TaskClock"""
     monitor: dict[str, Any] = field(default_factory=dict)
-    """gsa_train.reliability.monitor.monitor.MonitorState; empty in checkpoints from before there was one."""
+    """gsa_train.reliability.monitor.monitor.MonitorState; empty in checkpoints older than the monitor."""
     run: str = ""
-    """`run.name`. Empty in formats up to 3, as the next."""
+    """`run.name`. Empty in formats up to 3, as is `run_id`."""
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""
     format_version: int = FORMAT_VERSION
@@ -96,7 +96,7 @@ class RunState:
 
 
 def read_run_state(checkpoint: Path) -> RunState:
-    """What must be known before model and optimizer are built: the phase, the step, the position in the text.
+    """Read what is needed before model and optimizer are built: the phase, the step, the position in the text.
 
     Raises:
         ValueError: the checkpoint has another format version.
@@ -107,7 +107,7 @@ def read_run_state(checkpoint: Path) -> RunState:
             f"{checkpoint} has format version {content['format_version']}, this code reads "
             f"{', '.join(map(str, READABLE_VERSIONS))}; use the version of gsa_train that wrote it"
         )
-    # Checkpoints from before context parallelism have three sizes.
+    # Checkpoints older than context parallelism have three sizes.
     return RunState(**{**content, "layout": (*content["layout"], 1)[:4]})
 
 
@@ -122,14 +122,15 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts fresh, but from the
-            fp32 weights of what both phases train. Otherwise parallel.distributed_optimizer, parallel.strategy,
-            train.precision and the phase's multipliers of the learning rate may be others than the checkpoint's.
-        unchecked: its files with tensors, to be checked while they are read; None where they have been.
+        with_optimizer: False at the start of the phase after the checkpoint's: its optimizer starts with fresh
+            moments, from the fp32 weights that both phases train. Otherwise parallel.distributed_optimizer,
+            parallel.strategy, train.precision and the phase's multipliers of the learning rate may differ from the
+            checkpoint's.
+        unchecked: its files with tensors, to be checked while they are read; None if they have been.
 
     Raises:
-        DamagedCheckpoint: they are not what was written.
-        NotRead: they are, and a rank could not take them over.
+        DamagedCheckpoint: the files are not what was written.
+        NotRead: the files are intact, but a rank could not load them.
         StateError: the fp32 weights in the optimizer's state are not the model's.
     """
     log = None if unchecked is None else ReadLog(checkpoint)
@@ -143,7 +144,7 @@ def load_checkpoint(
     if others:
         more = f" and {len(others) - 3} more" if others[3:] else ""
         raise StateError(
-            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} are not those of the model. "
+            f"{checkpoint}: the optimizer's fp32 weights of {', '.join(others[:3])}{more} differ from the model's. "
             "Versions up to checkpoint format 2 could save the state of several gradient buckets from the wrong place. "
             "The model's weights are good, the optimizer's state is not: start a new run (another run.name) with "
             f"checkpoint.initial_weights={checkpoint}, at step 0 of its config and with fresh moments."
@@ -155,11 +156,11 @@ def load_checkpoint(
 def load_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> list[str]:
-    """Where `load_weights` has filled the model: the fp32 weights that the checkpoint has beside the model's, into the
-    optimizer, or into a model in fp32. Collective.
+    """After `load_weights` has filled the model: load the checkpoint's separate fp32 weights into the
+    optimizer, or into an fp32 model. Collective.
 
     Returns:
-        Parameters of which they are not the model's. If there are any, all weights stay the model's own.
+        Parameters whose weights differ from the model's. If there are any, all weights stay the model's own.
     """
     others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
     if others:
@@ -177,19 +178,19 @@ def _fill(
     weights: bool,
     moments: bool,
 ) -> list[str]:
-    """Model and optimizer, whose fp32 weights are the checkpoint's where it has them. Collective.
+    """Fill model and optimizer; fp32 weights come from the checkpoint where it has them. Collective.
 
     Args:
-        weights: fill the model, too; otherwise it has the checkpoint's.
+        weights: also fill the model; otherwise it has the checkpoint's weights already.
 
     Returns:
-        Parameters of which some rank found other weights in the optimizer's state than in the model's.
+        Parameters for which some rank found other weights in the optimizer's state than in the model.
     """
     metadata = _loading_metadata(checkpoint, parallel)
     saved = _saved_tensors(checkpoint)
     with phase_optimizer.whole_weights(changes=True):
         entries = sharded_state(model, None, metadata)
-        # All that is made of the entries, before a load takes them apart.
+        # Everything derived from the entries, before a load takes them apart.
         wanted = wanted_state(phase_optimizer, dict(entries), saved, moments)
         parts = parts_with_main_weights(phase_optimizer, dict(entries), saved)
         from_mains = from_main_weights(entries, saved)
@@ -220,14 +221,14 @@ def _fill_in_fp32(
     names: list[str],
     saved: Saved,
 ) -> list[str]:
-    """A model in fp32 from the fp32 weights of a run in bf16, also where the phase trains none. Collective.
+    """Fill an fp32 model from the fp32 weights of a run in bf16, also where the phase trains none. Collective.
 
     Args:
-        from_mains: of `from_main_weights`, where the model has the checkpoint's weights.
-        names: on disk, of those weights.
+        from_mains: result of `from_main_weights`, when the model has the checkpoint's weights.
+        names: the names of these weights on disk.
 
     Returns:
-        Parameters of which this rank found others.
+        Parameters for which this rank found a difference.
     """
     parameters = [entry.data for state in from_mains.values() for entry in state.values()]
     before = [parameter.detach().clone() for parameter in parameters]
@@ -239,7 +240,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
     """Fill a model that has no optimizer yet. Collective.
 
     Args:
-        names: on disk, of the tensors to load; the model's others stay as they are. None: all.
+        names: names on disk of the tensors to load; the model's others stay unchanged. None: all.
     """
     wanted = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     if names is not None:
@@ -251,7 +252,7 @@ def load_weights(checkpoint: Path, model: Model, parallel: Parallel, names: Set[
 
 
 def saved_weights(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Name on disk -> shape of the whole tensor, without those of the optimizer."""
+    """Returns name on disk -> shape of the whole tensor, for all tensors except the optimizer's."""
     return {
         name: tuple(tensor.global_shape)
         for name, tensor in _saved_tensors(checkpoint).items()
@@ -265,7 +266,7 @@ def _saved_tensors(checkpoint: Path) -> Saved:
 
 
 def weights_to_load(checkpoint: Path, model: Model, parallel: Parallel) -> dict[str, tuple[int, ...]]:
-    """The same of the whole model, all ranks together. Collective."""
+    """Returns name on disk -> shape for the weights of the whole model, over all ranks. Collective."""
     chunks = sharded_state(model, None, _loading_metadata(checkpoint, parallel))
     apply_factories(chunks)  # the two halves of a SwiGLU layer's first product
     tensors = (each for each in nested_values(chunks) if isinstance(each, ShardedTensor))
@@ -283,7 +284,7 @@ def _loading_metadata(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
 def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: bool = True) -> dict[str, Any]:
     content = _read(checkpoint, wanted, model)
     for name, chunk in _named_chunks(model).items():
-        # A rank of whose weights none is wanted finds nothing.
+        # A rank whose weights are all unwanted has nothing to load.
         chunk.load_state_dict(content[name] if all_weights else content.get(name, {}), strict=all_weights)
     return content
 
@@ -291,7 +292,7 @@ def _load(checkpoint: Path, model: Model, wanted: dict[str, Any], all_weights: b
 def _read(checkpoint: Path, wanted: dict[str, Any], model: Model, shared: bool = True) -> dict[str, Any]:
     """
     Args:
-        shared: replicas want the same, so each reads a part of it for all.
+        shared: replicas want the same tensors, so each reads a part for all.
     """
     strategy, has_experts = TorchDistLoadShardedStrategy(), model.mcore_config.moe.experts > 0
     content: dict[str, Any] = dist_checkpointing.load(
@@ -319,7 +320,8 @@ def sharded_state(
 
 
 def _named_chunks(model: Model) -> dict[str, GPTModel]:
-    """Under megatron-core's names. On disk a tensor is named by its layer in the whole model, whatever holds it."""
+    """Returns the chunks under megatron-core's names. A tensor's name on disk has its layer in the whole model, on any
+    rank."""
     if len(model.chunks) == 1:
         return {"model": model.gpt}
     return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
@@ -337,14 +339,14 @@ def sharding_metadata(parallel: Parallel) -> dict[str, Any]:
 
 
 def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
-    """The generators of every rank, by rank. Collective."""
+    """Returns the generators of every rank, by rank. Collective."""
     gathered: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(gathered, local_rng())
     return gathered
 
 
 def local_rng() -> dict[str, Any]:
-    """The generators of this rank."""
+    """Returns the states of this rank's generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -355,7 +357,7 @@ def local_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
-    """Restore this rank's generators if layout and kind of device are those that were saved; says whether it did."""
+    """Restore this rank's generators if layout and kind of device equal the saved ones; returns whether it did."""
     if tuple(state.layout) != tuple(layout):
         return False
     saved = state.rng[rank]
@@ -366,7 +368,7 @@ def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
 
 
 def set_local_rng(saved: dict[str, Any]) -> None:
-    """What `local_rng` returned."""
+    """Restore what `local_rng` returned."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

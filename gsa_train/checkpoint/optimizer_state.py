@@ -1,10 +1,10 @@
-"""Optimizer state in a checkpoint: `optimizer.state.KIND.NAME`, in the shape of the whole parameter, whatever wrote it.
+"""Optimizer state in a checkpoint: `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads in place the parts that it keeps (`StatePart`), so that neither hosts nor devices hold more.
+Each rank writes and reads in place the shards that it keeps (`StatePart`), so no host or device memory is added.
 megatron-core 0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them, 12 bytes per parameter, in
 the host memory of every data-parallel rank. Its other forms do not load into other tensor or pipeline sizes.
 
-megatron-core's planner knows what a rank has of a tensor by offset and shape. A stretch of a flattened matrix is up to
+megatron-core's planner describes a rank's shard of a tensor by offset and shape. A range of a flattened matrix is up to
 three such boxes: the end of a row, whole rows, the beginning of one.
 """
 
@@ -24,15 +24,15 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 PREFIX = "optimizer.state"
 SAVED_MAIN_WEIGHTS = ("fp32_param", "param")
-"""Names of the fp32 weights in checkpoints; up to format 2 the distributed optimizer's had the second."""
+"""Names of the fp32 weights in checkpoints; up to format 2 the distributed optimizer used the second."""
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 Saved: TypeAlias = Mapping[str, ShardedTensor]
-"""The tensors of a checkpoint by name, without data."""
+"""Name -> tensor of a checkpoint, without data."""
 
 
 def main_weight_key(name: str, saved: Saved) -> str | None:
-    """Name of the fp32 weight in a checkpoint that belongs to the model's weight `name`; None if there is none."""
+    """Returns the name of the fp32 weight in a checkpoint for the model's weight `name`; None if there is none."""
     keys = (f"{PREFIX}.{kind}.{name}" for kind in SAVED_MAIN_WEIGHTS)
     return next((key for key in keys if key in saved), None)
 
@@ -42,13 +42,13 @@ def has_main_weights(saved: Saved) -> bool:
 
 
 def by_parameter(model_state: dict[str, Any]) -> dict[int, Sharded]:
-    """id of a parameter -> its entry in the model's sharded state dict."""
+    """Returns id of a parameter -> its entry in the model's sharded state dict."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {id(each.data): each for each in nested_values(sharded)}
 
 
 def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
-    """What this rank writes of the state, under names that say nothing.
+    """Returns the tensors of the state that this rank writes, under arbitrary names.
 
     Args:
         model_state: the model's sharded state dict.
@@ -67,11 +67,11 @@ def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) ->
 def wanted_state(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved, moments: bool
 ) -> dict[str, ShardedTensor]:
-    """What this rank reads of a checkpoint, with its own tensors to be filled.
+    """Returns what this rank reads from a checkpoint, with its own tensors to be filled.
 
     Args:
         model_state: the model's sharded state dict.
-        moments: False: only the fp32 weights that the checkpoint has.
+        moments: False: only the fp32 weights in the checkpoint.
 
     Raises:
         KeyError: the checkpoint lacks the moments of a parameter.
@@ -85,7 +85,7 @@ def wanted_state(
         if missing:
             raise KeyError(f"the checkpoint has no {', '.join(missing)}")
         if MAIN_WEIGHT in part.tensors:
-            # Without one of its own, the weight itself is in fp32, or as good as the checkpoint has it.
+            # Without a separate fp32 weight, the weight itself is fp32, or as precise as the checkpoint has it.
             main = main_weight_key(like.key, saved)
             if main is not None or moments:
                 keys[MAIN_WEIGHT] = main or like.key
@@ -96,7 +96,7 @@ def wanted_state(
 
 
 def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, Any]:
-    """Entries of the model's sharded state dict, to be read from the fp32 weights that a checkpoint has beside the
+    """Returns entries of the model's sharded state dict, to be read from a checkpoint's fp32 weights instead of the
     model's."""
     return {
         chunk: {
@@ -112,7 +112,7 @@ def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, An
 def parts_with_main_weights(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved
 ) -> list[tuple[str, StatePart]]:
-    """Name of the parameter, and part, where checkpoint and optimizer have fp32 weights beside the model's."""
+    """Returns (parameter name, part) wherever checkpoint and optimizer have separate fp32 weights."""
     entries = by_parameter(model_state)
     kept = (part for part in phase_optimizer.state_parts() if MAIN_WEIGHT in part.tensors)
     named = ((entries[id(part.parameter)].key, part) for part in kept)
@@ -122,7 +122,7 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """The parameters of which fp32 weights are not the model's, when they are rounded as in the checkpoint and here.
+    """Returns the parameters whose fp32 weights differ from the model's, when rounded as in the checkpoint and here.
 
     Args:
         mains: fp32 weights.
@@ -133,14 +133,14 @@ def names_of_others(
         rounded = main.to(weight.device).to(saved[name].dtype).to(weight.dtype)
         if torch.equal(rounded, weight):
             continue
-        finite = rounded.isfinite() & weight.isfinite()  # what is not, finite.py tells of
+        finite = rounded.isfinite() & weight.isfinite()  # finite.py reports the others
         if ((rounded != weight) & finite).any():
             found.append(name)
     return found
 
 
 def step_count(common: Any) -> float:
-    """Of a checkpoint's optimizer; before format 3 it was wherever the optimizer that wrote it kept it."""
+    """Returns the step count of a checkpoint's optimizer; before format 3 its place depended on the optimizer."""
     count = _step_count(common)
     assert count is not None, "the checkpoint's optimizer has no step count"
     return count
@@ -158,7 +158,7 @@ def _step_count(common: Any) -> float | None:
 def _boxes_of(
     part: StatePart, tensor: torch.Tensor, like: Sharded, key: str, copy: int | None
 ) -> Iterator[ShardedTensor]:
-    """One tensor of a part, as boxes of the whole tensor `key`.
+    """Yields one tensor of a part, as boxes of the whole tensor `key`.
 
     Args:
         like: the entry of the part's parameter.
@@ -169,7 +169,7 @@ def _boxes_of(
     end, covered = part.start + tensor.numel(), 0
     for shard in shards:
         assert shard.data.is_contiguous()
-        numbers = shard.prepend_axis_num  # axes that the shard itself lacks: of an expert its number
+        numbers = shard.prepend_axis_num  # axes that the shard itself lacks: the number of an expert
         first = shard.data.storage_offset() - like.data.storage_offset()  # in the flat parameter
         low, high = max(part.start, first), min(end, first + shard.data.numel())
         at = low - part.start
@@ -185,7 +185,7 @@ def _boxes_of(
                 global_offset=tuple(map(sum, zip(shard.global_offset, offset, strict=True))),
                 axis_fragmentations=None,  # they form no grid
                 prepend_axis_num=0,
-                # It ends in the data-parallel rank.
+                # Its last entry is the data-parallel rank.
                 replica_id=shard.replica_id if copy is None else (*shard.replica_id[:-1], copy),
             )
             at += size
@@ -194,7 +194,7 @@ def _boxes_of(
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of boxes that are the elements `start` to `end` of a row-major tensor, in their order."""
+    """Yields offset and shape of the boxes that hold the elements `start` to `end` of a row-major tensor, in order."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -202,7 +202,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
         return
     row, rest = math.prod(shape[1:]), shape[1:]
     whole, after = -(-start // row), end // row  # whole rows from the first up to the second
-    if whole > after:  # inside of one row
+    if whole > after:  # within one row
         yield from _in_row(rest, after, start - after * row, end - after * row)
         return
     if start < whole * row:

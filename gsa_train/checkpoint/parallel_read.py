@@ -130,7 +130,7 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Bytes of a thread that each of its parts is read into, as many as the largest one has.
+    """Buffer of one thread for the parts that it reads, as large as its largest part.
 
     New memory costs more than what is read: the system clears it page by page, and threads of a process wait there for
     each other.
@@ -190,7 +190,7 @@ def _tensor_in(content: memoryview) -> torch.Tensor:
     if len(storages) != 1 or storages[0].compress_type != zipfile.ZIP_STORED:
         raise ValueError("it is not one uncompressed tensor")
     header = storages[0].header_offset
-    # A header has 30 bytes, of which the last four are the lengths of two fields behind it.
+    # A header has 30 bytes; the last four are the lengths of the two fields that follow it.
     start = header + 30 + sum(struct.unpack_from("<HH", content, header + 26))
     elements = saved.untyped_storage().nbytes() // saved.element_size()
     stored = torch.frombuffer(content, dtype=saved.dtype, count=elements, offset=start)
@@ -253,7 +253,7 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
         agreed[part.file].append(part)
     damaged, intact = [], set()
     for name, record in sorted(files.items()):
-        parts = list(_one_behind_the_other(sorted(agreed[name])))
+        parts = list(_without_nested(sorted(agreed[name])))
         whole = joined((part.crc32, part.end - part.start) for part in parts)
         is_whole = sum(part.end - part.start for part in parts) == record.bytes
         if is_whole and f"{whole:08x}" == record.crc32:
@@ -279,7 +279,7 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
 def _agreed(
     parts: Iterable[Part],
 ) -> tuple[defaultdict[str, list[Part]], list[tuple[str, int, int]]]:
-    """By file in the order of its bytes, the parts of which all who read them have the same; and the other ones."""
+    """Returns, by file in byte order, the parts on whose checksum all readers agree; and the other parts."""
     checksums: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
     for part in parts:
         checksums[part[:3]].add(part.crc32)
@@ -290,8 +290,8 @@ def _agreed(
     return agreed, [place for place, found in sorted(checksums.items()) if len(found) > 1]
 
 
-def _one_behind_the_other(parts: Sequence[Part]) -> Iterator[Part]:
-    """Without those that lie within another."""
+def _without_nested(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yields the parts in order, without the ones that lie within another."""
     end = 0
     for part in parts:
         if part.start >= end:
@@ -301,7 +301,7 @@ def _one_behind_the_other(parts: Sequence[Part]) -> Iterator[Part]:
 
 def _gaps(name: str, size: int, parts: Sequence[Part]) -> Iterator[tuple[str, int, int]]:
     at = 0
-    for part in _one_behind_the_other(parts):
+    for part in _without_nested(parts):
         if part.start > at:
             yield name, at, part.start
         at = part.end

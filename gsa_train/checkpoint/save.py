@@ -61,7 +61,7 @@ class SaveLost(RuntimeError):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The end of one save, the same on every rank but for `stall_seconds`."""
+    """The end of one save, the same on every rank except `stall_seconds`."""
 
     step: int
     phase: str
@@ -101,7 +101,7 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one run. Its methods are collective, but for `close`, `reserve`, `hold_update` and
+    """Saves checkpoints of one run. Its methods are collective, except `close`, `reserve`, `hold_update` and
     `take_held_seconds`."""
 
     def __init__(
@@ -115,8 +115,8 @@ class CheckpointSaver:
     ):
         """
         Args:
-            durable_step: that of the checkpoint with which the run resumed.
-            reach_steps: one that is so much older than the newest is kept, too, however often the run is stopped.
+            durable_step: step of the checkpoint from which the run resumed.
+            reach_steps: one that is this much older than the newest is also kept, however often the run is stopped.
             small_files: name -> content of what each checkpoint holds beside the state, as the tokenizer: a checkpoint
                 that is copied elsewhere takes it along.
         """
@@ -142,7 +142,7 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """To be called between the save and whatever changes or frees weights and optimizer state: that comes behind
+        """Call this between the save and whatever changes or frees weights and optimizer state: such work runs after
         the copies, on the device and here."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
@@ -153,7 +153,7 @@ class CheckpointSaver:
         return held
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps, and some steps after a save that failed."""
+        """Whether a regular save is due at this step, or the retry of a failed one."""
         return step % self._config.every_steps == 0 or step == self._retry_step
 
     def has(self, step: int) -> bool:
@@ -329,7 +329,7 @@ class CheckpointSaver:
     def _publish_or_say(
         self, save: _Save, ranks: Sequence[Written]
     ) -> tuple[str | None, float | None, int, list[str]]:
-        """What `_publish` returns, behind the reason why there is no checkpoint."""
+        """Returns the reason why there is no checkpoint, or None, and then what `_publish` returns."""
         try:
             return None, *self._publish(save, ranks)
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks hear of it

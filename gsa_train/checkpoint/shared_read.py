@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 EXPERTS = ".mlp.experts."
-"""In the names of routed experts' tensors on disk, those of their optimizer state included."""
+"""Marks routed experts in the names of tensors on disk, also in the names of their optimizer state."""
 
 
 def shared_by_replicas(

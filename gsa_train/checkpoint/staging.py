@@ -35,8 +35,8 @@ class Copies:
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """What is queued on the device from here on, and what this thread does, comes behind the copies. For the device
-        this thread does not wait. From the second call on it does nothing. That copies failed, only `wait` says."""
+        """Make later work on the device and in this thread run after the copies. For the device
+        this thread does not block. A second call does nothing. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:
@@ -49,7 +49,7 @@ class Copies:
         if self._in_thread is not None:
             self._in_thread.exception()  # only waits
         self._waited_seconds = time.perf_counter() - began
-        # Where a source ends with this, its memory is given away behind the wait, in the same stream.
+        # If a source is freed here, its memory is reused only after the wait, in the same stream.
         self._sources = []
 
     def wait(self) -> None:
@@ -110,7 +110,7 @@ class Staging:
 
 
 def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:
-    """Queued behind what the current stream has; the event is behind the last copy."""
+    """Copy after the work queued on the current stream; returns an event recorded after the last copy."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

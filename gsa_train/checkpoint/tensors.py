@@ -77,7 +77,7 @@ class CheckpointTensors:
         """The whole tensor, of its parts.
 
         Raises:
-            ValueError: the parts are not those of one tensor, or the folder is another one by now.
+            ValueError: the parts do not form one tensor, or the folder was replaced meanwhile.
             FileNotFoundError: the folder is gone.
         """
         kind = self.kinds[name]
@@ -116,7 +116,7 @@ def write_weights(
     Args:
         folder: is there, and empty.
         tensors: by their names on disk, whole.
-        state: says of which model and tokenizer the weights are.
+        state: names the model and the tokenizer of the weights.
         small_files: name -> content of further files.
     """
     writer = _Writer(folder)

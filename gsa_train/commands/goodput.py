@@ -5,9 +5,9 @@ installation.
     python launch/goodput.py --gpus 4096 --mtbf-hours 50000 --checkpoint-seconds 2 [--run RUN_DIR] [options]
 
 The first form prints a run's account: ETTR, what each part cost, and every start with its fault. The second one
-simulates runs of so many GPUs, each of which has a fault every --mtbf-hours on average, and prints ETTR and the best
-interval between checkpoints, beside Young's and Daly's formulas. Parts that are not given are those of --run, where
-that tells them, else the defaults; the output says which. Exit code 2: wrong use, or a folder that is no run's.
+simulates runs of --gpus GPUs, each with a fault every --mtbf-hours on average, and prints ETTR and the best
+interval between checkpoints, beside Young's and Daly's formulas. Parts that are not given come from --run, where
+it has them, else from the defaults; the output says which. Exit code 2: wrong use, or a folder that is no run's.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def refuse_wrong_numbers(parser: argparse.ArgumentParser, arguments: argparse.Na
         parser.error("give --run DIR, or --gpus N with --mtbf-hours H")
     if (arguments.gpus is None) != (arguments.mtbf_hours is None):
         parser.error(
-            "--gpus and --mtbf-hours go together: the one has a fault every so many hours of the other"
+            "--gpus and --mtbf-hours go together: each of the GPUs has a fault every --mtbf-hours on average"
         )
     if arguments.gpus is None and arguments.interval_steps is not None:
         parser.error("--interval-steps needs --gpus with --mtbf-hours: a run that is over has its own")

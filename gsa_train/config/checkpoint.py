@@ -29,8 +29,8 @@ class CheckpointConfig:
     loaded. `sizes`: sizes only."""
     initial_weights: str = ""
     """Folder of a checkpoint (or of a run: its newest one) whose weights the run has at step 0. Optimizer and schedules
-    begin anew, and so does the text, unless `initial_text` says else. Sequence length, rotary base and scaling, budgets
-    and phases may differ; gates and indexer may be new. Empty: random weights."""
+    start again, and so does the text, unless `initial_text` says otherwise. Sequence length, rotary base and scaling,
+    budgets and phases may differ; gates and indexer may be new. Empty: random weights."""
     initial_text: Literal["anew", "continue"] = "anew"
     """With `initial_weights`, where the text begins. `continue`: where that checkpoint stood in it; text, tokenizer and
     `data.seed` must be the same."""

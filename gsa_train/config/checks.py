@@ -106,7 +106,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
 
 
 def check_packages(config: Config) -> list[str]:
-    """Packages of which a run can do without, that this one needs and that are missing."""
+    """Returns an error line for each optional package that this run needs and that is missing."""
     lines = []
     if config.parallel.strategy == "deepspeed" and not is_installed("deepspeed"):
         remedy = "run pip install '.[deepspeed]' in the checkout, or set parallel.strategy to megatron"
@@ -366,7 +366,7 @@ def _check_profile(config: Config, world_size: int) -> list[str]:
         elif rank in profile.ranks[:index]:
             lines.append(problem_line(f"profile.ranks.{index}", rank, "named twice", "remove one of them"))
     if profile.start_step > last:
-        wrong = f"behind the last step of the run, {last} (phases.*.steps)"
+        wrong = f"after the last step of the run, {last} (phases.*.steps)"
         lines.append(problem_line("profile.start_step", profile.start_step, wrong, "give an earlier step"))
     elif profile.start_step > 0 and profile.start_step + profile.steps - 1 > last:
         wrong = (

@@ -24,7 +24,7 @@ class DataConfig:
     """Token that ends each document. Empty: sentencepiece's EOS, or of a tokenizer.json `</s>`, `<|endoftext|>`,
     ..."""
     format: Literal["text", "chat"] = "text"
-    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`), of which only the
+    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`); only the
     assistant's tokens count in the loss (extra `hf`). Fixed for a run."""
     chat_template: str = ""
     """Jinja file that says how a conversation is written, also at an fsspec address. Empty: `chat_template.jinja`, or
@@ -32,7 +32,7 @@ class DataConfig:
     text_field: str = "text"
     """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents, and of which documents a source weight leaves out."""
+    """Seed of the order of shards and documents, and of the choice of documents that a source weight leaves out."""
     num_lanes: int = 8
     """Interleaved streams of documents that fix the global order. Fixed for a run, at any number of data-parallel
     ranks. Cheapest to read as a multiple of ranks x workers; else readers share lanes, and each reads a shared one

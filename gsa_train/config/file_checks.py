@@ -1,7 +1,7 @@
 """Whether the folders and files that a config names are there. Plain Python, as checks.py.
 
-A file system whose server is gone never answers, and nothing can end a call to it. So the questions are put by threads,
-which are left behind where no answer comes; they end with the process.
+A file system whose server is gone never answers, and nothing can end a call to it. So threads make these calls,
+and a thread without an answer is abandoned; it ends with the process.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ LEFT_TO_A_SHELL = "only a shell fills in ~ and $"
 
 def left_to_a_shell(path: str) -> bool:
     """Such as `~/runs` or `$SCRATCH/runs` of a YAML file, which would be folders of the current one. A shell fills in
-    neither behind `run.dir=~` nor in quotes."""
+    neither after `run.dir=~` nor in quotes."""
     return path.startswith("~") or any(part.startswith("$") for part in Path(path).parts)
 
 

@@ -71,7 +71,7 @@ def _check_unread(gsa: GSAConfig) -> list[str]:
 def _check_projection_gate(gsa: GSAConfig) -> list[str]:
     if not gsa.projection_gate:
         return []
-    wrong = "W_O leaves no heads behind, and gsa.projection_gate = true"
+    wrong = "the output of W_O has no heads, and gsa.projection_gate = true"
     return [
         problem_line(f"gsa.{name}", value, wrong, f"set it to {FORM[name]}, or gsa.projection_gate to false")
         for name in ("gate_granularity", "gate_sharing")

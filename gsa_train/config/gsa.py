@@ -22,7 +22,7 @@ class GSAConfig:
     output_gate: bool = True
     """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
     key_gate: bool = False
-    """G3: the same on K, before its rotary embedding. Positions and forms of gates are those of arXiv 2505.06708."""
+    """G3: the same on K, before its rotary embedding. Positions and forms of gates follow arXiv 2505.06708."""
     query_gate: bool = False
     """G4: the same on Q, before its rotary embedding."""
     projection_gate: bool = False
@@ -80,7 +80,7 @@ class GSAConfig:
     selection_block: int = 1
     """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
     indexer_pool: int = 1
-    """The indexer scores the mean key of each group of so many neighbours, aligned in their document, and groups are
+    """The indexer scores the mean key of each group of this many neighbours, aligned in their document. Groups are
     selected, within the same budget of keys; the query's own group is always read. The kernels take powers of two up to
     32, one document per sequence, no window. 1 = the paper."""
     selection_query: Literal["first", "previous_mean"] = "first"
@@ -89,7 +89,7 @@ class GSAConfig:
     selection_reuse: int = 1
     """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
     reuse_teacher: Literal["leader", "group"] = "leader"
-    """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, that of its own layer;
+    """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, its own layer's attention;
     `group`, in plain torch, the mean over the layers of the group."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU where its

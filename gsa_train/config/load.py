@@ -220,7 +220,7 @@ def apply_override(tree: dict[Any, Any], override: str, problems: Problems) -> N
 
 
 def _has_names(root: type, keys: Sequence[str]) -> bool:
-    """Whether a field holds values under names: those of sources may have dots, or be digits alone."""
+    """Whether a field maps names to values; names of sources may contain dots, or be digits alone."""
     hint: Any = root
     for key in keys:
         hint = _hints(hint).get(key) if _is_section(hint) else None
@@ -228,7 +228,7 @@ def _has_names(root: type, keys: Sequence[str]) -> bool:
 
 
 def _has_comment(text: str) -> bool:
-    """Whether YAML drops what stands behind the value."""
+    """Whether YAML drops the text after the value."""
     node = yaml.compose(text, TextLoader)
     end = 0 if node is None else node.end_mark.index
     return text[end:].lstrip().startswith("#")
@@ -239,7 +239,7 @@ def _has_comment(text: str) -> bool:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Field -> its type. Python compiles each annotation anew when it is asked."""
+    """Returns field -> type. Cached, since Python compiles each annotation again at every call."""
     return typing.get_type_hints(cls)
 
 
@@ -308,7 +308,7 @@ def _build_values(value_hint: Any, value: object, problems: Problems, field: str
             raise ValidationError("not a list")
         return [_typed(value_hint, item) for item in value]
     except ValidationError:
-        wrong = f"not a list of which each item is {_type_in_words(value_hint)}"
+        wrong = f"not a list where each item is {_type_in_words(value_hint)}"
         example = "[a, b]" if value_hint is str else "[1, 2]"
         problems.add(field, value, wrong, f"write for example '{field}={example}'")
         return []
@@ -422,7 +422,7 @@ def fields_named(key: str, root: type) -> list[str]:
 
 
 def field_names(cls: type, prefix: str = "") -> list[str]:
-    """`section.field` of every field of a dataclass of dataclasses; of a list of sections those of item 0."""
+    """Returns `section.field` for every field of nested dataclasses; for a list of sections, the fields of item 0."""
     names = []
     for key, hint in _hints(cls).items():
         item: Any = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None

@@ -15,7 +15,7 @@ class RopeScalingConfig:
     """The fields of transformers' `rope_parameters`."""
 
     rope_type: Literal["default", "yarn"] = "default"
-    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than those of the training so far.
+    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than the training has had so far.
     The channels of a head that turn less than `beta_slow` times in the original length are slowed down by `factor`."""
     factor: float = 1.0
     """New length over the original one; 1 or more."""
@@ -58,7 +58,7 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm on each head's Q and K before the rotary embedding."""
     sandwich_norm: bool = False
-    """RMSNorm behind attention and behind the feed-forward layer, too, before the residual connections."""
+    """Also apply RMSNorm after attention and after the feed-forward layer, before the residual connections."""
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     init_std: float = 0.02
@@ -92,7 +92,7 @@ def _check_percent(model: ModelConfig) -> list[str]:
 
 
 def _share_of(channels: int, size: int) -> float:
-    """The shortest number of which `ModelConfig.rotary_channels` makes so many."""
+    """Returns the shortest decimal share for which `ModelConfig.rotary_channels` gives `channels`."""
     quotient = channels / size
     shortest = float(f"{quotient:.6g}")
     if int(size * shortest) == channels:

@@ -27,7 +27,7 @@ class MoEConfig:
     first_dense_layers: int = 0
     """Layers at the start of the model that stay dense."""
     layer_interval: int = 1
-    """Of the layers behind those every so many-th has experts, the first among them; the others are dense."""
+    """Among the later layers every `layer_interval`-th has experts, beginning with the first; the others are dense."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """What makes a token's score of each expert out of the router's logits, in fp32. The scores of the chosen experts,
     divided by their sum, are the weights of their outputs."""

@@ -47,7 +47,7 @@ class MonitorConfig:
     lower_lr_factor: float = 0.5
     """With lower_lr: factor on all learning rates after a spike."""
     lower_lr_steps: int = 200
-    """With lower_lr: steps for which the factor holds; another spike starts them anew."""
+    """With lower_lr: steps for which the factor holds; another spike restarts the count."""
     rewind_min_steps: int = 100
     """With rewind: steps by which the checkpoint gone back to must be older than the spike's first step."""
     rewind_skip_before_steps: int = 100
@@ -57,7 +57,7 @@ class MonitorConfig:
     max_rewinds: int = 3
     """With rewind: number of rewinds; the next spike stops the run."""
     recheck_every_steps: int = 0
-    """Compute forward and backward of every so many steps twice; loss and each rank's gradients must be equal to the
+    """Every this many steps, compute forward and backward twice; loss and each rank's gradients must be equal to the
     last bit. 0 = never."""
     recheck_spikes: bool = False
     """Compute each spiking step twice before anything is done about it. The host then waits for the device at every

@@ -25,8 +25,8 @@ class PhaseConfig:
     decay: str = "cosine"
     """Schedule of the learning rate after its learning-rate warm-up: `cosine`, down to `min_lr`, or `constant`."""
     indexer_lr_mult: float = 10.0
-    """Learning rate of the indexer over that of the base, where both learn (table 3 of the paper)."""
+    """Learning rate of the indexer over the base's, where both learn (table 3 of the paper)."""
     gate_lr_mult: float = 1.0
-    """Learning rate of the gates over that of the base (table 3 of the paper)."""
+    """Learning rate of the gates over the base's (table 3 of the paper)."""
     kl_coeff: float = 1.0
     """Weight lambda of the indexer loss (eq. 15)."""

@@ -56,14 +56,14 @@ class MicroBatch:
     """float32 [B, L]: 0 where nothing is to be predicted"""
 
     def visible_keys(self) -> torch.Tensor:
-        """How many keys each query sees, of its document and not behind it: int32 [B, L]."""
+        """Returns the number of causal keys of each query, within its document: int32 [B, L]."""
         length, device = self.tokens.shape[1], self.tokens.device
         before = torch.arange(1, length + 1, dtype=torch.int32, device=device).expand_as(self.tokens)
         return before if self.document_ids is None else before - document_starts(self.document_ids)
 
 
 def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Over all queries: fp64, 0-d, on the device."""
+    """Returns the mean number of causal keys over all queries: fp64, 0-d, on the device."""
     counts = [batch.visible_keys() for batch in micro_batches]
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
@@ -73,7 +73,7 @@ def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, leas
     documents and filler, have nothing to choose, and count in no mean of the indexer's.
 
     Args:
-        selection_block: the first query of each aligned block of so many selects.
+        selection_block: block size; the first query of each aligned block selects.
         least_keys: 2, or more where groups of keys are selected (`least_keys_to_choose`).
     """
     counts = [(batch.visible_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
@@ -212,7 +212,7 @@ class TrainBatches:
             stream = open_stream(state=state)
             if changed:
                 stream.close()
-                message = f"text in {corpus.root} is not that of the saved run: {changed}; restore it"
+                message = f"text in {corpus.root} differs from the saved run's: {changed}; restore it"
                 raise StateMismatch(f"{message}, or start a new run", other_data=True)
         except StateMismatch as error:
             if state is None or not accept_new_data or not error.other_data:
@@ -286,7 +286,7 @@ class TrainBatches:
         if long_conversations > self._long_conversations and self._parallel.is_main:
             logger.warning(
                 "%d of the %d conversations read so far have more tokens than train.seq_len_tokens = %d and are cut; "
-                "what is behind a cut does not see what is before it",
+                "tokens after a cut do not see tokens before it",
                 long_conversations,
                 merged["counters"]["documents"],
                 self._config.train.seq_len_tokens,

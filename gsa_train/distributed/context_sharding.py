@@ -1,7 +1,7 @@
 """Which tokens of a sequence each context-parallel rank holds.
 
 The sequence is cut into n c chunks, c for each of n ranks, in c groups of n: a rank holds one chunk of each group, its
-r-th, or its r-th from behind where the group's number has an odd number of bits set. With two groups that is the
+r-th, or its r-th from the end where the group's number has an odd number of bits set. With two groups that is the
 zig-zag of megatron-core (r and 2 n - 1 - r): under a causal mask all ranks have the same work. What a query costs over
 selected keys grows at first and then hardly; more groups even that out, too.
 """
@@ -20,7 +20,7 @@ class QueryChunk:
     start: int
     """Position of the first one in the whole sequence."""
     end: int
-    """Position behind the last one: they see keys [0, end)."""
+    """One past the last position; these queries see keys [0, end)."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ replacement below was found by leaving it out and seeing what broke:
     torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
-And gloo's groups, of which megatron-core makes about twenty, share their network device: by itself each opens one,
+Gloo's groups (megatron-core makes about twenty) also share their network device: by default each opens its own,
 whose thread wakes up a hundred times a second.
 """
 

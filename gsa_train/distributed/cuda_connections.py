@@ -2,10 +2,10 @@
 
 With tensor parallelism megatron-core starts a collective and then the product that is to hide it, and relies on a
 single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run
-otherwise, but for Blackwell and later, which need it no more, and for weights gathered layer by layer, which want
+otherwise, except on Blackwell and later, which no longer need it, and with weights gathered layer by layer, which need
 several queues (its training/arguments.py).
 
-CUDA reads the variable when it is first asked for devices (seen on an H200): set behind `torch.cuda.is_available()`, it
+CUDA reads the variable when it is first asked for devices (seen on an H200): set after `torch.cuda.is_available()`, it
 is there and has no effect. So launchers set it before they import torch.
 """
 
@@ -32,7 +32,7 @@ def prepare_connections(
     Call it before torch is imported.
 
     Args:
-        layouts: that this process will have, of which CUDA's context sees the first only.
+        layouts: layouts of this process; CUDA's context sees only the first.
         environment: of this process.
         capability: see `compute_capability`.
     """

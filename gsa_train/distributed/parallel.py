@@ -27,7 +27,7 @@ class RendezvousError(RuntimeError):
 @dataclass(frozen=True)
 class Parallel:
     """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core); for
-    experts those of a stage are also ordered expert-tensor fastest, then expert, then the expert's replicas."""
+    experts the ranks of a stage are also ordered expert-tensor fastest, then expert, then the expert's replicas."""
 
     rank: int
     world_size: int

@@ -44,7 +44,7 @@ class MetricsFile:
         self._size = self._file.tell()
         """Bytes of whole lines."""
         self._cut = False
-        """Part of a line may stand behind them."""
+        """Whether an incomplete line may follow them."""
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
         self._outage = Outage(path.name)
@@ -52,7 +52,7 @@ class MetricsFile:
         """The folder was removed or moved while this file was open; it is there again, with this file alone."""
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Append a record, behind those that wait; where that fails it waits, too.
+        """Append a record after the waiting ones; a record that cannot be written waits, too.
 
         Returns:
             An event that the other logs should have, too: the file failed, or works again.

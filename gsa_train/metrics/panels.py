@@ -1,4 +1,4 @@
-"""Which metrics are shown together: the one list behind plots/*.png, the HTML report, TensorBoard and W&B.
+"""Which metrics are shown together: one list for plots/*.png, the HTML report, TensorBoard and W&B.
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
 it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
@@ -36,9 +36,9 @@ class Panel:
     band: tuple[str, str] | None = None
     """Keys of the lower and the upper edge of a shaded band."""
     per_set: str = ""
-    """Score of which each validation set, or each of its sources, gets a line."""
+    """Score that gets a line for each validation set, or for each of its sources."""
     per_entry: str = ""
-    """Key of a dict of which each entry gets a line."""
+    """Key of a dict; each of its entries gets a line."""
     overlapping: bool = False
     """Lines often coincide: each is drawn thinner than the one below it, so that all are seen."""
     conditional: bool = False
@@ -161,7 +161,7 @@ PANELS = (
     Panel(
         "gsa",
         "selection",
-        "union of 32 queries / visible keys",
+        "union of 32 queries / causal keys",
         {"union_density": "density"},
         "share",
         conditional=True,
@@ -287,7 +287,7 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
 
 
 def tag_of(key: str) -> str:
-    """The tag of a record's key: that of a number, or the beginning of those of its entries. What no panel shows
+    """Returns the tag of a record's key; if its value is a dict, the prefix of its entries' tags. What no panel shows
     describes the attention."""
     if key == "lrs":
         return "lr"

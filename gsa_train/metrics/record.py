@@ -85,9 +85,9 @@ class Measured:
     data_totals: Mapping[str, int] = field(default_factory=dict)
     """What `data_totals` gave; the same names on every rank."""
     data_checksum: int = 0
-    """Of its part of the step's text."""
+    """CRC-32 of this rank's share of the step's text."""
     visible_keys: torch.Tensor | None = None
-    """0-d, mean over this replica's queries, of which all have as many; None on every rank or on none."""
+    """0-d, mean over this replica's queries (all replicas have the same number); None on every rank or on none."""
     update_norm: torch.Tensor | None = None
     """0-d, the same on every rank; None on every rank or on none."""
 

@@ -149,7 +149,7 @@ def _bounded(digits: str) -> int:
 
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records after `step` of a metrics.jsonl, whose steps run again. The file is read once, and written only
-    where it changes: that of a long run has hundreds of MB, and all ranks wait. Lines are kept as they are, so that
+    where it changes: a long run's file has hundreds of MB, and all ranks wait. Lines are kept as they are, so that
     their floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
 
     Args:
@@ -225,7 +225,7 @@ def to_strict(value: Any) -> Any:
 
 
 def numbers_back(value: Any, key: str = "") -> Any:
-    """What `to_strict` was given, but for tuples.
+    """Inverts `to_strict`; tuples come back as lists.
 
     Args:
         key: of the dict that holds the value.

@@ -182,7 +182,7 @@ class Sinks:
 
 
 def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
-    """A save begins behind the record of its step, so all up to there were written.
+    """A save begins after the record of its step is written, so all records up to there exist.
 
     Args:
         newest: step of the newest record up to there.

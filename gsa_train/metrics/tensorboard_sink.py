@@ -34,7 +34,7 @@ class TensorBoardSink:
         """Flushed: a run killed right after this has lost nothing.
 
         Args:
-            disk_works: for other files; else no new one is tried, each of which would stay there empty.
+            disk_works: whether other files can be written; if not, no event file is opened, as it would stay empty.
         """
         self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
 

@@ -83,8 +83,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Sends every start that W&B may not have whole. One by one: of several, `wandb sync` sends none behind one that
-    was killed, whose last record is incomplete."""
+    """Returns the command that sends every start that W&B may lack, one by one: `wandb sync` sends nothing after a
+    start that was killed, whose last record is incomplete."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 

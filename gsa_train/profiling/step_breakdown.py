@@ -51,7 +51,7 @@ class Breakdown:
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
     """Attribute each instant from `begin` to `end` once.
 
-    To the kernel that began first of those that run, communication aside (of two that began together, to that of the
+    It counts to the running kernel that began first, communication aside (if two began together, to the one on the
     lower stream). Where there is none, to communication; where there is none either, to a copy between host and
     device, which needs no kernel's place; else the device is idle.
     """

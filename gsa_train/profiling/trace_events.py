@@ -1,7 +1,7 @@
 """What the events of a torch profiler belong to: the part of the step, on the host and on the device.
 
 A kernel belongs to the part that its launch is in; in the backward pass, to the part whose forward pass it belongs to.
-Kernel and launch have one correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have that of the graph's
+Kernel and launch have one correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
 launch, and so count to the part that replays it, whatever parts they were captured in.
 """
 
@@ -33,7 +33,7 @@ def host_events(events: Iterable[Any]) -> list[Any]:
 
 
 def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
-    """The innermost part around an event; of a backward operation, that of its forward operation."""
+    """Returns the innermost span around an event; for a backward operation, the span of its forward operation."""
     while event is not None:
         if (part := _named(event, forward_parts)) is not None:
             return part

@@ -32,7 +32,7 @@ class Worked(NamedTuple):
 
 
 class WorkTime:
-    """Seconds between each `begin` and the next `end`, added up; on a GPU those of the device, read later."""
+    """Sums the seconds between each `begin` and the next `end`; on a GPU the device's time, read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -88,7 +88,7 @@ class WorkTime:
 
 
 def slowest(work_seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank that works longest, and its time over that of the median rank (the lower of the middle two)."""
+    """Returns the rank that works longest, and its time over the median rank's (the lower of the middle two)."""
     rank = max(range(len(work_seconds)), key=work_seconds.__getitem__)
     usual = statistics.median_low(work_seconds)
     return rank, work_seconds[rank] / usual if usual > 0 else 1.0

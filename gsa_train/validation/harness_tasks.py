@@ -193,19 +193,19 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
             ValueError: the continuation has no tokens; it would have the probability 1.
         """
         if context.strip():
-            before, behind = super()._encode_pair(context, continuation)
+            before, after = super()._encode_pair(context, continuation)
         else:  # white space in front belongs to the continuation, as the harness has it
-            before, behind = [], self.tok_encode(context + continuation)
+            before, after = [], self.tok_encode(context + continuation)
         if not before:
             # A text that begins with an EOS has its own.
-            own = behind[:1] == [self.eot_token_id] and len(behind) > 1
-            before, behind = (behind[:1], behind[1:]) if own else ([self.eot_token_id], behind)
-        if not behind:
+            own = after[:1] == [self.eot_token_id] and len(after) > 1
+            before, after = (after[:1], after[1:]) if own else ([self.eot_token_id], after)
+        if not after:
             raise ValueError(
                 f"the continuation {continuation!r} of {context[-20:]!r} has no tokens of its own: the tokenizer "
                 "joins the two, or has none for it; let the task's target_delimiter be a space"
             )
-        return before, behind
+        return before, after
 
     @property
     def tokenizer_name(self) -> str:

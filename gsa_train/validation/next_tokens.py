@@ -57,7 +57,7 @@ def next_tokens(
     """
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     place = _Place()
-    # Interleaved stages take micro-batches in groups of as many as there are stages.
+    # Interleaved stages take micro-batches in groups as large as the number of stages.
     missing = -len(batches) % parallel.pipeline_size
     asked = [*zip(batches, positions, strict=True)] + [(batches[0], positions[0])] * missing
     iterators = [iter(asked) for _ in model.modules]

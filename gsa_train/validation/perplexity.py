@@ -45,9 +45,9 @@ def evaluate(
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
-        Of the first set `validation_loss` (nats per scored token), `validation_perplexity` and
-        `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text, of
-        which an EOS has none), and the statistics of the attention (model/stats.py) as `validation_recall`,
+        For the first set `validation_loss` (nats per scored token), `validation_perplexity` and
+        `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text;
+        an EOS has none), and the statistics of the attention (model/stats.py) as `validation_recall`,
         `validation_random_recall`, ... (overall values; a sequence that fills up the last round counts there). Of
         each other set `validation_<name>_loss` and so on. Where a set was split by source also
         `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.
@@ -131,7 +131,8 @@ def perplexity(loss: float) -> float:
 
 
 def schedule_group(config: Config, parallel: Parallel) -> int:
-    """Interleaved stages take micro-batches in groups of as many as there are stages."""
+    """Returns the size of the groups in which stages take micro-batches: the number of stages if they are
+    interleaved."""
     return parallel.pipeline_size if config.parallel.virtual_pipeline > 1 else 1
 
 
@@ -162,10 +163,10 @@ def ngram_perplexities(
     """Perplexity on the same text of a unigram and a bigram model of the run's training sequences.
 
     Args:
-        text: the position behind them.
+        text: the position after them.
 
     Raises:
-        StateMismatch: the config makes other sequences of the text than those of the run.
+        StateMismatch: the config makes other sequences of the text than the run.
     """
     model = fit_ngrams(
         replay_training_blocks(config, tokenizer, text),

@@ -18,7 +18,7 @@ class Request(NamedTuple):
     tokens: NDArray[np.int32]
     """[context + continuation]"""
     scored: int
-    """The last so many, which are the continuation."""
+    """Number of the last tokens, which are the continuation."""
 
 
 def encode_requests(
@@ -27,7 +27,7 @@ def encode_requests(
     """Contexts that are too long lose their beginning. An empty one becomes an EOS.
 
     Context and continuation are encoded apart, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of each
-    text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are those behind
+    text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are the ones after
     the context's, where the whole text begins with these. It does not where a context ends in white space that becomes
     part of the next token: that white space then belongs to the continuation.
 
@@ -47,22 +47,22 @@ def encode_requests(
     encoded = []
     for context, continuation in requests:
         before = context_tokens(context)
-        behind: list[int] = []
+        after: list[int] = []
         if adds_space:
             whole: list[int] = tokenizer.encode(context + continuation).tolist()
             pairs = zip(before, whole, strict=False)
             alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if alike < len(before) and not tokenizer.decode(before[alike:]).strip():
                 before = before[:alike]
-            behind = whole[len(before) :] if whole[: len(before)] == before else []
-        behind = behind or tokenizer.encode(continuation).tolist()
-        if not 0 < len(behind) <= max_tokens:
+            after = whole[len(before) :] if whole[: len(before)] == before else []
+        after = after or tokenizer.encode(continuation).tolist()
+        if not 0 < len(after) <= max_tokens:
             raise ValueError(
-                f"{where}: a continuation has {len(behind)} tokens; it needs at least 1, and the context length "
+                f"{where}: a continuation has {len(after)} tokens; it needs at least 1, and the context length "
                 f"{max_tokens} must hold it"
             )
-        tokens = [*(before or [tokenizer.eos_id]), *behind][-max_tokens - 1 :]
-        encoded.append(Request(np.array(tokens, np.int32), min(len(behind), len(tokens) - 1)))
+        tokens = [*(before or [tokenizer.eos_id]), *after][-max_tokens - 1 :]
+        encoded.append(Request(np.array(tokens, np.int32), min(len(after), len(tokens) - 1)))
     return encoded
 
 

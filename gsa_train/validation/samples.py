@@ -1,6 +1,6 @@
 """Samples: what the model in training writes after fixed prompts, at each validation.
 
-Greedy, by the training's own forward pass over a sequence of the training's length, filled up behind the text: on any
+Greedy, by the training's own forward pass over a sequence of the training's length, padded after the text: on any
 layout, with the selection that training sees, and without a cache. Each token costs a forward pass over each prompt's
 sequence, on every replica.
 """

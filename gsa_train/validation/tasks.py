@@ -3,7 +3,7 @@
 Requests stand one after the other in sequences of the training's length, each a document that sees no other. An
 indexer over groups of keys gets each in a sequence of its own, as short as it can be: its kernels take one document per
 sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
-validation: scores are those of one rank, and nothing of the training changes.
+validation: scores equal a single rank's, and the training's state does not change.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class PlacedRequests:
-    """In sequences of one length L: that of training, or a part of it."""
+    """Requests in sequences of one length L: the training's, or a part of it."""
 
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
     """[n, L] of each label: the number of the request whose continuation it is in, else NOBODY"""
     one_document: bool
-    """Each sequence is one, of one request: what fills it up stands behind, where no query of the request looks."""
+    """Each sequence holds one request; padding follows it, where no query of the request looks."""
 
 
 def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
@@ -161,7 +161,7 @@ def _place_alone(
 
 
 def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
-    """The longest first, each with an EOS behind it where there is room, so that what follows is another document."""
+    """The longest first, each followed by an EOS where there is room, so that what follows is another document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
     owners: list[NDArray[np.int64]] = []

@@ -107,7 +107,7 @@ if [ ! -d "$folder/source" ]; then
     exit "$code"
 elif [ "$end" = 15 ] && scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxFf "$folder/bad_nodes"; then
     # Slurm changes the excluded nodes of a job in the queue only, and ends this script when it puts the job there: so
-    # another job takes the place of this one, also for those of the chain that wait for it. An option of sbatch counts
+    # another job takes the place of this one, also for the jobs of the chain that wait for it. An option of sbatch counts
     # instead of the one in the script, so it says all that this job had excluded, too.
     bad=$(sort -u "$folder/bad_nodes" | paste -s -d,)
     excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')

@@ -5,7 +5,7 @@ changes a job that waits or starts again, and submits `job.sh` from there. The j
 before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
 Exit code 2: wrong use or config, changes that are not committed, a folder that cannot be written, or no git or sbatch.
-Else that of sbatch.
+Else sbatch's exit code.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("behind", [False, True], ids=["loss by itself", "loss behind attention"])
+@pytest.mark.parametrize("behind", [False, True], ids=["loss by itself", "loss fused into attention"])
 def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_gsa
 

@@ -172,7 +172,7 @@ def test_records_summary_and_console_say_it(story: Story) -> None:
     assert summary["lost_seconds"] == pytest.approx(account.lost_seconds, abs=1e-3)
     for record in story.run.steps():
         assert 0 < record["ettr"] < 1
-    assert f"did not end by itself: behind step {HELD - 1}, last sign" in story.run.output
+    assert f"did not end by itself: after step {HELD - 1}, last sign" in story.run.output
     newest = story.run.steps()[-1]
     assert newest["lost_seconds"]["down"] == pytest.approx(account.lost_seconds["down"], abs=1e-3)
     assert "validation" not in newest["lost_seconds"]  # that comes behind it

@@ -173,7 +173,7 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert rows["standard_grouped"]["failed"] == "out of memory: no room"
     assert report["failures"] == [
         "standard_graphs: no graph: not allowed",
-        "standard_sequential: behind a turn 2.0 GiB stay allocated, which others miss",
+        "standard_sequential: after a turn 2.0 GiB stay allocated, which others lack",
     ]
     assert rows["standard_sequential"]["difference"] < bench_moe.ROUNDING
     assert rows["standard"]["load_max"] >= 1

@@ -261,12 +261,12 @@ def leave_out_shard(folder: Path) -> None:
 
 
 LIES = [
-    (other_backend('{"sharded_backend": "zarr"}'), "metadata.json says that the format is 'zarr'"),
+    (other_backend('{"sharded_backend": "zarr"}'), "metadata.json has the format 'zarr'"),
     (other_backend("{"), "metadata.json is damaged: "),
     (other_backend("{}"), "metadata.json is damaged: "),
     (state_with(step=4), "it is the checkpoint of step 4 under the name of step 3"),
-    (state_with(tokens="1"), "common.pt is damaged: it does not say where the run stands"),
-    (state_with(unknown=1), "common.pt is damaged: it does not say where the run stands"),
+    (state_with(tokens="1"), "common.pt is damaged: it holds no run state"),
+    (state_with(unknown=1), "common.pt is damaged: it holds no run state"),
     (state_with(config_yaml="!!python/object/apply:os.mkdir [x]"), "common.pt is damaged: it does not hold"),
     (state_with(config_yaml=7), "common.pt is damaged: it does not hold the run's config"),
     (name_in_manifest(run_id="other"), "manifest.json is of run "),

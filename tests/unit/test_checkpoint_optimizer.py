@@ -228,7 +228,7 @@ def test_a_state_from_the_wrong_place_is_refused(
         optimizer = build_optimizer(model, SPARSE, other)
         for inside_phase in (True, False):
             with pytest.raises(
-                StateError, match=r"fp32 weights of .*layers.* and \d+ more are not those of the model"
+                StateError, match=r"fp32 weights of .*layers.* and \d+ more differ from the model's"
             ):
                 load_checkpoint(bad, model, optimizer, single_rank(), with_optimizer=inside_phase)
         close_optimizer(model, optimizer)

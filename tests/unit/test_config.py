@@ -247,7 +247,7 @@ def test_names_of_other_frameworks_lead_to_fields():
             f"run.seed={10**18}",
             [f"run.seed = {10**18}: more than 18 digits; write for example run.seed=1234"],
         ),
-        (f"train.iterations_to_skip=[-{10**18}]", ["not a list of which each item is an integer"]),
+        (f"train.iterations_to_skip=[-{10**18}]", ["not a list where each item is an integer"]),
         ("model.qk_norm=2", ["model.qk_norm = 2: not true or false"]),
         ("model.qk_norm=-1", ["model.qk_norm = -1: not true or false"]),
         ('run.dir="a\\0"', [r"run.dir = 'a\x00': not plain text"]),

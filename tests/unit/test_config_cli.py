@@ -56,7 +56,7 @@ def test_what_a_dry_run_plans_for():
         (["--config", "c", "--dry-run", "--world-size", "many"], "invalid int"),
         (["--config", "c", "--resume-from", "/no/such/folder"], "no such folder"),
         (["--config", "c", "--resume-from", ".", "--no-resume"], "not allowed with"),
-        (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts all anew"),
+        (["--config", "c", "--accept-new-data", "--no-resume"], "--no-resume, which starts from scratch"),
         (["--config", "c", "--resume", "."], "did you mean --resume-from or --resume-after-stop?"),
         (["--config", "c", "--worldsize=2"], "--worldsize=2: no such option; did you mean --world-size?"),
         (["--config", "c", "-x"], "-x: no such option; --help lists them"),

@@ -190,7 +190,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(runs, tmp_path, cap
     own, other = runs
     cases: dict[str, Path] = {
         "it is the checkpoint of step 2 under the name of step 4": own / "checkpoints/step_00000002",
-        "it is of another run, run (": other / "checkpoints/step_00000004",
+        "it belongs to another run, run (": other / "checkpoints/step_00000004",
     }
     for number, (expected, source) in enumerate(cases.items()):
         folder = tmp_path / str(number) / "run"

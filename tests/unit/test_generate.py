@@ -181,7 +181,7 @@ def test_a_damaged_tokenizer_is_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--run {}/none --prompt a", "none: no such folder; give that of a run, <run.dir>/<run.name>"),
+        ("--run {}/none --prompt a", "none: no such folder; give a run's folder, <run.dir>/<run.name>"),
         ("--run {}/empty --prompt a", "empty: no complete checkpoint there; steps that have one: none"),
         (
             "--run {}/run --step 3 --prompt a",

@@ -270,7 +270,7 @@ def test_a_shard_of_the_same_size_is_named(tmp_path, config, tokenizer, saved):
     shard.write_bytes(content)
     with pytest.raises(ResumeError) as refusal:
         opened(config, saved, tokenizer)
-    assert f"is not that of the saved run: {shard.name}: its content is another" in str(refusal.value)
+    assert f"differs from the saved run's: {shard.name}: its content is another" in str(refusal.value)
     assert "add --accept-new-data" in str(refusal.value)
     assert opened(config, saved, tokenizer, accept=True).state()["consumed_samples"] == 0
     early = {key: value for key, value in saved.items() if key != "files"}

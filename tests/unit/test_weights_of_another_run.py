@@ -249,7 +249,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(train, name, Mock())
     monkeypatch.setattr(train, "build_model", Mock(side_effect=train.build_model))
     arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
-    with pytest.raises(StateError, match=r"fp32 weights of embedding.* are not those of the model"):
+    with pytest.raises(StateError, match=r"fp32 weights of embedding.* differ from the model's"):
         train.train(config, arguments, Mock())
     assert not (tmp_path / "runs").exists()
 

@@ -3,7 +3,7 @@
 A line says what the main rank had spent its time on, in seconds since its process began, when the run stood at a step:
 
     start   the process has opened the run folder: `began`, when it began itself
-    steps   so many steps are done (`phase` of the last one)
+    steps   the number of steps done (`phase` of the last one)
     rewind  the run stands at an earlier checkpoint again
     end     the process leaves on purpose: `reason`
     lost    written by the next start for a process that did not say `end`: `time` is its last sign of life, `progress`
@@ -52,7 +52,7 @@ LOSSES = (
 )
 """What a second may be lost to."""
 COMPLETE, INTERRUPTED, STOPPED = "complete", "interrupted", "stopped"
-"""Reasons of an `end` behind a save: no step is left, Ctrl-C, or whatever else asked for it."""
+"""Reasons of an `end` after a save: no step is left, Ctrl-C, or any other stop request."""
 PAUSES = (COMPLETE, INTERRUPTED)
 """Ends that the user chose: what passes until the next start is no time of the run's."""
 
@@ -64,9 +64,9 @@ class StartAccount:
     began: float
     """Unix seconds."""
     step: int
-    """Behind which it went on."""
+    """The step after which the run continued."""
     down_seconds: float = 0.0
-    """Between the start before and this one; 0 behind an end of PAUSES."""
+    """Between the previous start and this one; 0 after an end listed in PAUSES."""
     start_up_seconds: float = 0.0
     """Without the first step."""
     detection_seconds: float = 0.0
@@ -85,7 +85,7 @@ class Account:
     """The run so far. `productive_seconds` and all of `lost_seconds` add up to `wall_seconds`."""
 
     wall_seconds: float
-    """Since the first start, without the time behind an end of PAUSES."""
+    """Since the first start, without the time after an end listed in PAUSES."""
     productive_seconds: float
     """Of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
@@ -239,7 +239,7 @@ class Accounting:
         self._kept.append(_Stretch(line["step"] - steps, line["step"], training))
 
     def _go_back(self, step: int) -> None:
-        """What was done behind this step is done again."""
+        """Count the steps after `step` as repeated."""
         self._starts[-1].repeated_steps += max(0, self._step - step)
         while self._kept and self._kept[-1].last > step:
             stretch = self._kept.pop()

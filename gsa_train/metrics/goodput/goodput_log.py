@@ -16,7 +16,7 @@ from gsa_train.metrics.metrics_file import MetricsFile
 from gsa_train.metrics.record_format import to_json
 
 DIGITS = 4
-"""Of seconds, behind the point."""
+"""Decimal places of seconds."""
 
 
 class GoodputLog:
@@ -39,7 +39,7 @@ class GoodputLog:
         """On the main rank: go on in a run folder.
 
         Args:
-            step: behind which this start goes on.
+            step: the step after which this start continues.
             before: lines of the run so far.
             lost: how the process before this one ended, if it could not say so itself.
             is_complete: the run has no step left.
@@ -62,7 +62,7 @@ class GoodputLog:
         self._say_alive(step, self.clock.now())
 
     def note(self, step: int, phase: str) -> None:
-        """So many steps are done."""
+        """Record that `step` steps are done."""
         self.step = step
         self._note("steps", step, phase=phase)
 
@@ -122,7 +122,7 @@ class GoodputLog:
                 "progress": progress,
             }
             content |= {"step": step, "seconds": _rounded(seconds)}
-            with contextlib.suppress(OSError):  # it grows old, as that of a process that is gone
+            with contextlib.suppress(OSError):  # a stale file looks like one of a dead process
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:

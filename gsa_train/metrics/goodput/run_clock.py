@@ -19,8 +19,8 @@ def process_began(pid: int) -> float:
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        behind_name = file.read().rpartition(")")[2].split()
-    ticks = int(behind_name[19])  # starttime, the 22nd field: since the boot
+        after_name = file.read().rpartition(")")[2].split()
+    ticks = int(after_name[19])  # starttime, the 22nd field: since the boot
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -70,7 +70,7 @@ class RunClock:
         self.begin(before)
 
     def share_out(self, parts: Mapping[str, float]) -> None:
-        """So many seconds of the training since the last call were these activities: no more than there were."""
+        """Move seconds of the training since the last call to these activities, at most as much time as has passed."""
         now = self.now()
         seconds = _until(self._spent, now)
         left = seconds.get("training", 0.0) - self._shared_out

@@ -54,7 +54,7 @@ def lost_in_words(line: Line, silent: Sequence[str]) -> str:
     named = f"; without last words, as if killed: {', '.join(silent[:MOST_NAMED])}" if silent else ""
     more = f" and {len(silent) - MOST_NAMED} more" if silent[MOST_NAMED:] else ""
     return (
-        f"the start before this one did not end by itself: behind step {line['step']}, last sign of life at {at}"
+        f"the start before this one did not end by itself: after step {line['step']}, last sign of life at {at}"
         f"{named}{more}"
     )
 

@@ -25,7 +25,7 @@ ASSUMED = (
     "    no part takes longer on more GPUs (docs/reference/goodput.md)"
 )
 EVERY = 4
-"""Of the tried intervals, one in so many is a row of the table."""
+"""The table shows every fourth of the tried intervals."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A run of many GPUs, in fast motion: faults by chance, restarts and saves with the parts of a step that were measured.
 
-Faults strike GPUs one by one, each after a time that is exponentially distributed, so that of `gpus` of them one is hit
-every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time until
-it is detected, the time until the next start, and that start. No fault strikes a run that is down.
+Faults strike GPUs one by one, each after a time that is exponentially distributed, so that among `gpus` of them one is
+hit every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time
+until it is detected, the time until the next start, and that start. No fault strikes a run that is down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS_PER_DAY = 86400.0
 GRID = 2**0.25
 """Between intervals that are tried."""
 REACH = 8.0
-"""Times Young's interval, and one in so many, is where the search ends."""
+"""The search runs from Young's interval / REACH to Young's interval * REACH."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _one_life(parts: Parts, interval_steps: int, seconds: float) -> tuple[float,
     durable = _count(trains - work - parts.durable_seconds, cycle)
     stalls = 0.0
     if begun > 0:
-        # Of the newest save only its own stall is known to lie behind its begin.
+        # The only time known to follow the begin of the newest save is its own stall.
         since_begin = trains - work - (begun - 1) * cycle
         rest = max(0.0, since_begin - parts.stall_seconds - work)  # waits for the save under way
         stalls = (begun - 1) * (cycle - work) + min(parts.stall_seconds, since_begin) + rest
@@ -174,7 +174,7 @@ class Tried:
 def try_interval(
     parts: Parts, interval_steps: int, mean_seconds: float, days: float, trials: int, seed: int
 ) -> Tried:
-    """Runs of so many days with one interval; the same seeds draw the same faults for every interval.
+    """Simulate runs of this many days with one interval; the same seeds draw the same faults for every interval.
 
     Args:
         mean_seconds: between faults of the whole run.

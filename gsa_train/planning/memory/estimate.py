@@ -184,12 +184,12 @@ def _expert_parameters_per_rank(config: Config, stage: int) -> float:
 
 
 def _mixtures_among(layers: list[int], config: Config) -> int:
-    """Those of `layers` that are mixtures of experts."""
+    """Returns the number of `layers` that are mixtures of experts."""
     return len(set(layers) & set(expert_layers(config)))
 
 
 def _indexers_among(layers: list[int], config: Config) -> int:
-    """Those of `layers` that own an indexer."""
+    """Returns the number of `layers` that own an indexer."""
     if config.gsa.attention == "dense":
         return 0
     return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
@@ -203,7 +203,7 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
-    # Interleaved: chunks in flight (megatron-core's warm-up and one more), of which each has a share of what is kept.
+    # Interleaved: chunks in flight (megatron-core's warm-up and one more); each has a share of what is kept.
     ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
     return min(ahead, micro_batches * virtual) / virtual
 
@@ -236,8 +236,8 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
 
 
 def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Beside what the stage keeps, while its last layer runs that is a mixture of experts, or its last that is none;
-    what the layers behind this one keep is not there yet."""
+    """Peak in addition to what the stage keeps, while its last mixture of experts or its last dense layer runs;
+    what the layers after this one keep is not there yet."""
     held, found = stage_layers(config, stage), []
     for mixture in (False, True):
         of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]
@@ -245,9 +245,9 @@ def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> fl
             continue
         layer = layer_of(config, phase, sizes, mixture)
         most = max(layer_moments(config, phase, sizes, layer, mixture).values())
-        behind = held[of_kind[-1] + 1 :]
+        later = held[of_kind[-1] + 1 :]
         if has_graph(config, phase) and config.train.recompute != "full":
-            most -= _kept_by_layers(config, phase, sizes, behind)
+            most -= _kept_by_layers(config, phase, sizes, later)
         found.append(most)
     return max(found)
 

@@ -1,8 +1,8 @@
 """What a layer that is a mixture of experts keeps, and what is in use beside it, where all experts get as many tokens.
 
-In shapes, beside those of sizes.py: T = B L / shards tokens that a rank routes to k of E experts each, N = T k copies
-rows that it sends, with as many copies as ranks split an expert's width; R rows that its own experts get, w their width
-on this rank.
+Symbols in shapes, in addition to sizes.py's: T = B L / shards tokens that a rank routes to k of E experts each, N = T
+k copies rows that it sends, one copy for each rank that splits an expert's width; R rows that its own experts get, w
+their width on this rank.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from gsa_train.planning.memory.sizes import Sizes
 
 
 def routed_rows(config: Config, sizes: Sizes) -> float:
-    """R, and N: as many as are sent to a rank's experts if all are chosen alike."""
+    """Returns R at even loads, which equals N: the rows sent to a rank's experts if all are chosen equally often."""
     return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
 
 
 def most_rows(config: Config, sizes: Sizes) -> float:
-    """R where this rank's experts are the ones that all tokens choose, of all ranks that share the experts out: k for
-    each token, or fewer where it has fewer experts, or as many as they have room for."""
+    """Returns R where all tokens of all ranks that share the experts choose this rank's experts: k rows for
+    each token, or fewer where the rank has fewer experts or they have less room."""
     moe, parallel = config.moe, config.parallel
     own = moe.experts // parallel.expert
     choices = routed_rows(config, sizes) * parallel.expert
@@ -41,7 +41,7 @@ def matrix_elements(config: Config, sizes: Sizes) -> float:
 
 
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Name and shape -> bytes, behind the norm before it."""
+    """Returns name and shape -> bytes that the layer keeps, its input norm excluded."""
     return {
         **_kept_by_router(config, sizes),
         **_kept_by_exchange(config, sizes),
@@ -137,7 +137,7 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
-    """More than at even loads, where all tokens go to this rank's experts: what is kept of so many layers' rows, and
+    """Bytes in addition to even loads when all tokens go to this rank's experts: the kept rows of `layers` layers, and
     the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
     more = most_rows(config, sizes) - routed_rows(config, sizes)
     kept = sum(kept_by_experts(config, sizes, more).values())

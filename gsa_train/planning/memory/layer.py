@@ -97,7 +97,7 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
     """What gates in plain torch keep: their input and the gate in fp32, and G1 in another form than the core has also
-    the core's output. Those of the paper's form are counted where they act."""
+    the core's output. Gates of the paper's form are counted where they act."""
     gsa, kept = config.gsa, {}
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):

@@ -80,7 +80,7 @@ def _indexed(config: Config, sizes: Sizes) -> float:
 
 
 def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer) -> float:
-    """From the gradient of linear_proj's input to those of Q, K, V and of the gates' logits."""
+    """Bytes from the gradient of linear_proj's input to the gradients of Q, K, V and the gates' logits."""
     gsa = config.gsa
     output = sizes.bytes(sizes.query)  # gradient of the gated output [B, L, q]
     attended = output if gsa.output_gate else 0.0  # the same before G1
@@ -107,7 +107,7 @@ def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
     if recompute == "none":
         return 0.0
     one = layer.attention + layer.core + layer.feed_forward + layer.indexer + layer.selection
-    # The unit's input is kept already, its output is made anew [L / shards, B, d].
+    # The unit's input is kept already, its output is recomputed [L / shards, B, d].
     return config.train.recompute_num_layers * one
 
 

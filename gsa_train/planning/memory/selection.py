@@ -26,8 +26,8 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
     """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
-    the lists of a chunk of queries in pieces, before they are joined; of blocks the mask of some chunks, with that of
-    the chunks before, and what long rows are searched by."""
+    the lists of a chunk of queries in pieces, before they are joined; for blocks the mask of some chunks, with the
+    mask of the chunks before, and what long rows are searched by."""
     block, pool = config.gsa.selection_block, config.gsa.indexer_pool
     scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
@@ -233,8 +233,8 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """In the lists of a rank's queries: for each tile all that its queries may select, as far as they see so many keys.
-    Of the context-parallel ranks that of the one with most."""
+    """Entries in the lists of a rank's queries: for each tile the keys that its queries may select, at most its causal
+    keys. Returns the largest number over the context-parallel ranks."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:

@@ -75,7 +75,7 @@ def sizes_of(config: Config) -> Sizes:
     tokens = all_tokens // context
     query = model.num_heads * model.head_dim / parallel.tensor
     key_value = model.num_kv_heads * model.head_dim / parallel.tensor
-    # Half of a rank's chunks are a group's r-th chunk, half its r-th from behind (context_sharding.py).
+    # Half of a rank's chunks are a group's r-th chunk, half its r-th from the end (context_sharding.py).
     keys_of_chunks = train.seq_len_tokens * ((chunks * context + 1) / (2 * context) if context > 1 else 1)
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size)
     of_heads = sum(count for position, count in rows.items() if position != "projection")

@@ -34,7 +34,7 @@ def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tup
     samples = sample_contents(corpus, READING)
     changed = changed_files(before, samples)
     if changed:
-        raise DataFault(f"is not that of the saved run: {changed}")
+        raise DataFault(f"differs from the saved run's: {changed}")
     reader = shard_reader(corpus, tokenizer, READING)
     total = 0
     for relpath, _ in reader.manifest.shards:

@@ -108,7 +108,10 @@ def test_what_is_not_there_is_refused() -> None:
         StrictDataclassClassValidationError, match="num_experts_per_tok is 7; pass 1 to num_experts 6"
     ):
         GSAConfig(**{**SIZES, "num_experts_per_tok": 7})
-    with pytest.raises(ValueError, match=r"mlp_only_layers = \[1\]: in training every so many-th layer"):
+    with pytest.raises(
+        ValueError,
+        match=r"mlp_only_layers = \[1\]: in training the layers with experts have a fixed interval",
+    ):
         from_hf_config(GSAConfig(**{**SIZES, "num_hidden_layers": 4, "mlp_only_layers": [1]}))
 
 

@@ -221,5 +221,5 @@ def test_what_the_kernels_cannot_run() -> None:
         held[CACHE_ARGUMENT] = a_cache(model, "dynamic")
         model(tokens, attention_mask=mask.flip(1), **held)
         mask = torch.nn.functional.pad(mask.flip(1), (0, 1), value=1)
-        with pytest.raises(ValueError, match="one token follows padding behind a sequence"):
+        with pytest.raises(ValueError, match="one token follows padding after a sequence"):
             model(tokens[:, :1], attention_mask=mask, **held)

@@ -291,8 +291,8 @@ def test_what_transformers_has_not_is_refused_by_name() -> None:
     ("gsa", "problem"),
     [
         ({**NONE, **HEADWISE}, "gsa.gate_granularity = headwise: without effect, for no gate is on"),
-        ({**ALL, **HEADWISE}, "gsa.gate_granularity = headwise: W_O leaves no heads behind"),
-        ({**ALL, **SHARED}, "gsa.gate_sharing = head_shared: W_O leaves no heads behind"),
+        ({**ALL, **HEADWISE}, "gsa.gate_granularity = headwise: the output of W_O has no heads"),
+        ({**ALL, **SHARED}, "gsa.gate_sharing = head_shared: the output of W_O has no heads"),
         ({"output_transform": "silu"}, "gsa.output_transform = silu: stands in the place of G1"),
     ],
 )

@@ -1,0 +1,68 @@
+"""Source, comments and pages use the field's words: one meaning each, as the standard literature has them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Folders and files whose sentences are held to the list. Add yours; a folder never leaves.
+COVERED = ["benchmarks", "configs", "data", "examples", "gsa_eval", "gsa_hf", "launch"]
+COVERED += [
+    f"gsa_train/{room}" for room in ("checkpoint", "commands", "config", "data", "distributed", "metrics")
+]
+COVERED += [f"gsa_train/{room}" for room in ("planning", "process", "profiling", "validation")]
+COVERED += [f"gsa_train/{file}.py" for file in ("arguments", "cli", "files", "phases")]
+REFUSED = {
+    "behind": "after, below, following or fused into",
+    "anew": "again",
+    "but for": "except",
+    "so many": "the number",
+    "as many as": "the number",
+    "those of": "the noun again",
+    "that of": "the noun again",
+    "of which": "the noun again",
+    "visible keys": "causal keys",
+    "words of a mask": "packed mask",
+}
+# Real uses: a value of checkpoint.initial_text, a probe's text.
+ALLOWED = [("gsa_train/config/checkpoint.py", "anew"), ("gsa_train/config/checks.py", "anew")]
+ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind")]
+# Words may be parted by a line break, and then by the mark of a comment or the quotes of two joined strings.
+PATTERNS = {
+    words: re.compile(
+        r"(?<![a-zA-Z_])" + r"""[\s#>"']+f?["']?""".join(words.split()) + r"(?![a-zA-Z_])", re.I
+    )
+    for words in REFUSED
+}
+
+
+def refused_words(path: str, text: str) -> list[str]:
+    """Returns one line for each refused word in ``text``: ``path:line: words: use ...``."""
+    return [
+        f"{path}:{text.count(chr(10), 0, match.start()) + 1}: '{words}': use {REFUSED[words]}"
+        for words, pattern in PATTERNS.items()
+        if (path, words) not in ALLOWED
+        for match in pattern.finditer(text)
+    ]
+
+
+def test_covered_folders_use_the_fields_words() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *COVERED], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    files = [
+        path for path in listed.stdout.split("\0") if path.endswith((".py", ".md", ".yaml", ".sh", ".toml"))
+    ]
+    assert len(files) > 300
+    found = [line for path in files for line in refused_words(path, (ROOT / path).read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["# Runs behind the step.", "as\n# many as", '"but "\n    f"for {x}"', "Visible keys"]
+)
+def test_a_refused_word_is_found(text: str) -> None:
+    assert len(refused_words("a.py", text)) == 1
+    assert not refused_words("a.py", "Runs after the step; a butterfly for each, somewhat of")
