@@ -41,7 +41,7 @@ from gsa_train.distributed.parallel import Parallel, init_parallel, shutdown_par
 from gsa_train.metrics.record import expert_metrics
 from gsa_train.model.flops import count_parameters, flops_per_token, peak_flops_per_second
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.stats import EXPERTS
+from gsa_train.model.probes.stats import EXPERTS
 from gsa_train.optimizer.micro_batch_graph import CaptureError, leave_default_stream
 from gsa_train.planning.memory.estimate import estimate_memory
 from whole_steps import megatron_experts

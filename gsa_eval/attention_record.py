@@ -13,7 +13,7 @@ import torch
 
 from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_hf.gates_gsa import opening
-from gsa_train.model.measured_queries import LEAST_KEYS
+from gsa_train.model.probes.measured_queries import LEAST_KEYS
 
 BOUNDED = ("sigmoid", "ns_sigmoid")
 """`gsa.gate_activation` of gates that are more or less open; the others have no bounds, and are not recorded."""

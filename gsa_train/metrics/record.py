@@ -19,7 +19,7 @@ from gsa_data.source_weights import TOKENS_OF, tokens_by_source
 from gsa_train.config import Config, DataConfig, PhaseConfig
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.flops import flops_per_token, peak_flops_per_second
-from gsa_train.model.stats import EXPERTS, EXTREMES, HEADS, PLACES, LayerStats
+from gsa_train.model.probes.stats import EXPERTS, EXTREMES, HEADS, PLACES, LayerStats
 from gsa_train.profiling.work_time import STEP_PARTS, Worked, slowest
 
 

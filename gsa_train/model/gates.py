@@ -13,7 +13,7 @@ from gsa_train.config.gates import gate_rows
 from gsa_train.model.gate_variants import HeadGate, ReplicatedGate, opening
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient
-from gsa_train.model.stats import GATE_BINS, Statistics, Vector
+from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 
 
 class GateProjection(ColumnParallelLinear):

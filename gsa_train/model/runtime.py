@@ -12,8 +12,8 @@ import torch
 
 from gsa_kernels.types import RowSample
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.query_sample import QuerySample, sample_queries
-from gsa_train.model.stats import LayerStats
+from gsa_train.model.probes.query_sample import QuerySample, sample_queries
+from gsa_train.model.probes.stats import LayerStats
 
 T = TypeVar("T")
 

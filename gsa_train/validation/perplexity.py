@@ -47,7 +47,7 @@ def evaluate(
     Returns:
         For the first set `validation_loss` (nats per scored token), `validation_perplexity` and
         `validation_bits_per_byte` (the nats of all scored labels, EOS included, over the bytes of their text;
-        an EOS has none), and the statistics of the attention (model/stats.py) as `validation_recall`,
+        an EOS has none), and the statistics of the attention (model/probes/stats.py) as `validation_recall`,
         `validation_random_recall`, ... (overall values; a sequence that fills up the last round counts there). Of
         each other set `validation_<name>_loss` and so on. Where a set was split by source also
         `<score>_by_source`, dicts source -> value. `validation_set` is the name of the first set.

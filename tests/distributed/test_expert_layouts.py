@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.model import query_sample
+from gsa_train.model.probes import query_sample
 from helpers.expert_layouts import (
     BOUNDARIES,
     CASES,

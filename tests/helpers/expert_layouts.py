@@ -21,10 +21,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import exchange_utils
 
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
-from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts
 from gsa_train.model.moe import router
+from gsa_train.model.probes import query_sample
 from gsa_train.optimizer import mcore as optim
 from helpers.layout_cases import (
     ALL_KEYS,

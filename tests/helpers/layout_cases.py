@@ -92,7 +92,7 @@ ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 
 SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
-"""Of gsa_train.model.query_sample: half of the 32 queries are measured, as of a long sequence. With four
+"""Of gsa_train.model.probes.query_sample: half of the 32 queries are measured, as of a long sequence. With four
 context-parallel ranks every second chunk is a run."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gsa_train.model import query_sample
+from gsa_train.model.probes import query_sample
 from helpers.layout_cases import BASELINE, SAMPLE, SELECTED, Case, Reshard
 from helpers.many_layouts import train_case
 from helpers.margins import measured_margins

@@ -27,8 +27,8 @@ from gsa_train.config.checks import check_config
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import Parallel, init_parallel, leave_layout, shutdown_parallel
 from gsa_train.metrics.record import Measured, reduce_step
-from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.model.probes import query_sample
 from gsa_train.optimizer import mcore as optim
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights

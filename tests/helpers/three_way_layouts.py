@@ -18,8 +18,8 @@ from gsa_train.checkpoint.save import CheckpointSaver
 from gsa_train.config import CheckpointConfig
 from gsa_train.config.checks import check_config
 from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
-from gsa_train.model import query_sample
 from gsa_train.model.mcore.build import build_model
+from gsa_train.model.probes import query_sample
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from helpers.checkpoints import run_state
 from helpers.layout_cases import MORE_STEPS, PAIRS, SAMPLE, SELECTED, TIED, Case

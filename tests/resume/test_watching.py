@@ -16,7 +16,7 @@ from gsa_train.config import DataConfig, ProfileConfig
 from gsa_train.metrics.panels import BEST, LAYERS, PANELS, tag_of
 from gsa_train.metrics.record import data_metrics, data_totals
 from gsa_train.metrics.record_format import to_scalars
-from gsa_train.model.stats import MEANS
+from gsa_train.model.probes.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
 from helpers.cpu_only import cpu_only  # noqa: F401
 from helpers.runs import TINY, finished, numbers_of, start, train

@@ -15,7 +15,7 @@ import pytest
 from gsa_study.commands import config_reference as reference
 from gsa_train.config import Config
 from gsa_train.metrics.panels import PANELS
-from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
+from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.process import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]

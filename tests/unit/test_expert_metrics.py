@@ -25,7 +25,7 @@ from gsa_train.metrics.record import (
 from gsa_train.metrics.record_format import to_json, to_scalars, validation_prefixes
 from gsa_train.model.flops import flops_per_token
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.stats import EXTREMES, MEANS, VECTORS
+from gsa_train.model.probes.stats import EXTREMES, MEANS, VECTORS
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.step import evaluation_step
 from helpers.single_rank import (

@@ -18,8 +18,8 @@ from gsa_kernels.limits import Kernel
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.group_lesson import TargetSum
-from gsa_train.model.measured_queries import MeasuredQueries
-from gsa_train.model.stats import Statistics
+from gsa_train.model.probes.measured_queries import MeasuredQueries
+from gsa_train.model.probes.stats import Statistics
 
 
 @dataclass(frozen=True)

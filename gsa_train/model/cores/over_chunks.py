@@ -21,10 +21,10 @@ from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
 from gsa_train.model.group_lesson import GroupLesson
 from gsa_train.model.indexer import Indexer, IndexerProjections
-from gsa_train.model.measured_queries import MeasuredQueries
-from gsa_train.model.query_sample import QuerySample
+from gsa_train.model.probes.measured_queries import MeasuredQueries
+from gsa_train.model.probes.query_sample import QuerySample
+from gsa_train.model.probes.saturation import saturation_statistics
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.saturation import saturation_statistics
 from gsa_train.profiling.trace_spans import trace_span
 
 

@@ -36,12 +36,6 @@ from gsa_kernels.reference import (
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.attention_statistics import (
-    budget_statistics,
-    log_sums,
-    selection_statistics,
-    sink_statistics,
-)
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
@@ -50,8 +44,14 @@ from gsa_train.model.cores.interface import (
     SelectionResult,
 )
 from gsa_train.model.group_lesson import TargetSum
-from gsa_train.model.measured_queries import MeasuredQueries
-from gsa_train.model.stats import Statistics
+from gsa_train.model.probes.attention_statistics import (
+    budget_statistics,
+    log_sums,
+    selection_statistics,
+    sink_statistics,
+)
+from gsa_train.model.probes.measured_queries import MeasuredQueries
+from gsa_train.model.probes.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
 
 

@@ -15,12 +15,6 @@ from gsa_kernels.sampling import sampled_one_of
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
 from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.attention_statistics import (
-    budget_statistics,
-    log_sums,
-    selection_statistics,
-    sink_statistics,
-)
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
@@ -30,8 +24,14 @@ from gsa_train.model.cores.interface import (
 )
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.group_lesson import TargetSum
-from gsa_train.model.measured_queries import MeasuredQueries
-from gsa_train.model.stats import Statistics
+from gsa_train.model.probes.attention_statistics import (
+    budget_statistics,
+    log_sums,
+    selection_statistics,
+    sink_statistics,
+)
+from gsa_train.model.probes.measured_queries import MeasuredQueries
+from gsa_train.model.probes.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
 
 logger = logging.getLogger(__name__)

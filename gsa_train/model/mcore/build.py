@@ -20,16 +20,16 @@ from gsa_train.losses import OBJECTIVES
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.dense_attention import dense_attention_name
 from gsa_train.model.gsa_attention import AttentionContext, GSASelfAttention
-from gsa_train.model.massive_activations import measure_activations
 from gsa_train.model.mcore.config import GSATransformerConfig, to_mcore_config
 from gsa_train.model.mcore.init import initialize_weights
 from gsa_train.model.mcore.moe_layer import MixtureOfExperts, router_context
 from gsa_train.model.mcore.named_parts import NamedGPTModel
 from gsa_train.model.mcore.spec import decoder_spec
 from gsa_train.model.moe.router import Router
+from gsa_train.model.probes.massive_activations import measure_activations
+from gsa_train.model.probes.stats import LayerStats
 from gsa_train.model.rotary import indexer_rotary, rotary_embedding
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.stats import LayerStats
 from gsa_train.profiling.work_time import WorkTime
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gsa_train.model.moe.routing import expert_counts
-from gsa_train.model.stats import EXPERTS, Statistics, Vector
+from gsa_train.model.probes.stats import EXPERTS, Statistics, Vector
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from gsa_eval.report.page import write_report
 from gsa_eval.subject import Execution, Source, load_subject
 from gsa_hf.gates_gsa import gate_heads
 from gsa_train.data.batches import MicroBatch
-from gsa_train.model import query_sample
+from gsa_train.model.probes import query_sample
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 from helpers.run_logs import refuse_constant

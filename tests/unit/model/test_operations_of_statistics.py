@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsa_train.model.attention_pass import AttentionPass
+from gsa_train.model.probes.stats import LayerStats
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.stats import LayerStats
 from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, random_batches, read_stats, tiny_config, tiny_model, token_losses
 

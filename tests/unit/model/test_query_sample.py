@@ -7,8 +7,8 @@ import torch
 
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
-from gsa_train.model import query_sample
-from gsa_train.model.query_sample import sample_queries, sampled_stretches
+from gsa_train.model.probes import query_sample
+from gsa_train.model.probes.query_sample import sample_queries, sampled_stretches
 from gsa_train.phases import enter_phase
 from helpers.single_rank import SPARSE, WARM_UP, random_batches, tiny_config, tiny_model, token_losses
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gsa_kernels.reference import causal_mask
-from gsa_train.model.saturation import FLAT_SLOPE, largest_logit, saturated_share
+from gsa_train.model.probes.saturation import FLAT_SLOPE, largest_logit, saturated_share
 from helpers.single_rank import DENSE, SPARSE, measure, tiny_config
 
 POSITIONS = torch.tensor([0, 3, 8])

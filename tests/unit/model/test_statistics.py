@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_train.model import query_sample
+from gsa_train.model.probes import query_sample
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
     DENSE,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_train.model import stats as stats_room
-from gsa_train.model import waiting
-from gsa_train.model.stats import LayerStats, Statistics, Vector
+from gsa_train.model.probes import deferred as waiting
+from gsa_train.model.probes import stats as stats_room
+from gsa_train.model.probes.stats import LayerStats, Statistics, Vector
 from helpers.single_rank import single_rank
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
-from gsa_train.model import query_sample
 from gsa_train.model.cores.triton import TritonCore
+from gsa_train.model.probes import query_sample
 from gsa_train.phases import enter_phase
 from helpers.fused_steps import VARIANTS, assert_same_step, one_step, take_over
 from helpers.single_rank import (

@@ -17,10 +17,10 @@ from gsa_kernels.loss import op as kl_op
 from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, RowSample, Selection
 from gsa_train.config import PhaseConfig
-from gsa_train.model import query_sample
 from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.stats import LayerStats
+from gsa_train.model.probes import query_sample
+from gsa_train.model.probes.stats import LayerStats
 from gsa_train.phases import enter_phase
 from helpers.fused_steps import VARIANTS, assert_same_step, one_step, take_over
 from helpers.single_rank import (

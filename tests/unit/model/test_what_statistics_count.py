@@ -15,13 +15,13 @@ from gsa_kernels.reference import causal_mask
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.metrics.record import attention_metrics
-from gsa_train.model import measured_queries, query_sample
-from gsa_train.model.attention_statistics import log_sums, sink_statistics
 from gsa_train.model.gates import gate_bins, gate_statistics
-from gsa_train.model.massive_activations import largest_activation, token_kinds
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.measured_queries import SparseQueries
-from gsa_train.model.stats import (
+from gsa_train.model.probes import measured_queries, query_sample
+from gsa_train.model.probes.attention_statistics import log_sums, sink_statistics
+from gsa_train.model.probes.massive_activations import largest_activation, token_kinds
+from gsa_train.model.probes.measured_queries import SparseQueries
+from gsa_train.model.probes.stats import (
     ENDS_DOCUMENT,
     ORDINARY,
     POSITIONS,

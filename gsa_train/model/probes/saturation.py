@@ -12,8 +12,8 @@ import torch
 
 from gsa_kernels.types import Indexer
 from gsa_train.model.cores.interface import AttentionInputs
-from gsa_train.model.measured_queries import MeasuredQueries
-from gsa_train.model.stats import Statistics
+from gsa_train.model.probes.measured_queries import MeasuredQueries
+from gsa_train.model.probes.stats import Statistics
 
 FLAT_SLOPE = 0.01
 """Slope sigma (1 - sigma) below which a sigmoid counts as saturated: a 25th of its largest."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gsa_train.distributed.to_host import ToHost, to_device
-from gsa_train.model.waiting import Waiting
+from gsa_train.model.probes.deferred import DeferredReductions
 
 MEANS = (
     "indexer_kl",
@@ -184,7 +184,7 @@ class LayerStats:
         self._extremes = table(len(EXTREMES), num_layers, start=-math.inf)
         self._vectors = table(num_layers, 2, len(self._labels))
         self._places = table(num_layers, start=-1.0)
-        self._waiting = Waiting()
+        self._waiting = DeferredReductions()
 
     def record(self, layer: int, statistics: Statistics) -> None:
         for name, values in statistics.means.items():
@@ -295,7 +295,7 @@ class LayerStats:
         torch._foreach_add_(into, added)
 
     def reset(self) -> None:
-        self._waiting = Waiting()
+        self._waiting = DeferredReductions()
         self._sums.zero_()
         self._own_counts = [[0] * len(row) for row in self._own_counts]
         self._counts.zero_()
@@ -317,7 +317,7 @@ class LayerStats:
 
     def restore(self, copy: StatsCopy) -> None:
         """Forget what was recorded since."""
-        self._waiting = Waiting()
+        self._waiting = DeferredReductions()
         self._sums.copy_(copy.sums)
         self._own_counts = [list(row) for row in copy.own_counts]
         self._counts.copy_(copy.counts)
@@ -437,5 +437,7 @@ def _by_layer(
 
 def _row(names: Sequence[str], name: str) -> int:
     if name not in names:
-        raise ValueError(f"{name}: no statistic of the layers; add it to MEANS or EXTREMES (model/stats.py)")
+        raise ValueError(
+            f"{name}: no statistic of the layers; add it to MEANS or EXTREMES (model/probes/stats.py)"
+        )
     return names.index(name)

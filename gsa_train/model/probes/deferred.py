@@ -1,4 +1,4 @@
-"""Small tensors wait, so that those of all layers are reduced together, by few operations."""
+"""Deferred reductions: small tensors of all layers are kept and reduced together, by few operations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 MOST_BYTES = 1 << 24
-"""What waits at most: a long validation has thousands of micro-batches."""
+"""Kept at most: a long validation has thousands of micro-batches."""
 
 
-class Waiting:
+class DeferredReductions:
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], list[tuple[int, tuple[torch.Tensor | None, ...]]]] = {}
         self._turns: Counter[Hashable] = Counter()
@@ -35,7 +35,7 @@ class Waiting:
         return self._bytes > MOST_BYTES
 
     def take(self) -> Iterator[tuple[tuple[Any, ...], list[int], list[Any]]]:
-        """Key, layers and tensors [layers, elements] of each group; nothing waits then."""
+        """Key, layers and tensors [layers, elements] of each group; nothing is kept then."""
         groups, self._groups, self._bytes = self._groups, {}, 0
         self._turns.clear()
         for (key, _, _), of_layers in groups.items():

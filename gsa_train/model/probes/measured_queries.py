@@ -11,8 +11,8 @@ from gsa_kernels.reference import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
 from gsa_train.config.gsa import least_keys_to_choose
-from gsa_train.model.query_sample import QuerySample
-from gsa_train.model.stats import POSITIONS
+from gsa_train.model.probes.query_sample import QuerySample
+from gsa_train.model.probes.stats import POSITIONS
 
 LEAST_KEYS = 64
 """Queries that see fewer keys do not count in a sink: where there is little else, the first token gets much."""

@@ -9,8 +9,8 @@ import torch
 
 from gsa_kernels import api
 from gsa_kernels.types import Implementation
-from gsa_train.model.measured_queries import MeasuredQueries, SparseQueries
-from gsa_train.model.stats import POSITIONS, Statistics, Vector
+from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueries
+from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gsa_train.model.gsa_attention import GSASelfAttention
+from gsa_train.model.probes.stats import ENDS_DOCUMENT, ORDINARY, STARTS_DOCUMENT
 from gsa_train.model.runtime import AttentionRuntime
-from gsa_train.model.stats import ENDS_DOCUMENT, ORDINARY, STARTS_DOCUMENT
 
 
 class Largest(NamedTuple):
