@@ -117,7 +117,14 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
         return update_norm(self.optimizer, self.kind, applied, parallel)
 
     def close(self, model: Model) -> None:
-        _close(model, self)
+        for ddp in self.ddps:
+            if ddp.use_forward_hook:
+                ddp.disable_forward_pre_hook()  # also waits for parameters under way
+            ddp.drop_gradient_hooks()
+        for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+            for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
+                if hasattr(parameter, attribute):
+                    delattr(parameter, attribute)
 
     def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
         for ddp in self.ddps:
@@ -231,9 +238,7 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
         for group in groups:
             for setting in made.defaults.keys() - {"lr", "weight_decay"}:
                 group.pop(setting, None)
-            group["params"] = [
-                torch.empty(0)
-            ]  # torch takes leaves alone, and the sharded parameters are views
+            group["params"] = [torch.empty(0)]  # torch takes leaves only; shards are views
         inner.optimizer = kind.build(groups, train, torch.cuda.is_available())
         for group, params in zip(inner.optimizer.param_groups, shards, strict=True):
             group["params"] = params
@@ -261,14 +266,3 @@ def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
         if multipliers.get(group, 1.0) != 1.0:
             overrides[ParamKey(attr=attribute)] = ParamGroupOverride(lr_mult=multipliers[group])
     return overrides
-
-
-def _close(model: Model, phase_optimizer: MegatronPhaseOptimizer) -> None:
-    for ddp in phase_optimizer.ddps:
-        if ddp.use_forward_hook:
-            ddp.disable_forward_pre_hook()  # also waits for parameters under way
-        ddp.drop_gradient_hooks()
-    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
-        for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
-            if hasattr(parameter, attribute):
-                delattr(parameter, attribute)

@@ -35,8 +35,10 @@ def reduce_grad_norm(
     """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that each decides by the same bits."""
     optimizer.prepare_grads()
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    for copies, inners in _by_copies(optimizer, parallel).items():
-        grads = [g for inner in inners for g in inner.get_main_grads_for_grad_norm()]
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)  # experts have other replicas than all else
+    for inner in chained(optimizer):
+        by_copies[_copies(inner, parallel)] += inner.get_main_grads_for_grad_norm()
+    for copies, grads in by_copies.items():
         squares = squares + sum_of_squares(grads, parallel.device) / copies
     sums = torch.stack([squares, loss_share.double()])
     dist.all_reduce(sums)
@@ -80,14 +82,6 @@ def update_norm(
     squares = torch.where(applied, squares, 0)
     dist.all_reduce(squares)
     return squares.sqrt().float()
-
-
-def _by_copies(optimizer: MegatronOptimizer, parallel: Parallel) -> dict[int, list[Any]]:
-    """megatron-core's optimizers by `_copies`: experts have other replicas than all else."""
-    found: dict[int, list[Any]] = defaultdict(list)
-    for inner in chained(optimizer):
-        found[_copies(inner, parallel)].append(inner)
-    return found
 
 
 def _copies(inner: Any, parallel: Parallel) -> int:

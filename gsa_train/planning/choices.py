@@ -10,7 +10,7 @@ from gsa_train.optimizer.build import OPTIMIZERS
 
 
 def unknown_choices(config: Config) -> list[str]:
-    """A line for each name that its table lacks. Loads no torch."""
+    """A line for each name that its table lacks. The tables load no torch by themselves."""
     return [
         *not_in(LINEAR_LAYERS, "train.linear_layers", config.train.linear_layers),
         *not_in(OBJECTIVES, "train.objective", config.train.objective),

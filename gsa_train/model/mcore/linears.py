@@ -2,8 +2,6 @@
 
 A new precision is a function and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them: projections of
 gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
-
-Loads no torch by itself: the name in a config is checked before torch is loaded.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
 
 
 def _state_bytes(train: TrainConfig) -> int:
-    """Of each parameter that learns: what the optimizer keeps in fp32 and, under bf16, the fp32 weight."""
+    """Bytes for each parameter that learns: what the optimizer keeps in fp32 and, under bf16, the fp32 weight."""
     return 4 * len(optimizer_kind(train).state) + (0 if train.precision == "fp32" else 4)
 
 
