@@ -231,12 +231,12 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
         f"`make bench-table` writes this page. {harness.describe(environment)}.",
         "",
         "An entry is a group of neighbouring keys. `random`: each query its own random entries, as in the grid.",
-        "`shared by 32`: one random selection for 32 queries, and each query's causal keys among theirs.",
-        "`dense`: cuDNN, all keys. r: different keys of 32 neighbouring queries over the keys of one.",
-        "In parentheses: the speed-up over dense attention.",
+        "`shared by 32`: one random selection for 32 queries, and those of their own keys that each may see.",
+        "`dense`: cuDNN, all keys. r: different keys of 32 neighbouring queries together, over those of one of them.",
+        "Behind a time: the dense one's over it.",
         "",
         "Random selections are the worst case of these kernels: 32 neighbouring queries read a tile of keys together,",
-        "and share keys only by chance. Trained layers have a smaller r",
+        "and share none but by chance. Those of trained layers have a smaller r",
         "([performance.md](performance.md#measured)).",
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows):
