@@ -109,7 +109,7 @@ def cells_of(result: Result) -> dict[str, Any]:
         "model": result.model,
         "layout": result.layout,
         "dp": result.data_parallel,
-        "visible": result.visible_keys,
+        "visible": result.causal_keys,
         "attended": result.attended_keys,
         "step_ms": result.step_ms,
         "low": result.step_ms_low,

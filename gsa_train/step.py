@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_type
 
 from gsa_train.config import Config
 from gsa_train.config.gsa import least_keys_to_choose
-from gsa_train.data.batches import MicroBatch, counted_rows, mean_visible_keys
+from gsa_train.data.batches import MicroBatch, counted_rows, mean_causal_keys
 from gsa_train.distributed.context_sharding import ContextSharding
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.losses import indexer_kl_grad_scale, loss_scale, masked_loss
@@ -62,7 +62,7 @@ class StepResult:
     """0-d: global gradient norm before clipping."""
     verdict: Verdict
     """Whether the step changed anything, and why not."""
-    visible_keys: torch.Tensor | None
+    causal_keys: torch.Tensor | None
     """0-d: keys that a query sees, mean over this replica's; None where the attention is not measured."""
     update_norm: torch.Tensor | None
     """0-d fp32: norm of the change in the weights; None where the attention is not measured."""
@@ -124,11 +124,11 @@ def train_step(
             )
         if optimizer.phase.train != "indexer":
             update_routers(model.routers, groups.tp_dp_cp, verdict.applied)
-    visible_keys = update_norm = None
+    causal_keys = update_norm = None
     if measures:
-        visible_keys = mean_visible_keys(micro_batches)
+        causal_keys = mean_causal_keys(micro_batches)
         update_norm = optimizer.update_norm(verdict.applied, training.parallel)
-    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, visible_keys, update_norm)
+    return StepResult(computed.loss_sum, loss_tokens, computed.grad_norm, verdict, causal_keys, update_norm)
 
 
 def _training_pass(training: Training, step: int, measures: bool, rows: torch.Tensor) -> AttentionPass:

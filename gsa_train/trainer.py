@@ -204,7 +204,7 @@ def _log(run: Run, phase: _ActivePhase, lr: float, result: StepResult) -> None:
     run.state.task_clock.train_steps += interval.steps
     totals, checksum = data_totals(batches.counters, config.data), batches.checksum()
     worked = model.work_time.read_and_reset()
-    measured = Measured(interval, worked, totals, checksum, result.visible_keys, result.update_norm)
+    measured = Measured(interval, worked, totals, checksum, result.causal_keys, result.update_norm)
     reduced = send_step(model.runtime.stats, result.loss_sum, result.loss_tokens, measured, parallel)
     of_phase = phase.range.phase
     lrs = {name: lr * multiplier for name, multiplier in lr_multipliers(of_phase).items()}

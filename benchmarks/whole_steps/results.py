@@ -22,7 +22,7 @@ class Result:
     """Per optimizer step, over all ranks."""
     seq_len_tokens: int = 0
     num_layers: int = 0
-    visible_keys: float = float("nan")
+    causal_keys: float = float("nan")
     """That a query sees, mean over the batch: less than half of a sequence where its documents end."""
     attended_keys: float = float("nan")
     """Of these, what `mfu` counts: all, or with sparse attention a budget of k_base and the local window."""
@@ -95,7 +95,7 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
                     "model": row["model"],
                     "layout": row["layout"],
                     "devices": f"{other['world_size']} -> {row['world_size']}",
-                    "visible_keys": row["visible_keys"],
+                    "causal_keys": row["causal_keys"],
                     "tokens_per_second_per_device": speeds[0],
                     "efficiency": speeds[0] / speeds[1],
                 }
@@ -107,10 +107,10 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
 
 def _refuse_other_documents(row: dict[str, Any], other: dict[str, Any]) -> None:
     """A query that sees other keys is other work: its time cannot be compared."""
-    before, now = other.get("visible_keys"), row.get("visible_keys")
+    before, now = other.get("causal_keys"), row.get("causal_keys")
     if before is None or now is None:
         raise ValueError(
-            f"{row['model']}, {row['layout']}: a report does not say how many keys a query sees (visible_keys): "
+            f"{row['model']}, {row['layout']}: a report does not say how many keys a query sees (causal_keys): "
             "it was written by an earlier version, measure it again"
         )
     if abs(before - now) > LARGEST_DIFFERENCE_OF_KEYS * min(before, now):

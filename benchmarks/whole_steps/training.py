@@ -129,7 +129,7 @@ def _fill(
         result.peak_gib = [row[0] for row in every]
         result.peak_reserved_gib = [row[1] for row in every]
         # All replicas have the same number of queries.
-        result.visible_keys = statistics.fmean(row[2] for row in every)
+        result.causal_keys = statistics.fmean(row[2] for row in every)
         result.attended_keys = statistics.fmean(row[3] for row in every)
         _add_speed(result, variant, parallel, [row[4:] for row in every])
         if traced_steps:
@@ -158,7 +158,7 @@ def mean_keys(variant: Variant, batches: Sequence[MicroBatch]) -> tuple[float, f
     """Keys that a query of the batches sees, and to how many of these it attends with a budget of k_base."""
     if variant.attention:  # it knows no documents
         batches = [replace(batch, document_ids=None) for batch in batches]
-    visible = torch.cat([batch.visible_keys() for batch in batches])
+    visible = torch.cat([batch.causal_keys() for batch in batches])
     mean_visible = float(visible.sum()) / visible.numel()
     if variant.phase.attention == "dense":
         return mean_visible, mean_visible
@@ -183,7 +183,7 @@ def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: li
             variant.phase,
             config.train.seq_len_tokens,
             result.attended_keys,
-            result.visible_keys,
+            result.causal_keys,
         )
         if rate is not None:
             result.mfu = result.tokens_per_second_per_device * flops.total / rate

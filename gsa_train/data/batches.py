@@ -55,16 +55,16 @@ class MicroBatch:
     loss_mask: torch.Tensor
     """float32 [B, L]: 0 where nothing is to be predicted"""
 
-    def visible_keys(self) -> torch.Tensor:
+    def causal_keys(self) -> torch.Tensor:
         """Returns the number of causal keys of each query, within its document: int32 [B, L]."""
         length, device = self.tokens.shape[1], self.tokens.device
         before = torch.arange(1, length + 1, dtype=torch.int32, device=device).expand_as(self.tokens)
         return before if self.document_ids is None else before - document_starts(self.document_ids)
 
 
-def mean_visible_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
     """Returns the mean number of causal keys over all queries: fp64, 0-d, on the device."""
-    counts = [batch.visible_keys() for batch in micro_batches]
+    counts = [batch.causal_keys() for batch in micro_batches]
     return torch.stack([each.sum() for each in counts]).sum().double() / sum(each.numel() for each in counts)
 
 
@@ -76,7 +76,7 @@ def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, leas
         selection_block: block size; the first query of each aligned block selects.
         least_keys: 2, or more where groups of keys are selected (`least_keys_to_choose`).
     """
-    counts = [(batch.visible_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
+    counts = [(batch.causal_keys()[:, ::selection_block] >= least_keys).sum() for batch in micro_batches]
     return torch.stack(counts).sum().float()
 
 

@@ -78,7 +78,7 @@ TITLES = {
     "checkpoints": "Checkpoints",
     "data": "Data",
 }
-KEYS = {"visible_keys": "visible", "selected_keys": "selected"}
+KEYS = {"causal_keys": "causal", "selected_keys": "selected"}
 RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}

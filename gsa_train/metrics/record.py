@@ -86,7 +86,7 @@ class Measured:
     """What `data_totals` gave; the same names on every rank."""
     data_checksum: int = 0
     """CRC-32 of this rank's share of the step's text."""
-    visible_keys: torch.Tensor | None = None
+    causal_keys: torch.Tensor | None = None
     """0-d, mean over this replica's queries (all replicas have the same number); None on every rank or on none."""
     update_norm: torch.Tensor | None = None
     """0-d, the same on every rank; None on every rank or on none."""
@@ -113,7 +113,7 @@ class Reduced:
     layers: dict[str, list[float | None]]
     """None where a layer recorded nothing."""
     loss: float
-    visible_keys: float | None
+    causal_keys: float | None
     """Mean over the queries of all replicas; None for a validation."""
     update_norm: float | None
     """None for a validation."""
@@ -164,7 +164,7 @@ def send_step(
         allocated = torch.cuda.memory_stats()  # once: it goes through all the allocator's counters
         memory = [allocated[f"allocated_bytes.all.{which}"] for which in ("current", "peak")]
     measured = measured or Measured()
-    interval, worked, visible_keys = measured.interval, measured.worked, measured.visible_keys
+    interval, worked, causal_keys = measured.interval, measured.worked, measured.causal_keys
     wait = interval.wait_seconds / interval.seconds if interval.seconds > 0 else 0.0
     parts = {"data_wait": interval.wait_seconds, **worked.parts}
     work = [0.0] * parallel.world_size
@@ -172,7 +172,7 @@ def send_step(
     nothing = torch.zeros_like(loss_sum)
     from_device = [loss_tokens if isinstance(loss_tokens, torch.Tensor) else nothing, measured.update_norm]
     sent = stats.send(
-        torch.stack([loss_sum, nothing if visible_keys is None else visible_keys]),
+        torch.stack([loss_sum, nothing if causal_keys is None else causal_keys]),
         # fp64 holds the sum of two million CRC-32s exactly
         [measured.data_checksum, *measured.data_totals.values(), *work],
         [wait, *memory, *parts.values()],
@@ -188,7 +188,7 @@ def send_step(
             layers=layers,
             loss=sums[0] / tokens,
             data_wait=maxima[0],
-            visible_keys=None if visible_keys is None else sums[1] / parallel.world_size,
+            causal_keys=None if causal_keys is None else sums[1] / parallel.world_size,
             update_norm=None if measured.update_norm is None else update_norm,
             data_totals={name: int(total) for name, total in totals},
             data_checksum=int(sums[2]),
@@ -324,7 +324,7 @@ def step_record(
         logged.phase,
         config.train.seq_len_tokens,
         attention.get("selected_keys"),
-        reduced.visible_keys,
+        reduced.causal_keys,
         attention.get("dropped_share", 0.0),
     )
     per_device = tokens_per_second / parallel.world_size
@@ -338,7 +338,7 @@ def step_record(
         "loss": reduced.loss,
         "indexer_kl": None,
         "recall": None,
-        "visible_keys": reduced.visible_keys,
+        "causal_keys": reduced.causal_keys,
         **attention,
         "grad_norm": logged.grad_norm,
         "lr": max(lrs.values()) if "base" not in lrs else lrs["base"],

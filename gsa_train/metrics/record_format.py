@@ -91,6 +91,10 @@ def validation_prefixes(record: Record) -> dict[str, str]:
     return first | {match[1]: match[2] for match in others if match}
 
 
+RENAMED = {"visible_keys": "causal_keys"}
+"""Keys of runs that an earlier version has logged -> their names now."""
+
+
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
     """All intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are counted, and
     the first is named.
@@ -101,7 +105,7 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     lines, damaged = _read_lines(path, fault_of)
     if damaged:
         logger.warning("%s: %s; left out", path, damaged)
-    return [record for _, record in lines]
+    return [{RENAMED.get(key, key): value for key, value in record.items()} for _, record in lines]
 
 
 def _read_lines(

@@ -152,7 +152,7 @@ def flops_per_token(
 
     Args:
         mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
-            than the visible keys count.
+            than the causal keys count.
         mean_visible: measured mean of the keys that a query sees; without it a sequence is one document.
         dropped_share: measured share of the tokens' choices of experts that found no room (`moe.capacity_factor`).
     """
@@ -233,18 +233,18 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
     return of_one_document * (mean_visible / causal_mean_keys(seq_len_tokens))
 
 
-def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) -> float:
+def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """|S_t| averaged over the queries, when every query gets k_base keys, or all where it sees fewer than dense_below.
 
     A block selects from the keys that its first query sees, of which those queries that are in another document have
-    none; each query adds its own local window. The two are taken as disjoint as far as the visible keys allow, so
+    none; each query adds its own local window. The two are taken as disjoint as far as the causal keys allow, so
     with a window this is an upper estimate.
 
     Args:
-        visible_keys: of each query, sequence by sequence.
+        causal_keys: of each query, sequence by sequence.
     """
     total = 0
-    for sequence in visible_keys:
+    for sequence in causal_keys:
         for position, visible in enumerate(sequence):
             behind = position % gsa.selection_block
             of_first = sequence[position - behind]
@@ -258,7 +258,7 @@ def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) ->
                 )
                 always = max(always, own)
             total += min(chosen + always, visible)
-    return total / sum(map(len, visible_keys))
+    return total / sum(map(len, causal_keys))
 
 
 # Dense peak rates by the name that the driver reports: bf16 tensor cores (half of the datasheet's figure "with

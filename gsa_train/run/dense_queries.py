@@ -18,7 +18,7 @@ def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -
     keys out, or the run selects none. Waits for the device."""
     if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
         return None
-    visible = torch.cat([batch.visible_keys() for batch in micro_batches])
+    visible = torch.cat([batch.causal_keys() for batch in micro_batches])
     counted = visible >= 2  # filler is no text
     limit = max(config.gsa.k_base, config.gsa.dense_below - 1)
     share = float((visible > limit).sum() / counted.sum().clamp(min=1))

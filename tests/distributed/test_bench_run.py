@@ -33,7 +33,7 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
     assert "sequence parallelism" in rows[1]["failed"]
     for found in (row for row in rows if not row["failed"]):
         assert found["tokens_per_second_per_device"] > 0
-        assert (found["visible_keys"], found["attended_keys"]) == (33 / 2, 33 / 2)  # the budget is larger
+        assert (found["causal_keys"], found["attended_keys"]) == (33 / 2, 33 / 2)  # the budget is larger
         assert found["step_ms_low"] <= found["step_ms"] <= found["step_ms_high"]
     # The same weights and text, whatever the layout; and the peers differ in the attention's rounding only.
     assert rows[0]["loss"] == pytest.approx(rows[3]["loss"], rel=1e-4)

@@ -80,7 +80,7 @@ def test_metrics_hold_the_first_the_last_and_every_fifth_step_of_each_phase(demo
         else:
             assert 0 < record["random_recall"] <= 1
             assert 0 < record["recall"] <= 1
-        assert 1 < record["visible_keys"] <= (128 + 1) / 2
+        assert 1 < record["causal_keys"] <= (128 + 1) / 2
         assert record["tokens_per_second"] > 0
         assert record["mfu"] is None  # no peak rate is known for a CPU
         assert 0 <= record["data_wait"] <= 1

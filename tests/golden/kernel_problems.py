@@ -61,7 +61,7 @@ class Problem:
     lists: bool = False
     """The selection as lists of keys, not as bits."""
     dense: bool = False
-    """All visible keys instead of a selection."""
+    """All causal keys instead of a selection."""
     gate: bool = True
     """G1 fused into attention."""
     beta: float = 1.0

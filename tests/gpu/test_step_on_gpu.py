@@ -132,7 +132,7 @@ def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trai
         try:
             result = each.step(1, measures=True)
             worked = each.model.work_time.read_and_reset()
-            measured = Measured(visible_keys=result.visible_keys, update_norm=result.update_norm)
+            measured = Measured(causal_keys=result.causal_keys, update_norm=result.update_norm)
             read = send_step(
                 each.model.runtime.stats, result.loss_sum, result.loss_tokens, measured, each.parallel
             )

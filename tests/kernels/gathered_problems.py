@@ -12,7 +12,7 @@ def random_mask(batch, length, chance, device):
 
 
 def document_mask(batch, length, device):
-    """The visible keys of packed documents, cut at other places in each sequence."""
+    """The causal keys of packed documents, cut at other places in each sequence."""
     position = torch.arange(length, device=device)
     cuts = torch.tensor([[length // 3 + b, length // 2 + 2 * b] for b in range(batch)], device=device)
     document = (position[None, :, None] >= cuts[:, None, :]).sum(-1)

@@ -36,7 +36,7 @@ class LayerOptions:
     k_min: int
     k_max: int
     attention: Literal["dense", "sparse"] = "sparse"
-    """dense is phase 1: the KL runs over all visible keys. sparse is phase 2: it runs over S_t."""
+    """dense is phase 1: the KL runs over all causal keys. sparse is phase 2: it runs over S_t."""
     value_gate: bool = True
     output_gate: bool = True
     indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
@@ -237,7 +237,7 @@ def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
 
 
 def _budget(o: LayerOptions, variance: float) -> int:
-    """k_t before the number of visible keys limits it."""
+    """k_t before the number of causal keys limits it."""
     if o.adaptive_k == "off" or o.variance_ema == 0:
         wanted = float(o.k_base)
     elif o.adaptive_k == "inverse":

@@ -1,6 +1,6 @@
 """NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
 
-`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many visible keys,
+`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many causal keys,
 and a NaN KL; a row that does not see it keeps its bits, its KL over key lists those of its tile's list.
 """
 

@@ -92,7 +92,7 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
     assert training.mean_keys(few, random) == (33 / 2, (1 + 2 + 3 + 4 * 29) / 32)
     result = Result("demo", "tp=1", 1, sequences=2, seq_len_tokens=32)
     training._measure(result, few, 0, parallel, 1, 0, 0)
-    assert (result.visible_keys, result.attended_keys) == training.mean_keys(few, [first, second])
+    assert (result.causal_keys, result.attended_keys) == training.mean_keys(few, [first, second])
 
     trainee = training.build(trained, parallel)
     trainee.step([first, second])
@@ -131,7 +131,7 @@ def test_keys_that_the_queries_of_a_text_see() -> None:
 
 def row(world_size: int, speed: float | None, **other: object) -> dict[str, object]:
     same = {"model": "gsa", "layout": "tp=1", "seq_len_tokens": 10, "sequences": 8 * world_size}
-    same |= {"visible_keys": 5.5}
+    same |= {"causal_keys": 5.5}
     return {**same, "world_size": world_size, "tokens_per_second_per_device": speed, **other}
 
 
@@ -139,17 +139,17 @@ def test_weak_scaling_compares_equal_work_per_device() -> None:
     (found,) = scaling(
         [row(1, 100.0), row(1, 1.0, model="other")], [row(4, 90.0), row(4, 5.0, layout="tp=2")]
     )
-    assert (found["devices"], found["efficiency"], found["visible_keys"]) == ("1 -> 4", 0.9, 5.5)
+    assert (found["devices"], found["efficiency"], found["causal_keys"]) == ("1 -> 4", 0.9, 5.5)
     with pytest.raises(ValueError, match=r"80.0 and 40.0 tokens per device"):
         scaling([row(1, 100.0, sequences=4)], [row(4, 90.0)])
     with pytest.raises(ValueError, match="no model and layout in common"):
-        scaling([row(1, None, visible_keys=None)], [row(4, 90.0)])
-    (found,) = scaling([row(1, 100.0, visible_keys=5.46)], [row(4, 90.0)])
-    assert found["visible_keys"] == 5.5
+        scaling([row(1, None, causal_keys=None)], [row(4, 90.0)])
+    (found,) = scaling([row(1, 100.0, causal_keys=5.46)], [row(4, 90.0)])
+    assert found["causal_keys"] == 5.5
     for keys in (5.4, 5.6):
         with pytest.raises(ValueError, match=rf"sees {keys} keys on 1 devices and 5\.5 on 4.*without --text"):
-            scaling([row(1, 100.0, visible_keys=keys)], [row(4, 90.0)])
-    for few, many in (({}, {"visible_keys": None}), ({"visible_keys": None}, {})):
+            scaling([row(1, 100.0, causal_keys=keys)], [row(4, 90.0)])
+    for few, many in (({}, {"causal_keys": None}), ({"causal_keys": None}, {})):
         with pytest.raises(ValueError, match="does not say how many keys"):
             scaling([row(1, 100.0, **few)], [row(4, 90.0, **many)])
 

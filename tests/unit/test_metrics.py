@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gsa_train.data.batches import MicroBatch, mean_visible_keys, to_micro_batch
+from gsa_train.data.batches import MicroBatch, mean_causal_keys, to_micro_batch
 from gsa_train.metrics.record import Interval, LoggedStep, Measured, data_totals, reduce_step, step_record
+from gsa_train.metrics.record_format import read_records
 from gsa_train.model.flops import flops_per_token
 from gsa_train.optimizer.mcore import build_optimizer
 from helpers.single_rank import (
@@ -24,12 +25,12 @@ def test_visible_keys_of_two_documents() -> None:
     blocks = torch.tensor([[5, 6, EOS, 7, 8, 9, 1, 1], [5, 6, 7, 8, EOS, EOS, 9, 1]], dtype=torch.int32)
     batch = to_micro_batch(blocks, EOS, attend_across_documents=False)
     expected = [[1, 2, 3, 1, 2, 3, 4], [1, 2, 3, 4, 5, 1, 1]]
-    assert batch.visible_keys().tolist() == expected
-    assert mean_visible_keys([batch]) == (16 + 17) / 14
+    assert batch.causal_keys().tolist() == expected
+    assert mean_causal_keys([batch]) == (16 + 17) / 14
     across = to_micro_batch(blocks, EOS, attend_across_documents=True)
-    assert across.visible_keys().tolist() == [[1, 2, 3, 4, 5, 6, 7]] * 2
-    assert mean_visible_keys([across]) == (7 + 1) / 2
-    assert mean_visible_keys([batch, across]) == (16 + 17 + 2 * 28) / 28
+    assert across.causal_keys().tolist() == [[1, 2, 3, 4, 5, 6, 7]] * 2
+    assert mean_causal_keys([across]) == (7 + 1) / 2
+    assert mean_causal_keys([batch, across]) == (16 + 17 + 2 * 28) / 28
 
 
 def by_loops(batches: list[MicroBatch]) -> float:
@@ -52,16 +53,16 @@ def test_a_step_is_counted_by_the_keys_that_its_queries_see(phase, gsa, size):
     config = tiny_config([phase], gsa=gsa, train={"micro_batch_size": size})
     model, parallel = tiny_model(config, variance_ema=0.02), single_rank()
     optimizer, batches = build_optimizer(model, phase, config), random_batches(config)
-    assert take_step(model, optimizer, batches, config, lr=0.0).visible_keys is None
+    assert take_step(model, optimizer, batches, config, lr=0.0).causal_keys is None
     result = take_step(model, optimizer, batches, config, lr=0.0, measures=True)
     interval = Interval(steps=2, tokens=3000, seconds=1.5, wait_seconds=0.0)
-    measured = Measured(interval, data_totals=data_totals({}, config.data), visible_keys=result.visible_keys)
+    measured = Measured(interval, data_totals=data_totals({}, config.data), causal_keys=result.causal_keys)
     stats, tokens = model.runtime.stats, result.loss_tokens.item()
     reduced = reduce_step(stats, result.loss_sum, tokens, measured, parallel)
     logged = LoggedStep(1, phase, {"base": 0.0}, grad_norm=1.0, tokens=64)
     record = step_record(logged, reduced, interval, config, parallel, "fp32")
 
-    visible = record["visible_keys"]
+    visible = record["causal_keys"]
     assert visible == pytest.approx(by_loops(batches), rel=1e-12)
     assert 1 < visible < (16 + 1) / 2 - 1
     sections = (config.model, config.gsa, config.moe, phase, 16)
@@ -77,6 +78,12 @@ def test_a_validation_has_no_mean_of_visible_keys() -> None:
     stats = tiny_model(tiny_config(gsa=STANDARD, phases=[DENSE])).runtime.stats
     measured = Measured(data_totals={"a": 3}, data_checksum=5)
     reduced = reduce_step(stats, torch.ones(()), 2.0, measured, single_rank())
-    assert (reduced.loss, reduced.visible_keys) == (0.5, None)
+    assert (reduced.loss, reduced.causal_keys) == (0.5, None)
     assert (reduced.data_totals, reduced.data_checksum) == ({"a": 3}, 5)
     assert len(reduced.work_seconds) == 1
+
+
+def test_records_of_an_earlier_version_are_read_by_the_names_of_now(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "visible_keys": 12.5, "loss": 2.0}\n')
+    assert read_records(path) == [{"step": 1, "causal_keys": 12.5, "loss": 2.0}]

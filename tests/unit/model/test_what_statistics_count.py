@@ -164,7 +164,7 @@ def test_filler_changes_no_statistic_of_choices(one_sequence: Config, phase: Pha
     """A document of 17 tokens, then 7 of filler, beside the same document alone, in a sequence of 17."""
 
     filled = batch_of([17], one_sequence, filler=8)
-    assert filled.visible_keys()[0].tolist() == [*range(1, 18), *[1] * 7]
+    assert filled.causal_keys()[0].tolist() == [*range(1, 18), *[1] * 7]
     alone = MicroBatch(
         *(getattr(filled, name)[:, :17] for name in ("tokens", "labels", "document_ids", "loss_mask"))
     )
@@ -198,7 +198,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
     stats, (selection,) = read_stats(model), kept
     sets = [set(row.nonzero()[:, 0].tolist()) for row in selection[0]]
     assert batch.document_ids is not None
-    ids, visible = batch.document_ids[0].tolist(), batch.visible_keys()[0].tolist()
+    ids, visible = batch.document_ids[0].tolist(), batch.causal_keys()[0].tolist()
     chooses = [len(chosen) < seen for chosen, seen in zip(sets, visible, strict=True)]
     assert 0 < sum(chooses) < LENGTH
     overlaps = [
@@ -236,7 +236,7 @@ def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequ
         train={"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
     )
     batches = [batch_of([LENGTH + 1], config), batch_of([3] * 8, config)]
-    counts = [int((batch.visible_keys() >= 2).sum()) for batch in batches]
+    counts = [int((batch.causal_keys() >= 2).sum()) for batch in batches]
     assert counts == [23, 16]
     alone = []
     for batch in batches:
