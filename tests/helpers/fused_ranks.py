@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lists": {"attention_kernel": "gathered"},
     "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
 }
-PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [WARM_UP, SPARSE]}
-"""A warm-up attends to all keys, so that of `lists` would be that of `bits` again."""
+PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [SPARSE]}
+"""A warm-up attends to all keys: its step would be the same in all cases."""
 
 
 def case_config(name: str, parallel: dict[str, Any]) -> Config:

@@ -15,6 +15,12 @@ def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
 
 
+def runs_nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether this session runs nightly tests of the fixture's module."""
+    items = request.session.items
+    return any(item.path == request.path and item.get_closest_marker("nightly") for item in items)
+
+
 def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
     """The `name`s with which this session runs a test of the fixture's module, so that the fixture makes no others."""
     return [

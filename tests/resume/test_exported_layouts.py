@@ -34,7 +34,7 @@ def test_logits_are_those_of_the_training_model(
     load_weights(checkpoint, model, single_rank())
     tokenizer = Tokenizer(str(out / "tokenizer.model"))
     text = "def f(x):\n    return x + 1\n" * 8
-    tokens = torch.from_numpy(tokenizer.encode(text)[: config.train.seq_len_tokens]).long()[None]
+    tokens = torch.tensor(tokenizer.encode(text)[: config.train.seq_len_tokens]).long()[None]
     expected = training_logits(model, config.phases[-1], tokens)
     torch.testing.assert_close(hf_logits(out, tokens), expected, rtol=1e-5, atol=1e-5)
 

@@ -24,7 +24,7 @@ NEAR_SECONDS = 0.4
 """Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
 COMMAND = (*TINY, "logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # it compares clocks; test_goodput_log.py has the rules
 
 
 @dataclass

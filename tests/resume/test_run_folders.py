@@ -60,6 +60,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     assert "the run is complete, and its plots cannot be drawn: " in again.output
 
 
+@pytest.mark.nightly
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
     """Read again with the new ones alone, the text would be another than the run's."""
     options = (*TINY, *QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")

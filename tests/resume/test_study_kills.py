@@ -20,6 +20,10 @@ from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY, TINY
 
+pytestmark = (
+    pytest.mark.nightly
+)  # real studies; test_study_runner.py and test_study_weights.py have the rules
+
 STEPS = 10
 PHASE = {"name": "only", "steps": STEPS, "train": "all", "lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 2}
 ARMS = {
