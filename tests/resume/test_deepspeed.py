@@ -24,7 +24,7 @@ ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
 
 
 def records_of(run: Run, after: int) -> list[dict[str, Any]]:
-    """Steps and validations behind a step, without what is measured with a clock."""
+    """Steps and validations after a step, without what is measured with a clock."""
     return numbers_of(record for record in run.records() if record["step"] > after)
 
 

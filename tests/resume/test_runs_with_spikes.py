@@ -45,7 +45,7 @@ NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
-"""2 steps before the spike's first one, 45, to 4 behind the third, after which the run goes back."""
+"""2 steps before the spike's first one, 45, to 4 after the third, after which the run goes back."""
 
 
 @dataclass

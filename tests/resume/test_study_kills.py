@@ -20,9 +20,8 @@ from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY, TINY
 
-pytestmark = (
-    pytest.mark.nightly
-)  # real studies; test_study_runner.py and test_study_weights.py have the rules
+# Real studies: test_study_runner.py and test_study_weights.py have the rules.
+pytestmark = pytest.mark.nightly
 
 STEPS = 10
 PHASE = {"name": "only", "steps": STEPS, "train": "all", "lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 2}
@@ -118,7 +117,7 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(
 ) -> None:
     study, moments = write_study(tmp_path, base), random.Random(SEED)
 
-    running = start(study)  # an arm dies: it goes on by itself behind a checkpoint, else by the next start
+    running = start(study)  # an arm dies: it goes on by itself after a checkpoint, else by the next start
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gated") >= at, running)
     arm_under_way(running).kill()

@@ -37,7 +37,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the gradient, whatever the layer behind makes of it."""
+    """Of the gradient, whatever the next layer makes of it."""
     strides: list[tuple[int, ...]] = []
 
     class Watched(torch.autograd.Function):

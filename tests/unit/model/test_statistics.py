@@ -21,7 +21,7 @@ from helpers.single_rank import (
 
 
 def test_recall_is_the_same_from_dense_probabilities_and_from_sparse_attention() -> None:
-    """Only of the first layer: behind it the two phases compute other activations."""
+    """Only of the first layer: after it the two phases compute other activations."""
     config = tiny_config(gsa={"local_window": 2})
     dense, sparse = measure(config, WARM_UP), measure(config, SPARSE)
     assert dense["recall"][0] == pytest.approx(sparse["recall"][0], rel=1e-6)
