@@ -185,7 +185,7 @@ def test_two_ranks_decide_as_one(runs):
             assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
 
 
-def test_a_rewind_goes_on_behind_the_spike(runs):
+def test_a_rewind_goes_on_after_the_spike(runs):
     rewind = runs["rewind"]
     (event,) = rewind.records("rewind")
     places = ("step", "checkpoint_step", "spike_step", "first_skipped", "last_skipped", "action", "signal")
