@@ -1,8 +1,6 @@
 """A run by DeepSpeed goes on from its checkpoint bit for bit, through the change of phases; megatron's strategy goes on
 from one, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,11 +1,7 @@
 """Checkpoints of runs in several layouts, exported to transformers in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -23,9 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tensor x pipeline", "context"])
-def test_logits_are_those_of_the_training_model(
-    layout: Literal["one rank", "tensor x pipeline", "context"], tmp_path: Path
-) -> None:
+def test_logits_are_those_of_the_training_model(layout, tmp_path):
     run = whole_run(layout)
     checkpoint, run_dir = find_source(run.folder, None, None)
     out = export_hf(checkpoint, tmp_path / "out", run_dir).folder

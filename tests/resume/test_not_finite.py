@@ -3,8 +3,6 @@ ends with exit code 13 or goes back, and no start or rewind takes up what an ear
 
 `pytest -s` prints the table of what is answered, and what is left on the disk."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

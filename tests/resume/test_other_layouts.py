@@ -1,7 +1,5 @@
 """A checkpoint goes on in a layout other than the one that wrote it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

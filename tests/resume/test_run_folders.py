@@ -1,9 +1,6 @@
 """What a start does with a run folder that already holds a run. Plain `python launch/pretrain.py`, one rank."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,9 +139,7 @@ def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_ru
     assert [record["checkpoint_name"] for record in events] == ["step_00000020"]
 
 
-def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(tmp_path):
     original = finished()
     fault = {"removed_folder": [8, str(tmp_path / "run")]}
     removed = start(tmp_path, *TINY, launcher="python", faults=fault).wait(expected=75)

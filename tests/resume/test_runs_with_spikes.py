@@ -1,7 +1,5 @@
 """Spikes in real runs: what is detected at which step, what is done about it, and where the run ends up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which dense attention a config means."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

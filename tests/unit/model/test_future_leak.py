@@ -1,7 +1,5 @@
 """No token influences an earlier one, nor one of another document: to the last bit, through the whole model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the layers report about their attention, where two ways of measuring must agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -58,9 +56,7 @@ def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None
         assert closed[f"{gate}_low"] == [1.0, 1.0]
 
 
-def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(monkeypatch):
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
     model = tiny_model(config)

@@ -1,7 +1,5 @@
 """V̄, the moving average of the adaptive budget: what it averages, when it moves, where it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
