@@ -3,8 +3,6 @@
 Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Which cases of a table the nightly tests alone have, and which of them this session runs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 
