@@ -104,7 +104,12 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "override", "expected"),
     [
-        (True, "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
+        pytest.param(
+            True,
+            "gsa.indexer_dim=16",
+            "step_00000015 is damaged: __0_0.distcp has",
+            marks=pytest.mark.nightly,
+        ),
         (False, REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
     ],
     ids=["damaged", "W&B"],
