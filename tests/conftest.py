@@ -65,84 +65,29 @@ if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
 SHARED_RUNS = "GSA_TEST_SHARED_RUNS"
 TESTS = Path(__file__).parent
 
-LONGEST_FILES = (
-    "distributed/test_many_layouts.py",
-    "resume/test_faults.py",
-    "resume/test_other_layouts.py",
-    "distributed/test_expert_layouts.py",
-    "unit/test_memory_trace.py",
-    "resume/test_runs_with_spikes.py",
-    "distributed/test_three_way_layouts.py",
-    "e2e/test_demo.py",
-    "unit/data/test_data_stream.py",
-    "unit/model/test_triton_core.py",
-    "e2e/test_wrong_configs.py",
-    "unit/test_wandb_outage.py",
-    "resume/test_data_survives_kills.py",
-    "unit/test_zero.py",
-    "distributed/test_fused_tensor_parallel.py",
-    "kernels/test_benches.py",
-    "resume/test_wrong_bits.py",
-    "resume/test_not_finite.py",
-    "resume/test_kills.py",
-    "kernels/test_nonfinite.py",
-    "e2e/test_notebooks.py",
-    "unit/data/test_data_memory.py",
-    "unit/hf/test_generation.py",
-    "unit/test_spikes.py",
-    "unit/test_packaging.py",
-    "e2e/test_chat_model.py",
-    "e2e/test_demo_moe.py",
-    "resume/test_run_folders.py",
-    "kernels/test_groups_of_keys.py",
-    "unit/data/test_source_weights.py",
-    "unit/test_checkpoint_optimizer.py",
-    "resume/test_experts.py",
-    "e2e/test_ctrl_c.py",
-    "unit/test_bench_moe.py",
-    "unit/convert/test_export_hf.py",
-    "distributed/test_chat_layouts.py",
-    "unit/test_weights_of_another_run.py",
-    "kernels/test_indexer_loss.py",
-    "unit/test_plots.py",
-    "resume/test_study_kills.py",
-    "unit/data/test_data_oracle.py",
-    "unit/test_damage_walk.py",
-    "unit/model/test_layer_oracle.py",
-    "resume/test_stops.py",
-    "unit/model/test_triton_core_distillation.py",
-    "unit/evaluation/test_beside_a_run.py",
-    "unit/test_optim.py",
-    "kernels/test_fused_indexer_loss.py",
-    "unit/model/test_future_leak.py",
-    "kernels/test_layer.py",
-    "kernels/test_triton_gathered_attention.py",
-    "unit/evaluation/test_ruler.py",
-    "unit/evaluation/test_needle.py",
-    "resume/test_deepspeed.py",
-    "unit/hf/test_hf_generate.py",
-    "distributed/test_layouts_on_gpu.py",
-    "unit/test_stopping.py",
-    "kernels/test_triton_candidates.py",
-    "unit/hf/test_hf_training.py",
-    "resume/test_watching.py",
-    "kernels/test_triton_attention.py",
-    "unit/evaluation/test_perplexity.py",
-    "distributed/test_data_wait.py",
-    "unit/data/test_data_faults.py",
-    "unit/evaluation/test_results.py",
-    "unit/test_main_weights.py",
-    "unit/model/test_row_fraction.py",
-    "kernels/test_triton_decode.py",
-    "kernels/test_api.py",
-    "unit/test_job_script.py",
-    "unit/test_tasks.py",
-    "unit/test_trainer.py",
-    "unit/hf/test_hf_saving.py",
-    "resume/test_failed_saves.py",
-    "resume/test_goodput.py",
-)
+LONGEST = """
+distributed/test_many_layouts.py resume/test_faults.py resume/test_runs_with_spikes.py resume/test_wrong_bits.py
+e2e/test_demo.py resume/test_kills.py resume/test_not_finite.py distributed/test_fused_tensor_parallel.py
+distributed/test_expert_layouts.py e2e/test_wrong_configs.py resume/test_other_layouts.py unit/test_memory_trace.py
+distributed/test_three_way_layouts.py unit/data/test_data_stream.py unit/model/test_triton_core.py
+unit/test_wandb_outage.py resume/test_data_survives_kills.py unit/test_zero.py kernels/test_nonfinite.py
+e2e/test_notebooks.py unit/data/test_data_memory.py unit/hf/test_generation.py unit/test_spikes.py
+unit/test_packaging.py e2e/test_chat_model.py resume/test_run_folders.py kernels/test_groups_of_keys.py
+unit/data/test_source_weights.py unit/test_checkpoint_optimizer.py resume/test_experts.py e2e/test_ctrl_c.py
+unit/convert/test_export_hf.py distributed/test_chat_layouts.py unit/test_weights_of_another_run.py
+kernels/test_indexer_loss.py unit/test_plots.py unit/data/test_data_oracle.py unit/test_damage_walk.py
+unit/model/test_layer_oracle.py resume/test_stops.py unit/model/test_triton_core_distillation.py
+unit/evaluation/test_beside_a_run.py unit/test_optim.py kernels/test_fused_indexer_loss.py
+unit/model/test_future_leak.py kernels/test_layer.py kernels/test_triton_gathered_attention.py
+unit/evaluation/test_ruler.py unit/evaluation/test_needle.py resume/test_deepspeed.py unit/hf/test_hf_generate.py
+unit/test_stopping.py kernels/test_triton_candidates.py unit/hf/test_hf_training.py resume/test_watching.py
+kernels/test_triton_attention.py unit/evaluation/test_perplexity.py distributed/test_data_wait.py
+unit/data/test_data_faults.py unit/evaluation/test_results.py unit/test_main_weights.py
+unit/model/test_row_fraction.py kernels/test_triton_decode.py kernels/test_api.py unit/test_job_script.py
+unit/test_tasks.py unit/test_trainer.py unit/hf/test_hf_saving.py resume/test_failed_saves.py
+"""
 """By CPU seconds and seconds spent waiting, down to 5; what comes after them fills the gaps at the end."""
+LONGEST_FILES = LONGEST.split()
 
 
 @pytest.fixture(autouse=True)
@@ -169,9 +114,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; the others stay in their order."""
     if gone := [name for name in LONGEST_FILES if not (TESTS / name).is_file()]:
-        raise pytest.UsageError(
-            f"tests/conftest.py: LONGEST_FILES names no file of tests/: {', '.join(gone)}"
-        )
+        raise pytest.UsageError(f"tests/conftest.py: LONGEST names no file of tests/: {', '.join(gone)}")
     if torch.cuda.is_available():
         for item in items:
             if (TESTS / "kernels") in item.path.parents:  # they run the kernels on the device that there is

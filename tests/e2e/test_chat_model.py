@@ -21,6 +21,7 @@ from gsa_eval.convert.import_hf import import_hf
 from gsa_eval.harness import GSATrainLM
 from helpers.chats import PLAIN, make_tokenizer
 from helpers.runs import REPOSITORY, TINY_MODEL, start
+from helpers.tiers import with_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ class Chat(NamedTuple):
     turn_end: str
 
 
-@pytest.fixture(scope="module", params=["tokenizer.json", "sentencepiece"])
+@pytest.fixture(scope="module", params=with_nightly(["tokenizer.json", "sentencepiece"], {"sentencepiece"}))
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
     """A tiny model that has learnt two answers by heart."""
     folder = tmp_path_factory.mktemp("chat")

@@ -142,6 +142,7 @@ doc_to_target: label
 """
 
 
+@pytest.mark.nightly
 def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path, monkeypatch):
     """Every file by hash and time, folders by their names."""
     pytest.importorskip("lm_eval")

@@ -69,7 +69,10 @@ def test_wrong_use_shows_the_usage():
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
-    [(["data.tokenizer=/none.model"], "data.tokenizer = /none.model: "), (["--no-resum"], "--no-resum")],
+    [
+        (["data.tokenizer=/none.model"], "data.tokenizer = /none.model: "),
+        pytest.param(["--no-resum"], "--no-resum", marks=pytest.mark.nightly),
+    ],
     ids=["wrong config", "wrong use"],
 )
 def test_what_another_rank_alone_finds_is_not_lost(arguments, line):
@@ -104,7 +107,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 
 @pytest.mark.parametrize(
     ("config", "line"),
-    [("configs/demo_sft.yaml", CHAT), (CONFIG, '{"text": "hi"}\n')],
+    [pytest.param("configs/demo_sft.yaml", CHAT, marks=pytest.mark.nightly), (CONFIG, '{"text": "hi"}\n')],
     ids=["conversations", "text"],
 )
 def test_a_validation_set_shorter_than_a_sequence_is_refused(config, line, tmp_path):

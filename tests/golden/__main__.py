@@ -4,8 +4,6 @@ Exit code 0: all values compared are equal to the last bit. 1: some differ. 2: n
 golden file is missing or of another processor, GPU or torch; the message says what to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Compare two sets of exact results, value by value and to the last bit, and say where they part."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping

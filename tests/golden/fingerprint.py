@@ -1,7 +1,5 @@
 """What bits depend on besides the code: processor or GPU, torch, Triton; and which code it is."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version

@@ -3,8 +3,6 @@
 The calls into the kernels are in operations.py, which follows the kernels' interface; this file does not import them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

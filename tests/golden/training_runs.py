@@ -1,7 +1,5 @@
 """The table of golden training runs, and one run as exact numbers: the public launcher and metrics.jsonl alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the benches of training steps ask of a CUDA device, where there is none."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The ETTR by hand uses nothing of `gsa_train.goodput`: it goes through the time s
 another, and asks the system when the first process began.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

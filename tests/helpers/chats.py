@@ -1,7 +1,5 @@
 """Conversations, a tokenizer with the tokens of a chat, and templates, small."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Checkpoints of small models in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

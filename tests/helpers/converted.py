@@ -1,7 +1,5 @@
 """Models on their way to transformers and back, small and in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ A launch fails where a GPU would refuse its grid, and where a product of two int
 point elsewhere.
 """
 
-from __future__ import annotations
-
 import inspect
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs on CPUs over gloo, also on a machine with GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What may happen to a file, and a table of what then happened to a start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small models to evaluate, as checkpoints of a run that never was."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 As many_layouts.py does with dense models, those that FOLDER/wanted.json names. Writes FOLDER/results.json.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """benchmarks/bench_training.py on devices that run out of memory: FAILURES as JSON, [variant, rank, step] each."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Plans for faulty_runs.py: several runs with faults, from one process that has imported everything."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -29,8 +29,6 @@ by name (steps count from 1, "before" a step is before its batch is trained):
 Where a rank stands still, the others wait for it in a collective: so does the run, until it is ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """launch/pretrain.py with the faults (helpers/faults.py) that the environment names, for `start(..., faults=...)`."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

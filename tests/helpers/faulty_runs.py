@@ -7,8 +7,6 @@ it goes on from a copy of a run's folder, as a kill after that checkpoint would 
 the ranks of each run go to PLAN.codes.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

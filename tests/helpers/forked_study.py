@@ -1,7 +1,5 @@
 """launch/study.py in a fork of a process that has imported everything, its runs as forks of it in turn."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Each case has a folder with `rank_N.err`, what that rank wrote, and the reports 
 the exit code of rank 0 by case; null where it still hangs long after the watch's limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -32,8 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lists": {"attention_kernel": "gathered"},
     "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
 }
-PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [WARM_UP, SPARSE]}
-"""A warm-up attends to all keys, so that of `lists` would be that of `bits` again."""
+PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [SPARSE]}
+"""A warm-up attends to all keys: its step would be the same in all cases."""
 
 
 def case_config(name: str, parallel: dict[str, Any]) -> Config:

@@ -1,7 +1,5 @@
 """One step of a tiny model on the fused core or on the reference core, and how the two are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Three steps of DistributedDataParallel on a GSA model with gradient checkpointing, on each of its ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -3,8 +3,6 @@
 What is not said here goes through Triton's own checks, so that what a GPU's compiler refuses is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache

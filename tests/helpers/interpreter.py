@@ -18,8 +18,6 @@ Products of matrices it leaves to numpy, in which a row's last bits depend on ho
 processors: on an AMD EPYC without AVX-512 16 tests failed that compare bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

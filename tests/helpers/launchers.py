@@ -1,7 +1,5 @@
 """torchrun's agents, several of them where a test needs several nodes, and signals to single ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import uuid

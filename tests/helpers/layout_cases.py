@@ -1,7 +1,5 @@
 """Layouts that are compared, and their models: the tables of many_layouts.py, and parts of those of others."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What one rank trains, and how the numbers of a layout are compared with it."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from itertools import accumulate
 from typing import Any

@@ -14,8 +14,6 @@ from layout to layout. What a layout leaves of the ranks is data parallel. On CP
 CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/distributed/cuda_connections.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Starting a rank takes longer than the steps of a tiny model, so the ranks stay a
 context and pipeline sizes leave of the world is data parallel. Writes FOLDER/results.json.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

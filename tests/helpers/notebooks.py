@@ -1,8 +1,6 @@
 """Run a notebook's code cells without Jupyter. `python tests/helpers/notebooks.py examples/*.ipynb` also writes what
 they print and draw into the notebooks."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The folder of a run as a report finds it, without a run."""
 
-from __future__ import annotations
-
 import json
 
 PHASES = ((30, "warm-up"), (60, "sparse"))

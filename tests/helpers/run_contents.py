@@ -1,7 +1,5 @@
 """What is in a run folder, and damage to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

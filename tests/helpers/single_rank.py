@@ -1,7 +1,5 @@
 """megatron-core with one rank in this process, and models small enough for unit tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """A small study, and runs of it as their folders would be."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 As many_layouts.py does with four ranks: the ranks stay and change their layout. Writes FOLDER/results.json.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

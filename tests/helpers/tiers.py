@@ -1,7 +1,5 @@
 """Which cases of a table the nightly tests alone have, and which of them this session runs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -13,6 +11,12 @@ def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
     names = list(names)
     assert not set(nightly) - set(names), f"no such cases: {sorted(set(nightly) - set(names))}"
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
+
+
+def runs_nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether this session runs nightly tests of the fixture's module."""
+    items = request.session.items
+    return any(item.path == request.path and item.get_closest_marker("nightly") for item in items)
 
 
 def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:

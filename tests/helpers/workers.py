@@ -6,8 +6,6 @@ when it has done one, so that what a file's tests share is made once. What tests
 prints and counts it as if it had run them.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

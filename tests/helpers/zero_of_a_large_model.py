@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO-3 as a large model meets it, for tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -16,9 +16,7 @@ pytestmark = [] if interpreted() else [pytest.mark.gpu]
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_one_pass_gives_the_sum(
-    decay: float, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_gives_the_sum(decay, weight_dtype, monkeypatch):
     """Parameters of less than a stretch, and of more than all programs take at once."""
     monkeypatch.setattr(op, "ELEMENTS", 64)
     monkeypatch.setattr(op, "MAX_PROGRAMS", 3)

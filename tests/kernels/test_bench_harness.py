@@ -63,9 +63,7 @@ def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> Non
     assert read(tmp_path)["failures"] == ["wrong gradients"]
 
 
-def test_unknown_commit_is_loud(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_unknown_commit_is_loud(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     monkeypatch.setenv("GSA_COMMIT", "1234abc")
     assert harness.commit() == "1234abc"

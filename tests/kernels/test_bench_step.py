@@ -1,7 +1,5 @@
 """bench_step.py on a CPU: whole models in turn, and over lengths."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -171,9 +169,7 @@ def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (whole["layer_ms"], whole["whole_ms"], whole["whole_speed_up"]) == (None, 11000, in_turns)
 
 
-def test_a_depth_that_no_shape_has_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_depth_that_no_shape_has_is_refused(monkeypatch, capsys, tmp_path):
     import bench_step
 
     stand_in_for_cuda(monkeypatch)

@@ -84,7 +84,7 @@ def enter(
     tiling: PairTiling,
     groups: tuple[tuple[str, ...], ...],
 ) -> reference.Entered:
-    """In as many launches as there are groups of sections; those behind the first as beside something."""
+    """In as many launches as there are groups of sections; the ones after the first as beside something."""
     entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
     for group in groups[1:]:
         part = joined.Part(group, entered, beside=True)

@@ -1,7 +1,5 @@
 """Log-sum-exps of few queries: which keys the kernel goes over."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -78,7 +78,7 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 
 
 def last_list() -> KeyLists:
-    """Of the last tile alone; its words stand behind 2^31 others, of which no memory is taken."""
+    """Of the last tile alone; its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
     keys = reserved(far + len(KEYS), dtype=torch.int32)
     keys[far:] = KEYS

@@ -4,8 +4,6 @@
 and a NaN KL; a row that does not see it keeps its bits, its KL over key lists those of its tile's list.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

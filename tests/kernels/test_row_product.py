@@ -125,9 +125,7 @@ def test_counters_advance() -> None:
     ],
 )
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
-def test_sizes_of_a_model(
-    batch: int, columns: int, count: int, norm: bool, epilogue: str, x_gate: bool, marked: None
-) -> None:
+def test_sizes_of_a_model(batch, columns, count, norm, epilogue, x_gate, marked):
     check(operands(batch, columns, count, norm, epilogue, torch.bfloat16, x_gate), None)
 
 
@@ -159,9 +157,7 @@ def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
 @pytest.mark.skipif(not interpreted(), reason="of the interpreter")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_weight_of_more_than_2_to_the_31_elements(
-    batch: int, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_of_more_than_2_to_the_31_elements(batch, gated, monkeypatch):
     """Of an output layer's vocabulary and width: the first and the last program alone, over memory that nothing else
     touches."""
     columns, count = 64, 2**31 // 64 + 32

@@ -1,7 +1,5 @@
 """Which steps bench_step.py --lengths measures, and what the names of its models say."""
 
-from __future__ import annotations
-
 import pytest
 
 from whole_steps.step_cases import StepCase, plan

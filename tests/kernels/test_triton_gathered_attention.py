@@ -212,7 +212,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
     assert lists.counts.max() > 128  # three steps
 
     def attend(q, k, v, gate):
-        """The queries of the first tile, whose lists are empty, are beyond the reference: it sees those behind them."""
+        """The queries of the first tile, whose lists are empty, are beyond the reference, which sees the others."""
         q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
         out, lse = gathered_attention(q, k, v, lists, gate)
         return out[:, empty:], lse[..., empty:]

@@ -108,9 +108,7 @@ def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("length", "share", "queries"), [(1, 1, 32), (20, 2, 16), (77, 1, 16), (96, 2, 32), (77, 1, 32)]
 )
-def test_packed_mask_of_some_queries(
-    device: str, length: int, share: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_mask_of_some_queries(device, length, share, queries, monkeypatch):
     """From lists with full parts, shared keys, gaps and junk in the bits beyond L; in several steps."""
     monkeypatch.setattr(triton_rows, "_ENTRIES", 32)
     mask = make_mask(length, 2, share * queries, 5, documents=True, seed=length)

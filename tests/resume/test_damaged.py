@@ -1,7 +1,5 @@
 """A start whose newest checkpoints are damaged goes back to an intact one, says so, and loses no batch."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ here is `data_checksum`, which names the sequences of a step's global batch and 
 start repeats the steps after its checkpoint, so those that a kill took back are compared, too.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

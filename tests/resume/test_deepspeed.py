@@ -1,8 +1,6 @@
 """A run by DeepSpeed goes on from its checkpoint bit for bit, through the change of phases; megatron's strategy goes on
 from one, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
 
 
 def records_of(run: Run, after: int) -> list[dict[str, Any]]:
-    """Steps and validations behind a step, without what is measured with a clock."""
+    """Steps and validations after a step, without what is measured with a clock."""
     return numbers_of(record for record in run.records() if record["step"] > after)
 
 

@@ -1,7 +1,5 @@
 """Runs of mixtures of experts over ranks: killed and started again, checked for wrong bits, with experts one by one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,7 @@
 """Checkpoints of runs in several layouts, exported to transformers in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -23,9 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tensor x pipeline", "context"])
-def test_logits_are_those_of_the_training_model(
-    layout: Literal["one rank", "tensor x pipeline", "context"], tmp_path: Path
-) -> None:
+def test_logits_are_those_of_the_training_model(layout, tmp_path):
     run = whole_run(layout)
     checkpoint, run_dir = find_source(run.folder, None, None)
     out = export_hf(checkpoint, tmp_path / "out", run_dir).folder
@@ -34,7 +28,7 @@ def test_logits_are_those_of_the_training_model(
     load_weights(checkpoint, model, single_rank())
     tokenizer = Tokenizer(str(out / "tokenizer.model"))
     text = "def f(x):\n    return x + 1\n" * 8
-    tokens = torch.from_numpy(tokenizer.encode(text)[: config.train.seq_len_tokens]).long()[None]
+    tokens = torch.tensor(tokenizer.encode(text)[: config.train.seq_len_tokens]).long()[None]
     expected = training_logits(model, config.phases[-1], tokens)
     torch.testing.assert_close(hf_logits(out, tokens), expected, rtol=1e-5, atol=1e-5)
 

@@ -1,8 +1,6 @@
 """Saves that fail on one rank, because the kernel lets none of its files grow, or because its thread raises: reported,
 tried again, and in the end the reason to stop. Nothing that was trained changes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Ranks that hang, crawl or die, and nodes that vanish: the run names them, starts itself again from the last
 checkpoint, and ends with the numbers of a run that nothing disturbed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

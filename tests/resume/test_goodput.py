@@ -24,7 +24,7 @@ NEAR_SECONDS = 0.4
 """Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
 COMMAND = (*TINY, "logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # it compares clocks; test_goodput_log.py has the rules
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Process:
         return found
 
     def stall(self, number: int) -> float:
-        """Of the save behind a step: both are logged at their end, as saves are waited for."""
+        """Of the save after a step: both are logged at their end, as saves are waited for."""
         found = [
             each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"
         ]
@@ -175,7 +175,7 @@ def test_records_summary_and_console_say_it(story: Story) -> None:
     assert f"did not end by itself: after step {HELD - 1}, last sign" in story.run.output
     newest = story.run.steps()[-1]
     assert newest["lost_seconds"]["down"] == pytest.approx(account.lost_seconds["down"], abs=1e-3)
-    assert "validation" not in newest["lost_seconds"]  # that comes behind it
+    assert "validation" not in newest["lost_seconds"]  # that comes after it
     said = [line for line in story.run.output.splitlines() if line.startswith("goodput: this run has lost ")]
     assert len(said) == 2  # at the restart and at the end
     assert f"(ETTR {account.ettr:.1%})" in said[1]

@@ -1,7 +1,5 @@
 """A run that is killed and started again by the same command goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a start says and does when the data of its checkpoint is not the config's, or cannot be read."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

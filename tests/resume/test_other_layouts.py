@@ -1,7 +1,5 @@
 """A checkpoint goes on in a layout other than the one that wrote it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -49,6 +47,7 @@ def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(sav
     assert_next_step_is_that_of(split, saved, record)
 
 
+@pytest.mark.nightly
 def test_context_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
     context = whole_run("context")
     # A run folder stands for its latest checkpoint, and the file may be set back to an earlier one.

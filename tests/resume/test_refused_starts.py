@@ -3,8 +3,6 @@
 The same over two ranks, and by W&B, is in test_run_folders.py.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +70,7 @@ def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusa
     ],
     ids=["incomplete", "damaged", "another model", "other data", "no device"],
 )
-def test_a_refused_resume_leaves_no_trace(
-    old_run: Run, refusal: Refusal, fault: str, override: str, expected: str
-) -> None:
+def test_a_refused_resume_leaves_no_trace(old_run, refusal, fault, override, expected):
     """Neither in a new folder nor in an old one."""
     checkpoint = old_run.checkpoints / "step_00000015"
     if fault == "incomplete":

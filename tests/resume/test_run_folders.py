@@ -1,9 +1,6 @@
 """What a start does with a run folder that already holds a run. Plain `python launch/pretrain.py`, one rank."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +57,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
     assert "the run is complete, and its plots cannot be drawn: " in again.output
 
 
+@pytest.mark.nightly
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
     """Read again with the new ones alone, the text would be another than the run's."""
     options = (*TINY, *QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")
@@ -106,7 +104,12 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "override", "expected"),
     [
-        (True, "gsa.indexer_dim=16", "step_00000015 is damaged: __0_0.distcp has"),
+        pytest.param(
+            True,
+            "gsa.indexer_dim=16",
+            "step_00000015 is damaged: __0_0.distcp has",
+            marks=pytest.mark.nightly,
+        ),
         (False, REFUSED_BY_WANDB, "logging.wandb = offline: Weights & Biases did not start"),
     ],
     ids=["damaged", "W&B"],
@@ -141,9 +144,7 @@ def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_ru
     assert [record["checkpoint_name"] for record in events] == ["step_00000020"]
 
 
-def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(tmp_path):
     original = finished()
     fault = {"removed_folder": [8, str(tmp_path / "run")]}
     removed = start(tmp_path, *TINY, launcher="python", faults=fault).wait(expected=75)

@@ -1,7 +1,5 @@
 """Spikes in real runs: what is detected at which step, what is done about it, and where the run ends up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import STOPPED_BY_MONITOR
 from helpers.fault_plans import FaultPlan
 from helpers.runs import numbers_of
+from helpers.tiers import runs_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +43,7 @@ NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
-"""2 steps before the spike's first one, 45, to 4 behind the third, after which the run goes back."""
+"""2 steps before the spike's first one, 45, to 4 after the third, after which the run goes back."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """All runs of this file, from one process that has imported everything; two of one rank go side by side."""
     folder = tmp_path_factory.mktemp("spikes")
     plan = FaultPlan(folder, SECTIONS, [PHASE])
@@ -104,8 +103,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [run("clean"), run("skip", skip, **TEXT)],
         [goes_on("rewind", "skip", rewind, EVERY_FIFTH), goes_on("stop", "skip", stop, EVERY_FIFTH)],
         [goes_on("skip, resumed", "skip", skip), goes_on("restart", "stop", rewind, EVERY_FIFTH, left_out)],
-        [goes_on("stop, again", "stop", stop, EVERY_FIFTH)],
-        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH), goes_on("lower_lr", "skip", lower)],
+        [goes_on("stop, again", "stop", stop, EVERY_FIFTH), goes_on("lower_lr", "skip", lower)],
+    ]
+    at_night = [
+        [goes_on("rewind, resumed", "rewind", rewind, EVERY_FIFTH)],
         [
             goes_on("bit", "clean", rewind, "checkpoint.every_steps=11", **FLIPPED),
             goes_on("bit, log", "clean", **FLIPPED),
@@ -118,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
         [goes_on("nan", "clean", skip, halves, ranks=2, nan_gradient=[NAN_STEP, 1])],
         [run("nan, log", halves, ranks=2, nan_gradient=[5, 1])],
     ]
-    codes = plan.carry_out(waves)
+    codes = plan.carry_out(waves + at_night * runs_nightly(request))
     found = {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
     print_table(found)
     return found
@@ -160,13 +161,18 @@ def test_updates_from_bad_batches_are_left_out_at_once(runs):
     assert all(skip.losses()[step] == clean.losses()[step] for step in range(1, 33))
     last = skip.records()[-1]
     assert (last["spikes"], last["skipped_updates"], last["spikes_per_100k_steps"]) == (2, 6, 2e5 / STEPS)
-    assert skip.validation_loss < runs["text, log"].validation_loss
+
+
+@pytest.mark.nightly
+def test_left_out_updates_spare_the_model(runs):
+    assert runs["skip"].validation_loss < runs["text, log"].validation_loss
 
 
 def test_a_run_resumed_between_two_spikes_is_the_uninterrupted_one(runs):
     assert runs["skip, resumed"].numbers(0) == runs["skip"].numbers(0)
 
 
+@pytest.mark.nightly
 def test_two_ranks_decide_as_one(runs):
     split, one = runs["split"], runs["skip"]
     assert split.codes == [0, 0]
@@ -177,7 +183,7 @@ def test_two_ranks_decide_as_one(runs):
             assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
 
 
-def test_a_rewind_goes_on_behind_the_spike(runs):
+def test_a_rewind_goes_on_after_the_spike(runs):
     rewind = runs["rewind"]
     (event,) = rewind.records("rewind")
     places = ("step", "checkpoint_step", "spike_step", "first_skipped", "last_skipped", "action", "signal")
@@ -199,6 +205,7 @@ def test_a_rewind_is_a_restart_that_leaves_out_the_same_batches(runs):
     assert [record["step"] for record in restart.records()][-2:] == [55, 56]
 
 
+@pytest.mark.nightly
 def test_a_run_killed_after_a_rewind_knows_of_it(runs):
     assert runs["rewind, resumed"].numbers(40) == runs["rewind"].numbers(40)
 
@@ -233,6 +240,7 @@ def test_the_learning_rate_is_lowered_for_a_while(runs):
     ]
 
 
+@pytest.mark.nightly
 def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
     bit = runs["bit"]
     (event,) = bit.records("rewind")
@@ -243,6 +251,7 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
     assert runs["bit, log"].validation_loss > runs["clean"].validation_loss + 0.5
 
 
+@pytest.mark.nightly
 def test_a_rate_that_is_too_high_stops_the_run(runs):
     """It rises to 2.5 until the first steps are judged. Which ones then spike differs by processor: at such a rate the
     last bits count."""
@@ -256,6 +265,7 @@ def test_a_rate_that_is_too_high_stops_the_run(runs):
     assert not hot.checkpoints
 
 
+@pytest.mark.nightly
 def test_a_nan_on_one_rank_costs_one_update(runs):
     nan = runs["nan"]
     assert nan.codes == [0, 0]
@@ -266,6 +276,7 @@ def test_a_nan_on_one_rank_costs_one_update(runs):
     assert nan.validation_loss < runs["clean"].validation_loss + 0.1
 
 
+@pytest.mark.nightly
 def test_a_nan_stops_a_run_that_only_logs(runs):
     nan = runs["nan, log"]
     assert nan.codes == [STOPPED_BY_MONITOR, STOPPED_BY_MONITOR]

@@ -1,7 +1,5 @@
 """A run that is asked to stop saves at the step where it stands, and goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

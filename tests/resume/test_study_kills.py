@@ -1,7 +1,5 @@
 """A study that SIGKILL hits at random moments reports what an undisturbed one reports."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random
@@ -19,6 +17,9 @@ from gsa_train.metrics.record_format import read_records
 from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY, TINY
+
+# Real studies: test_study_runner.py and test_study_weights.py have the rules.
+pytestmark = pytest.mark.nightly
 
 STEPS = 10
 PHASE = {"name": "only", "steps": STEPS, "train": "all", "lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 2}
@@ -109,12 +110,10 @@ def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return study
 
 
-def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(
-    base: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, undisturbed, tmp_path):
     study, moments = write_study(tmp_path, base), random.Random(SEED)
 
-    running = start(study)  # an arm dies: it goes on by itself behind a checkpoint, else by the next start
+    running = start(study)  # an arm dies: it goes on by itself after a checkpoint, else by the next start
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gated") >= at, running)
     arm_under_way(running).kill()
@@ -200,9 +199,7 @@ def write_shared(folder: Path, base: Path) -> Path:
     return path
 
 
-def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(
-    base: Path, tmp_path: Path
-) -> None:
+def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(base, tmp_path):
     """Also where the study is killed, in the run that is shared and in one that begins with it."""
     study = write_shared(tmp_path, base)
     for arm in ("first", "late"):

@@ -14,6 +14,7 @@ from gsa_train.process.exit_codes import CORRUPTED, UNHEALTHY
 from helpers.fault_plans import FaultPlan
 from helpers.launchers import launch
 from helpers.runs import LONGEST_WAIT_SECONDS, TINY, left_of, numbers_of
+from helpers.tiers import runs_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """All runs of this file, from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("corruption")
     plan = FaultPlan(folder, SECTIONS, PHASES)
@@ -75,8 +76,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
             )
         ],
         [run("weight", REPLICAS, COPIES, "train.micro_batch_size=2", ranks=3, flipped_bit=[6, 3, 1])],
-        [run("split", AT_ONCE, TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])],
     ]
+    if runs_nightly(request):
+        waves += [
+            [run("split", AT_ONCE, TWICE, REPLICAS, "parallel.tensor=2", ranks=4, flipped_bit=[8, 3, 2])]
+        ]
     codes = plan.carry_out(waves)
     return {name: Finished(folder / name, of_run) for name, of_run in codes.items()}
 
@@ -141,6 +145,7 @@ def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str,
     assert "what was saved after step 4 may hold them" in weight.log
 
 
+@pytest.mark.nightly
 def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
     """Tensor parallel: ranks 0 and 2 are replicas, 1 and 3 hold the other half. No recheck can see this fault."""
     split = runs["split"]

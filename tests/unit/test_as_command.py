@@ -1,7 +1,5 @@
 """How commands end at Ctrl-C, and where what reads them has left."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil
@@ -26,9 +24,7 @@ NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
 
 # With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
 @pytest.mark.parametrize("write_through", [True, False])
-def test_where_its_reader_has_left_a_command_ends_in_silence(
-    write_through: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_its_reader_has_left_a_command_ends_in_silence(write_through, capfd, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "argv", ["", "--gpus", "10", "--mtbf-hours", "50000", "--trials", "2"])

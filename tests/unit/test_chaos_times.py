@@ -32,7 +32,7 @@ def test_steps_last_from_stamp_to_stamp_but_where_something_else_lies_between() 
     assert ettr_by_hand(records, [104.0, 140.0], began=100.0) == pytest.approx((9.5 + 2 * usual) / 60)
 
 
-def test_a_fault_has_the_parts_of_the_start_behind_it(tmp_path: Path) -> None:
+def test_a_fault_has_the_parts_of_the_start_after_it(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"kind": "start", "step": 0, "began": 10.0, "seconds": {"import": 2.0}},
         {"kind": "steps", "step": 1, "seconds": {"import": 2.0, "model": 1.0, "first_step": 0.5}},

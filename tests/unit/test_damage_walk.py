@@ -201,7 +201,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(runs, tmp_path, cap
         assert outcome.startswith("repaired, from step 2: checkpoint step_00000004 is damaged: " + expected)
 
 
-def test_latest_behind_newer_checkpoints_is_said_and_loses_nothing(runs, tmp_path, caplog):
+def test_latest_that_names_an_older_checkpoint_is_said_and_loses_nothing(runs, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     (folder / "checkpoints/latest").write_text("step_00000002")

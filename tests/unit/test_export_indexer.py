@@ -1,7 +1,5 @@
 """Indexer projections of a checkpoint on text: what the benchmarks of real selections read."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import runpy
@@ -94,9 +92,7 @@ def test_what_is_in_the_way_of_an_export_is_named(tmp_path: Path, monkeypatch: p
     assert torch.load(out)["seq_len_tokens"] == LENGTH
 
 
-def test_wrong_use_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_of_the_command(tmp_path, monkeypatch, capsys):
     """Before the checkpoint is read, as far as the words alone tell it."""
     script = Path(__file__).parents[2] / "launch" / "export_indexer.py"
     monkeypatch.chdir(script.parents[1])  # the folders of the bundled text are relative

@@ -237,7 +237,7 @@ def test_the_sign_of_an_earlier_process_is_not_taken_for_that_of_the_newest(tmp_
     assert (line["time"], line["progress"]) == (1045, 1045)
 
 
-def test_a_process_that_lives_on_behind_its_last_progress(tmp_path: Path) -> None:
+def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None:
     """It was killed while it still made ready for its first step: its newest line is younger than its progress."""
     log, clock = start(tmp_path, 1000)
     clock.at += 6
@@ -348,7 +348,7 @@ NO_LINES = (
 )
 
 
-def test_damaged_lines_are_left_out_and_the_next_start_writes_behind_them(tmp_path, caplog):
+def test_damaged_lines_are_left_out_and_the_next_start_writes_after_them(tmp_path, caplog):
     killed(tmp_path)
     expected = read_account(tmp_path)
     with (tmp_path / FILE).open("a") as file:

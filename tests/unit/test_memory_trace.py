@@ -45,176 +45,83 @@ EXPERTS = [
 ]
 WIDE_EXPERTS = ["moe.experts=8", "moe.top_k=2", "moe.expert_ffn_hidden_size=2048", "moe.z_loss_coeff=0"]
 
-# Config, overrides, rank, ranks, phase. Two layers and two micro-batches where nothing else is said.
-CASES: dict[str, tuple[str, list[str], int, int, int]] = {
-    "one rank": (GSA, [], 0, 1, SPARSE),
-    "one rank, warm-up": (GSA, [], 0, 1, WARM_UP),
-    "one rank, one sequence": (GSA, ["train.micro_batch_size=1", "train.global_batch_size=2"], 0, 1, SPARSE),
-    "one short sequence, parts of the gradients of K and V": (
-        GSA,
-        [
-            "train.seq_len_tokens=2048",
-            "train.micro_batch_size=1",
-            "train.global_batch_size=1",
-            "gsa.indexer_loss_row_fraction=0.25",
-            "model.ffn_hidden_size=512",
-            "model.vocab_size=512",
-        ],
-        0,
-        1,
-        SPARSE,
-    ),
-    "recompute full": (GSA, [ONE_MICRO_BATCH, "train.recompute=full"], 0, 1, SPARSE),
-    "recompute selective": (GSA, [ONE_MICRO_BATCH, "train.recompute=selective"], 0, 1, SPARSE),
-    "data 2, distributed optimizer": (GSA, ["train.global_batch_size=16"], 0, 2, SPARSE),
-    "data 2, replicated optimizer": (
-        GSA,
-        ["train.global_batch_size=8", "parallel.distributed_optimizer=off"],
-        0,
-        2,
-        SPARSE,
-    ),
-    "tensor 2 with sequence parallelism": (GSA, [ONE_MICRO_BATCH, "parallel.tensor=2"], 0, 2, SPARSE),
-    "tensor 2 without": (GSA, [ONE_MICRO_BATCH, "parallel.tensor=2", "parallel.sequence=off"], 0, 2, SPARSE),
-    "context 2": (GSA, [ONE_MICRO_BATCH, "parallel.context=2"], 0, 2, SPARSE),
-    "first stage of 2": (GSA, ["parallel.pipeline=2"], 0, 2, SPARSE),
-    "last stage of 2": (GSA, ["parallel.pipeline=2"], 1, 2, SPARSE),
-    "inner stage of 4, standard": (STANDARD, [PP_4, "model.num_layers=4", *SHORT], 1, 4, SPARSE),
-    "inner stage of 4, tensor 8": (
-        GSA_7B,
-        [PP_4, "parallel.tensor=8", "model.num_layers=4", *TWO_MICRO_BATCHES],
-        8,
-        32,
-        SPARSE,
-    ),
-    "first stage of 2, warm-up": (GSA, [PP_2], 0, 2, WARM_UP),
-    "first stage of 2, tensor 4, warm-up": (GSA, [PP_2, TP_4], 0, 8, WARM_UP),
-    "first stage of 2, tensor 2, over lists": (
-        GSA,
-        [PP_2, "parallel.tensor=2", "gsa.attention_kernel=gathered", *SHORT],
-        0,
-        4,
-        SPARSE,
-    ),
-    "first stage of 2, small, recomputed": (
-        STANDARD,
-        [PP_2, "parallel.context=4", "train.recompute=full", "train.global_batch_size=4"],
-        0,
-        8,
-        SPARSE,
-    ),
-    "interleaved, inner stage, recomputed": (
-        GSA,
-        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", "train.recompute=full", *SHORT, EIGHT],
-        2,
-        4,
-        SPARSE,
-    ),
-    "interleaved, last stage": (
-        STANDARD,
-        [PP_4, "parallel.virtual_pipeline=2", "model.num_layers=8", *SHORT],
-        3,
-        4,
-        SPARSE,
-    ),
-    "tensor 4 without, recompute full": (
-        GSA,
-        [ONE_MICRO_BATCH, TP_4, "parallel.sequence=off", "train.recompute=full"],
-        0,
-        4,
-        SPARSE,
-    ),
-    "tensor 8, warm-up": (GSA_7B, [ONE_MICRO_BATCH, "parallel.tensor=8"], 0, 8, WARM_UP),
-    "norms of Q and K": (GSA, ["model.qk_norm=on", PP_2], 0, 2, SPARSE),
-    "groups of keys": (GSA, [ONE_MICRO_BATCH, *GROUPS], 0, 1, SPARSE),
-    "groups of keys, warm-up": (GSA, [ONE_MICRO_BATCH, *GROUPS], 0, 1, WARM_UP),
-    "groups of keys over lists": (GSA, [*GROUPS, *LONG, "train.global_batch_size=1"], 0, 1, SPARSE),
-    "8 indexer heads": (GSA, ["gsa.indexer_heads=8", PP_2], 0, 2, SPARSE),
-    "standard": (STANDARD, [ONE_MICRO_BATCH], 0, 1, SPARSE),
-    "operations one by one": (GSA, [ONE_MICRO_BATCH, "train.fused_ops=none"], 0, 1, SPARSE),
-    "shared selections": (
-        GSA,
-        [ONE_MICRO_BATCH, "gsa.selection_block=32", "gsa.local_window=64"],
-        0,
-        1,
-        SPARSE,
-    ),
-    "shared selections over lists": (
-        GSA,
-        [
-            ONE_MICRO_BATCH,
-            "gsa.selection_block=32",
-            "gsa.local_window=64",
-            "gsa.attention_kernel=gathered",
-        ],
-        0,
-        1,
-        SPARSE,
-    ),
-    "experts": (GSA, EXPERTS, 0, 1, SPARSE),
-    "experts, first stage of 2, expert 2": (GSA, [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2], 0, 4, SPARSE),
-    "experts, first stage of 2, expert 2, warm-up": (
-        GSA,
-        [*EXPERTS, *FEW_WORDS, PP_2, EXPERT_2],
-        0,
-        4,
-        WARM_UP,
-    ),
-    "experts split over 2, first stage of 2, recomputed": (
-        GSA,
-        [*EXPERTS, PP_2, EXPERT_2, "parallel.tensor=2", "parallel.expert_tensor=2", "train.recompute=full"],
-        0,
-        8,
-        SPARSE,
-    ),
-    "few wide experts, first stage of 2": (STANDARD, [*WIDE_EXPERTS, *FEW_WORDS, PP_2], 0, 2, SPARSE),
-    "experts in every other layer, first stage of 2": (
-        STANDARD,
-        [
-            *EXPERTS,
-            *FEW_WORDS,
-            PP_2,
-            EXPERT_2,
-            "moe.layer_interval=2",
-            "model.num_layers=4",
-            *TWO_MICRO_BATCHES,
-        ],
-        0,
-        4,
-        SPARSE,
-    ),
-    # The rank in the middle, whose lists are the longest; two micro-batches, of which only one's are there.
-    "128K tokens, context 8": (GSA_128K, ["train.global_batch_size=2"], 7, 8, SPARSE),
-    # Without graph: lists of the last layer would be there beside the logits.
-    "128K tokens, context 4, tensor 4, warm-up": (GSA_128K, [*CONTEXT_4, TP_4], 4, 16, WARM_UP),
-    "128K tokens, context 4, tensor 4, recompute selective": (
-        GSA_128K,
-        [*CONTEXT_4, TP_4, "train.global_batch_size=1", "train.recompute=selective"],
-        4,
-        16,
-        SPARSE,
-    ),
-    "128K tokens, context 2, tensor 2, first stage of 2, warm-up": (
-        GSA_128K,
-        [*TWO_MICRO_BATCHES, "parallel.context=2", "parallel.tensor=2", PP_2, "model.num_layers=4"],
-        2,
-        8,
-        WARM_UP,
-    ),
-    "64K tokens, first stage of 2": (GSA, [*LONG, "parallel.pipeline=2"], 0, 2, SPARSE),
-    "16K tokens": (
-        GSA,
-        [
-            "train.seq_len_tokens=16384",
-            "train.micro_batch_size=1",
-            "train.global_batch_size=1",
-            "gsa.attention_kernel=masked",
-        ],
-        0,
-        1,
-        SPARSE,
-    ),
-}
+TABLE = """
+one rank | GSA 0/1 SPARSE |
+one rank, warm-up | GSA 0/1 WARM_UP |
+one rank, one sequence | GSA 0/1 SPARSE | train.micro_batch_size=1 train.global_batch_size=2
+one short sequence, parts of the gradients of K and V | GSA 0/1 SPARSE |
+    train.seq_len_tokens=2048 train.micro_batch_size=1 train.global_batch_size=1 gsa.indexer_loss_row_fraction=0.25
+    model.ffn_hidden_size=512 model.vocab_size=512
+recompute full | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.recompute=full
+recompute selective | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.recompute=selective
+data 2, distributed optimizer | GSA 0/2 SPARSE | train.global_batch_size=16
+data 2, replicated optimizer | GSA 0/2 SPARSE | train.global_batch_size=8 parallel.distributed_optimizer=off
+tensor 2 with sequence parallelism | GSA 0/2 SPARSE | ONE_MICRO_BATCH parallel.tensor=2
+tensor 2 without | GSA 0/2 SPARSE | ONE_MICRO_BATCH parallel.tensor=2 parallel.sequence=off
+context 2 | GSA 0/2 SPARSE | ONE_MICRO_BATCH parallel.context=2
+first stage of 2 | GSA 0/2 SPARSE | parallel.pipeline=2
+last stage of 2 | GSA 1/2 SPARSE | parallel.pipeline=2
+inner stage of 4, standard | STANDARD 1/4 SPARSE | PP_4 model.num_layers=4 SHORT
+inner stage of 4, tensor 8 | GSA_7B 8/32 SPARSE | PP_4 parallel.tensor=8 model.num_layers=4 TWO_MICRO_BATCHES
+first stage of 2, warm-up | GSA 0/2 WARM_UP | PP_2
+first stage of 2, tensor 4, warm-up | GSA 0/8 WARM_UP | PP_2 TP_4
+first stage of 2, tensor 2, over lists | GSA 0/4 SPARSE | PP_2 parallel.tensor=2 gsa.attention_kernel=gathered SHORT
+first stage of 2, small, recomputed | STANDARD 0/8 SPARSE |
+    PP_2 parallel.context=4 train.recompute=full train.global_batch_size=4
+interleaved, inner stage, recomputed | GSA 2/4 SPARSE |
+    PP_4 parallel.virtual_pipeline=2 model.num_layers=8 train.recompute=full SHORT EIGHT
+interleaved, last stage | STANDARD 3/4 SPARSE | PP_4 parallel.virtual_pipeline=2 model.num_layers=8 SHORT
+tensor 4 without, recompute full | GSA 0/4 SPARSE | ONE_MICRO_BATCH TP_4 parallel.sequence=off train.recompute=full
+tensor 8, warm-up | GSA_7B 0/8 WARM_UP | ONE_MICRO_BATCH parallel.tensor=8
+norms of Q and K | GSA 0/2 SPARSE | model.qk_norm=on PP_2
+groups of keys | GSA 0/1 SPARSE | ONE_MICRO_BATCH GROUPS
+groups of keys, warm-up | GSA 0/1 WARM_UP | ONE_MICRO_BATCH GROUPS
+groups of keys over lists | GSA 0/1 SPARSE | GROUPS LONG train.global_batch_size=1
+8 indexer heads | GSA 0/2 SPARSE | gsa.indexer_heads=8 PP_2
+standard | STANDARD 0/1 SPARSE | ONE_MICRO_BATCH
+operations one by one | GSA 0/1 SPARSE | ONE_MICRO_BATCH train.fused_ops=none
+shared selections | GSA 0/1 SPARSE | ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64
+shared selections over lists | GSA 0/1 SPARSE |
+    ONE_MICRO_BATCH gsa.selection_block=32 gsa.local_window=64 gsa.attention_kernel=gathered
+experts | GSA 0/1 SPARSE | EXPERTS
+experts, first stage of 2, expert 2 | GSA 0/4 SPARSE | EXPERTS FEW_WORDS PP_2 EXPERT_2
+experts, first stage of 2, expert 2, warm-up | GSA 0/4 WARM_UP | EXPERTS FEW_WORDS PP_2 EXPERT_2
+experts split over 2, first stage of 2, recomputed | GSA 0/8 SPARSE |
+    EXPERTS PP_2 EXPERT_2 parallel.tensor=2 parallel.expert_tensor=2 train.recompute=full
+few wide experts, first stage of 2 | STANDARD 0/2 SPARSE | WIDE_EXPERTS FEW_WORDS PP_2
+experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
+    EXPERTS FEW_WORDS PP_2 EXPERT_2 moe.layer_interval=2 model.num_layers=4 TWO_MICRO_BATCHES
+128K tokens, context 8 | GSA_128K 7/8 SPARSE | train.global_batch_size=2
+128K tokens, context 4, tensor 4, warm-up | GSA_128K 4/16 WARM_UP | CONTEXT_4 TP_4
+128K tokens, context 4, tensor 4, recompute selective | GSA_128K 4/16 SPARSE |
+    CONTEXT_4 TP_4 train.global_batch_size=1 train.recompute=selective
+128K tokens, context 2, tensor 2, first stage of 2, warm-up | GSA_128K 2/8 WARM_UP |
+    TWO_MICRO_BATCHES parallel.context=2 parallel.tensor=2 PP_2 model.num_layers=4
+64K tokens, first stage of 2 | GSA 0/2 SPARSE | LONG parallel.pipeline=2
+16K tokens | GSA 0/1 SPARSE |
+    train.seq_len_tokens=16384 train.micro_batch_size=1 train.global_batch_size=1 gsa.attention_kernel=masked
+"""
+"""Name, config, rank and ranks, phase, overrides and lists of them by name. Two layers and two micro-batches
+where nothing else is said."""
+Traced = tuple[str, list[str], int, int, int]
+
+
+def cases_of(table: str) -> dict[str, Traced]:
+    cases: dict[str, Traced] = {}
+    for row in table.strip().replace("\n    ", " ").splitlines():
+        name, subject, words = (part.strip() for part in row.split("|"))
+        config, place, phase = subject.split()
+        rank, ranks = place.split("/")
+        cases[name] = (globals()[config], overrides_in(words), int(rank), int(ranks), globals()[phase])
+    return cases
+
+
+def overrides_in(words: str) -> list[str]:
+    found = [globals().get(word, word) for word in words.split()]
+    return [each for part in found for each in ([part] if isinstance(part, str) else part)]
+
+
+CASES = cases_of(TABLE)
 
 NIGHTLY = CASES.keys() - {"one rank", "recompute full", "first stage of 2", "last stage of 2"}
 COMPARED = ["one rank", "recompute full", "first stage of 2", "last stage of 2"]

@@ -185,7 +185,7 @@ def test_what_changed_since_the_checkpoint_is_said(config, capsys):
         assert ("nothing is traced" in capsys.readouterr().out) is is_said
 
 
-def test_a_start_behind_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
+def test_a_start_after_a_line_that_a_full_disk_cut_off(config: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "starts.jsonl").write_text('{"unix_seconds": 1.0, "step": 0}\n{"unix_sec')

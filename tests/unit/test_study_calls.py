@@ -1,7 +1,5 @@
 """A study in many short calls, on machines that keep nothing: what a call starts, and what goes on elsewhere."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 import time
@@ -151,9 +149,7 @@ def call(study: Study, monkeypatch: pytest.MonkeyPatch) -> Call:
     return Call(study, monkeypatch)
 
 
-def test_a_call_starts_only_what_ends_in_time(
-    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_starts_only_what_ends_in_time(call, study, capsys):
     for run in study.runs:
         note_time(study.folder, f"{run.name} train", 2 * LIMIT if run.arm == "one" else 1.0, ended=True)
         note_time(study.folder, f"{run.name} evaluate end", 1.0, ended=True)
@@ -175,9 +171,7 @@ def test_a_guess_keeps_no_training_from_being_the_first(call: Call, study: Study
     assert call.started == ["two-seed1", "two-seed2"], "the second is measured by the first"
 
 
-def test_without_times_a_call_begins_and_stops_at_its_end(
-    call: Call, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_times_a_call_begins_and_stops_at_its_end(call, study, monkeypatch, capsys):
     start = processes.start_process
 
     def start_and_let_time_pass(*arguments: Any) -> Any:
@@ -215,9 +209,7 @@ def test_a_call_does_the_arms_and_seeds_that_are_named(call: Call, study: Study)
         chosen(states, None, [3])
 
 
-def test_a_changed_arm_is_noticed_beside_those_that_are_named(
-    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_arm_is_noticed_beside_those_that_are_named(call, study, capsys):
     finish(study.runs[0])
     config = study.runs[0].folder / "config.yaml"
     config.write_text(config.read_text().replace("grad_clip: 1.0", "grad_clip: 2.0"))
@@ -230,9 +222,7 @@ def test_a_changed_arm_is_noticed_beside_those_that_are_named(
 # ---- another machine
 
 
-def test_a_study_goes_on_elsewhere_without_checkpoints(
-    call: Call, study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_goes_on_elsewhere_without_checkpoints(call, study, tmp_path, capsys):
     done, unevaluated, under_way, broken = study.runs
     finish(done)
     finish(unevaluated, evaluated=False)
@@ -263,9 +253,7 @@ def test_a_study_goes_on_elsewhere_without_checkpoints(
 
 
 @pytest.mark.parametrize("option", ["--tables", "--pack"])
-def test_places_that_cannot_be_written_are_refused_before_the_work(
-    option: str, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_places_that_cannot_be_written_are_refused_before_the_work(option, call, tmp_path, capsys):
     place = tmp_path / "place"
     place.touch() if option == "--tables" else place.mkdir()
     with pytest.raises(SystemExit, match="2"):
@@ -273,13 +261,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(
     assert f"{option} {place}: a f" in capsys.readouterr().err
 
 
-def test_the_pack_is_written_where_the_report_fails(
-    call: Call,
-    study: Study,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_pack_is_written_where_the_report_fails(call, study, tmp_path, monkeypatch, capsys):
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
@@ -294,9 +276,7 @@ def test_the_pack_is_written_where_the_report_fails(
 
 
 @pytest.mark.parametrize("package", ["plotly", "matplotlib", "transformers"])
-def test_a_package_that_is_needed_at_the_end_is_asked_for_at_the_start(
-    package: str, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_is_needed_at_the_end_is_asked_for_at_the_start(package, call, monkeypatch, capsys):
     monkeypatch.setattr(command, "is_installed", lambda name: name != package)
     assert call() == exit_codes.REFUSED
     assert call.started == []
@@ -308,9 +288,7 @@ def test_a_package_that_is_needed_at_the_end_is_asked_for_at_the_start(
     assert call("--dry-run") == 0
 
 
-def test_an_evaluation_needs_its_runs_checkpoint(
-    call: Call, study: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_needs_its_runs_checkpoint(call, study, capsys):
     run = study.runs[0]
     _, evaluation, *_ = jobs_of(study)
     assert (evaluation.run, evaluation.kind) == (run, "evaluate")

@@ -1,7 +1,5 @@
 """Arms that begin with the weights of other arms: their order, their refusals, what is packed, and what is counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import tarfile
 from pathlib import Path
@@ -218,9 +216,7 @@ def test_a_run_that_has_begun_needs_no_other_one_s_weights(study: Study) -> None
     assert not read_state(job).lacks_checkpoint
 
 
-def test_the_folder_before_the_other_run_may_change_and_its_step_may_not(
-    study: Study, tmp_path: Path
-) -> None:
+def test_the_folder_before_the_other_run_may_change_and_its_step_may_not(study, tmp_path):
     late = of_arm(study, "late")
     finish(late)
     elsewhere = tmp_path / "elsewhere"

@@ -1,10 +1,7 @@
 """Commands whose models transformers knows: where it is not installed, and what else they say beside their results."""
 
-from __future__ import annotations
-
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +18,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_missing_package_is_one_line(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
     command, words = COMMANDS[name]
     monkeypatch.setattr(convert, "PACKAGES", ("sys", "a_package_that_is_not_there"))
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
@@ -35,9 +30,7 @@ def test_a_missing_package_is_one_line(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_libraries_say_of_packages_that_nobody_needs_is_not_shown(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_libraries_say_of_packages_that_nobody_needs_is_not_shown(name, tmp_path, monkeypatch, capsys):
     """megatron-core warns five times of Apex while it is imported."""
     pytest.importorskip("transformers")
     command, words = COMMANDS[name]

@@ -3,8 +3,6 @@
 So nothing that works, however slow the machine, runs into a limit, and nothing that hangs is waited for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

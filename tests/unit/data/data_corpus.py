@@ -1,7 +1,5 @@
 """Small synthetic corpora, and a simulation of a whole run of several ranks in one process."""
 
-from __future__ import annotations
-
 import json
 import random
 import tracemalloc

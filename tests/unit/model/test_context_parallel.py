@@ -1,7 +1,5 @@
 """Which tokens a context-parallel rank holds; the training itself is in tests/distributed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which dense attention a config means."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -37,7 +35,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the gradient, whatever the layer behind makes of it."""
+    """Of the gradient, whatever the next layer makes of it."""
     strides: list[tuple[int, ...]] = []
 
     class Watched(torch.autograd.Function):

@@ -1,7 +1,5 @@
 """`train.fused_ops`: the same model, calculated by fused kernels (interpreted here)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,5 @@
 """No token influences an earlier one, nor one of another document: to the last bit, through the whole model."""
 
-from __future__ import annotations
-
-import dataclasses
 from typing import Any
 
 import pytest
@@ -98,36 +95,3 @@ def test_a_changed_document_leaves_the_other_documents_as_they_were(variant: str
         assert torch.equal(losses_after[:, others], losses[:, others]), first
         assert torch.equal(selections_after[:, others], selections[:, others]), first
         assert (losses_after[0, first:end] != losses[0, first:end]).all()
-
-
-@pytest.mark.parametrize(
-    "variant", ["paper", "window", "reuse", "sparse-only", "indexer RoPE", "groups of keys"]
-)
-def test_a_packed_document_is_treated_as_if_it_stood_alone(variant: str) -> None:
-    """Positions count from the start of the block, and rotary angles are relative: equal but for rounding.
-
-    Variants that select per block of queries are left out: where a document begins moves their blocks.
-    """
-    model = build(variant)
-    tokens = torch.randint(1, 32, (1, LENGTH), generator=torch.Generator().manual_seed(4))
-    ends = [4, 6, 12, LENGTH - 1]
-    tokens[0, ends] = EOS
-    labels = tokens.roll(-1, 1)
-    losses, _ = run(model, tokens, labels, packed=True)
-    across, _ = run(model, tokens, labels, packed=False)
-    for first, end in zip([0, 5, 7, 13], ends, strict=True):
-        part = slice(first, end + 1)
-        alone, _ = run(model, tokens[:, part], labels[:, part], packed=False)
-        torch.testing.assert_close(losses[:, part], alone, rtol=1e-5, atol=1e-6)
-        assert first == 0 or (across[:, part] - alone).abs().max() > 1e-3  # isolation did it
-
-
-def test_without_isolation_a_changed_document_is_seen_by_the_next() -> None:
-    """What the test above relies on: documents do share the pass."""
-    model = build("paper")
-    batch = dataclasses.replace(random_batches(tiny_config(), seed=1)[0], document_ids=None)
-    before, _ = run(model, batch.tokens, batch.labels, packed=False)
-    tokens = batch.tokens.clone()
-    tokens[:, 0] = tokens[:, 0] % 31 + 1
-    after, _ = run(model, tokens, batch.labels, packed=False)
-    assert (after[:, -1] != before[:, -1]).any()

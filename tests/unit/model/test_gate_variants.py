@@ -77,12 +77,12 @@ def test_a_layer_equals_its_equations(name: str) -> None:
     compare(config_of(VARIANTS[name]))
 
 
-def test_gates_of_keys_and_queries_act_behind_their_norms() -> None:
+def test_gates_of_keys_and_queries_act_after_their_norms() -> None:
     compare(config_of({**NONE, **ON_HEADS, **HEADWISE}, QK_NORM))
 
 
 @pytest.mark.parametrize("name", ["G5", "headwise", "RMSNorm"])
-def test_behind_sparse_attention_too(name: str) -> None:
+def test_sparse_attention_too(name: str) -> None:
     compare(config_of(VARIANTS[name], sparse=True))
 
 

@@ -1,7 +1,5 @@
 """What a measuring forward pass launches beside what others do: the host must stay ahead of the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

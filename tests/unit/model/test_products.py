@@ -1,7 +1,5 @@
 """The products on a layer's input and their gradients, against plain torch. Over ranks: tests/distributed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which queries the statistics of attention look at, and that they are the plain statistics of these."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

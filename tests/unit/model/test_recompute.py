@@ -1,7 +1,5 @@
 """Recomputation in the backward pass changes memory, never a number."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

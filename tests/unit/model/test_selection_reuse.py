@@ -1,7 +1,5 @@
 """Layers in groups: the first selects, the others attend to the same keys and own no indexer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

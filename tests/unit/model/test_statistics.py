@@ -1,7 +1,5 @@
 """What the layers report about their attention, where two ways of measuring must agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from helpers.single_rank import (
 
 
 def test_recall_is_the_same_from_dense_probabilities_and_from_sparse_attention() -> None:
-    """Only of the first layer: behind it the two phases compute other activations."""
+    """Only of the first layer: after it the two phases compute other activations."""
     config = tiny_config(gsa={"local_window": 2})
     dense, sparse = measure(config, WARM_UP), measure(config, SPARSE)
     assert dense["recall"][0] == pytest.approx(sparse["recall"][0], rel=1e-6)
@@ -58,9 +56,7 @@ def test_mean_gates_are_half_at_a_bias_of_zero_and_closed_at_a_low_one() -> None
         assert closed[f"{gate}_low"] == [1.0, 1.0]
 
 
-def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_to_the_start_of_nearly_equal_logits_is_one_over_the_visible_keys(monkeypatch):
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     config = tiny_config(model={"init_std": 1e-4}, train={"global_batch_size": 2})
     model = tiny_model(config)

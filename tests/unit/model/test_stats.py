@@ -1,7 +1,5 @@
 """Statistics per layer come together late, in whatever number they were put in, and as the plain sums."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -23,9 +21,7 @@ def read(stats: LayerStats) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(("large", "most_bytes"), [(0, 0), (20, 100), (1 << 16, 1000), (1 << 16, 1 << 24)])
-def test_sums_and_extremes_of_many_batches(
-    large: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_and_extremes_of_many_batches(large, most_bytes, monkeypatch):
     """Layers may have been measured more or less often, or not at all; what is added may wait, or be too large to."""
     monkeypatch.setattr(stats_room, "LARGE", large)
     monkeypatch.setattr(waiting, "MOST_BYTES", most_bytes)

@@ -1,6 +1,4 @@
-"""V̄, the moving average behind the adaptive budget: what it averages, when it moves, where it is used."""
-
-from __future__ import annotations
+"""V̄, the moving average of the adaptive budget: what it averages, when it moves, where it is used."""
 
 from collections.abc import Iterator
 

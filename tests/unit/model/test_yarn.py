@@ -1,7 +1,5 @@
 """`model.rope_scaling`: the angles of transformers' `rope_parameters`, in every place that makes angles."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
