@@ -13,13 +13,13 @@ import sys
 import harness
 import torch
 
-from gsa_kernels import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.indexer.triton_scores import write_scores
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.reference import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.op import Selector, new_outputs, score_rows, select_chunk, select_keys

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gsa_kernels import decode_attention, select_top_k
 from gsa_kernels.decode.op import decode_attend, decode_step
 from gsa_kernels.decode.state import DecodeSelection, LayerCache, new_selection, new_workspace
+from gsa_kernels.reference import decode_attention, select_top_k
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64

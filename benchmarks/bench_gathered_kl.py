@@ -18,10 +18,10 @@ import torch
 from cases import IndexerInputs, Shape
 from lists_for_bench import block_lists, random_lists
 
-from gsa_kernels import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
-from gsa_kernels.indexer_loss.gathered import TargetTiles, gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
+from gsa_kernels.loss.gathered import TargetTiles, gathered_indexer_loss
+from gsa_kernels.reference import indexer_kl, indexer_scores, renormalise_target, sum_over_blocks
 from gsa_kernels.types import RowSample
 
 CHECKED_LENGTH = 2048

@@ -24,7 +24,7 @@ from gsa_kernels.attention.op import masked_attention
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Selection
 

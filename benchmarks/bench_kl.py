@@ -21,9 +21,8 @@ from typing import Any
 import harness
 import torch
 
-from gsa_kernels import indexer_kl, indexer_scores, renormalise_target
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.indexer_loss.triton_launch import (
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.triton_launch import (
     Blocks,
     Inputs,
     choose_blocks,
@@ -32,6 +31,7 @@ from gsa_kernels.indexer_loss.triton_launch import (
     score_kind,
 )
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.reference import indexer_kl, indexer_scores, renormalise_target
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Indexer
 

@@ -40,8 +40,8 @@ from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.indexer.pool import group_firsts, pool_keys
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.loss.gathered import gathered_indexer_loss
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2

@@ -19,10 +19,10 @@ import harness
 import torch
 from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN
 
-from gsa_kernels import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.limits import SELECTION_CHUNK_BYTES
 from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.reference import adaptive_budget, causal_mask, select_top_k
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import (
     Selector,

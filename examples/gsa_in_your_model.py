@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gsa_kernels import GatedSparseAttention, GSAConfig
+from gsa_kernels import GatedSparseAttention
+from gsa_kernels.layer_config import GSAConfig
 
 device = "cpu"
 if torch.cuda.is_available():

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from gsa_kernels import causal_mask
+from gsa_kernels.reference import causal_mask
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask, packed_mask_of_ranges
 from gsa_kernels.types import Geometry
 from gsa_train.config.gsa import least_keys_to_choose

@@ -19,7 +19,7 @@ HEAD_SIZES = (32, 64, 128, 256)
 the gradients of 64 keys and values would take all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
-"""Of the indexer's scores (indexer/triton_scores.py, indexer_loss/triton_scores.py, decode/triton_score.py)."""
+"""Of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
 
 INDEXER_HEADS = range(1, 9)
 """HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
@@ -164,7 +164,7 @@ STACKED_MAX_WIDTH = 256
 
 @dataclass(frozen=True)
 class LossTile:
-    """How the loss kernels over packed masks cut their work (indexer_loss/triton_launch.py)."""
+    """How the loss kernels over packed masks cut their work (loss/triton_launch.py)."""
 
     rows: int
     segment: int
@@ -197,13 +197,13 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 """Scores, or candidates, of a chunk of rows (selection/op.py)."""
 
 LOSS_CHUNK_BYTES = 256 * 2**20
-"""Target of a chunk of rows, counted as fp32; the loss takes about as much again (indexer_loss/op.py)."""
+"""Target of a chunk of rows, counted as fp32; the loss takes about as much again (loss/op.py)."""
 
 FUSED_LOSS_CHUNK_BYTES = 2**30
 """Target of a chunk of rows in attention's backward pass, fp16 (hopper/fused_indexer_loss.py)."""
 
 GATHERED_LOSS_BYTES = 512 * 2**20
-"""Scratch memory of the loss over key lists (indexer_loss/gathered.py)."""
+"""Scratch memory of the loss over key lists (loss/gathered.py)."""
 
 GATHERED_GRADIENT_BYTES = 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""

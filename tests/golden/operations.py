@@ -28,9 +28,9 @@ from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
 from gsa_kernels.indexer.split_op import split_projection as split
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
+from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.selection.block_op import select_block_lists
 from gsa_kernels.selection.lists_op import select_key_lists
 from gsa_kernels.selection.op import select_keys

@@ -20,9 +20,9 @@ from gsa_kernels.attention.triton_forward import attention_forward
 from gsa_kernels.attention.triton_gathered_forward import gathered_forward
 from gsa_kernels.hopper.miscompile_guard import wrong_sums
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, Blocks
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.triton_launch import BY_HEAD, STACKED, Blocks
 from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16

@@ -34,12 +34,12 @@ from triton.runtime import interpreter
 
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
-from gsa_kernels.indexer_loss import triton_gathered_launch
 from gsa_kernels.key_lists import triton_build
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
+from gsa_kernels.loss import triton_gathered_launch
 from gsa_kernels.selection import block_op, groups, lists_op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 from gsa_train import step

@@ -3,7 +3,7 @@
 import torch
 from oracle import LayerOptions
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 
 def gsa_layer(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from poison import poison_buffers
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 CUDA = torch.cuda.is_available()
 if not CUDA:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from random_lists import lists_of
 
-from gsa_kernels import api, indexer_scores
+from gsa_kernels import api
 from gsa_kernels.packed_mask import pack_mask
+from gsa_kernels.reference import indexer_scores
 from gsa_kernels.types import Geometry, Indexer, RowSample, Selection
 
 FORMS = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import gsa_kernels as ops
 from gsa_kernels import packed_mask
+from gsa_kernels import reference as ops
 from gsa_kernels.selection import op
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 

@@ -31,8 +31,8 @@ from api_cases import (
 from gsa_kernels import api, limits, operations_triton, sampling, types
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
-from gsa_kernels.indexer_loss import triton_gathered_launch
 from gsa_kernels.key_lists import triton_reduce_keys
+from gsa_kernels.loss import triton_gathered_launch
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, RowSample, Selection
 

@@ -40,9 +40,9 @@ from gsa_kernels.hopper import target_blocks, triton_block_target
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss, can_fuse_indexer_loss
 from gsa_kernels.hopper.target_blocks import rows_of_blocks
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
-from gsa_kernels.indexer_loss import op as loss_op
-from gsa_kernels.indexer_loss import triton_launch
 from gsa_kernels.limits import FUSED_LOSS_HEADS
+from gsa_kernels.loss import op as loss_op
+from gsa_kernels.loss import triton_launch
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import FusedLoss
 

@@ -16,13 +16,14 @@ from covering import Case, covered
 from kernel_devices import GPU, devices
 from loss_problems import FORMS, Problem, assert_same, check, differentiate, make_problem, through_api
 
-from gsa_kernels import operations_triton, renormalise_target, sampling
+from gsa_kernels import operations_triton, sampling
 from gsa_kernels.attention.reference import head_sum_probs
-from gsa_kernels.indexer_loss import triton_launch
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
-from gsa_kernels.indexer_loss.triton_gathered_launch import GatheredBlocks
-from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, Blocks
+from gsa_kernels.loss import triton_launch
+from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.triton_gathered_launch import GatheredBlocks
+from gsa_kernels.loss.triton_launch import BY_HEAD, Blocks
+from gsa_kernels.reference import renormalise_target
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Indexer, RowSample
 

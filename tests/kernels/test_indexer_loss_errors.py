@@ -12,8 +12,8 @@ from loss_problems import make_problem
 
 from gsa_kernels import api
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
+from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 

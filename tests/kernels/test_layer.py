@@ -17,7 +17,8 @@ import torch
 from composition import random_weights
 from torch.utils.checkpoint import checkpoint
 
-from gsa_kernels import GatedSparseAttention, GSAConfig
+from gsa_kernels import GatedSparseAttention
+from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.rotary import YarnScaling
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gsa_kernels import GatedSparseAttention, GSAConfig
+from gsa_kernels import GatedSparseAttention
 from gsa_kernels.layer_cache import GSACache
+from gsa_kernels.layer_config import GSAConfig
 
 BATCH, LENGTH = 2, 45
 SIZES: dict[str, Any] = {

@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from gsa_kernels import indexer_scores
 from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward import backward_rows
 from gsa_kernels.attention.triton_forward import attention_forward
@@ -27,10 +26,11 @@ from gsa_kernels.devices import interpreted
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.indexer.triton_scores import score_inputs, write_scores
-from gsa_kernels.indexer_loss.gathered import gathered_indexer_loss
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_block_lists import empty_block_lists, fill_block_lists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
+from gsa_kernels.loss.gathered import gathered_indexer_loss
+from gsa_kernels.reference import indexer_scores
 from gsa_kernels.selection.candidates import sample_keys, select_by_candidates
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.op import Selector

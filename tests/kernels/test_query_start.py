@@ -35,10 +35,10 @@ from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_packed_mask import transpose_packed_mask
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection import op, score_chunks, triton_select_long

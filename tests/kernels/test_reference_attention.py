@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 
 def make_qkv(

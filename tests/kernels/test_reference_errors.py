@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 BOOL = torch.ones(1, 4, 4, dtype=torch.bool)
 ROWS = torch.rand(1, 4, 4)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 INF = float("inf")
 LENGTHS = [1, 2, 17, 33]

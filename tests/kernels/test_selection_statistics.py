@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from kernel_devices import devices
 
-from gsa_kernels import adjacent_overlap, causal_mask, union_ratio
+from gsa_kernels.reference import adjacent_overlap, causal_mask, union_ratio
 from gsa_kernels.selection import triton_statistics
 from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask

@@ -6,12 +6,9 @@ from kernel_devices import GPU, devices
 
 pytest.importorskip("triton")
 
-from gsa_kernels import (
-    causal_mask,
-    sampling,
-    sum_over_blocks,
-)
+from gsa_kernels import sampling
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
+from gsa_kernels.reference import causal_mask, sum_over_blocks
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import Geometry
 

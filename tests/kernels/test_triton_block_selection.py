@@ -13,8 +13,8 @@ import torch
 from poison import poison_buffers
 from selection_cases import BY_GROUPS, BY_REGISTERS, DEVICES, EMA, FULL_RULE, ON_GPU, RULE
 
-import gsa_kernels as ops
 from gsa_kernels import packed_mask
+from gsa_kernels import reference as ops
 from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.selection import block_op, op, score_chunks, triton_block_mask

@@ -12,7 +12,7 @@ import pytest
 import torch
 from covering import covered
 
-import gsa_kernels as ops
+from gsa_kernels import reference as ops
 
 pytest.importorskip("triton")
 

@@ -33,8 +33,8 @@ from selection_cases import (
     two_levels,
 )
 
-import gsa_kernels as ops
 from gsa_kernels import packed_mask
+from gsa_kernels import reference as ops
 from gsa_kernels.selection import op, score_chunks, triton_select_long
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 
 from gsa_kernels.hopper import miscompile_guard as wrong_sums
-from gsa_kernels.indexer_loss.triton_launch import BY_HEAD, STACKED, choose_blocks
+from gsa_kernels.loss.triton_launch import BY_HEAD, STACKED, choose_blocks
 
 HAS_GPU = torch.cuda.is_available()
 

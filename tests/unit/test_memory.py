@@ -198,7 +198,7 @@ def test_context_parallelism_divides_what_grows_with_the_length():
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (4, 64), (6, 40), (7, 36), (2, 8)])
 def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype):
     pytest.importorskip("triton")
-    from gsa_kernels.indexer_loss import triton_launch
+    from gsa_kernels.loss import triton_launch
     from gsa_kernels.sampling import SampledRows
 
     taken = []
@@ -303,8 +303,8 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
 def test_shared_lists_are_kept_turned_round():
     """A layer's rows and starts in int32, if the loss has all tiles at once: with 4096 keys a list it has not."""
     pytest.importorskip("triton")
-    from gsa_kernels.indexer_loss.triton_gathered_launch import bytes_per_tile
     from gsa_kernels.key_lists.triton_block_lists import empty_block_lists
+    from gsa_kernels.loss.triton_gathered_launch import bytes_per_tile
     from gsa_kernels.types import Geometry
 
     fast, geometry = GSA.with_name("gsa_fast_1.7b_32k.yaml"), Geometry(selection_block=32, local_window=64)

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gsa_kernels import (
+from gsa_kernels.indexer.pool import (
+    earlier_groups,
+    firsts_of,
+    keys_of_groups,
+    sum_over_groups,
+    whole_groups,
+)
+from gsa_kernels.packed_mask import pack_mask
+from gsa_kernels.reference import (
     adaptive_budget,
     adjacent_overlap,
     causal_mask,
@@ -25,14 +33,6 @@ from gsa_kernels import (
     sum_over_blocks,
     union_ratio,
 )
-from gsa_kernels.indexer.pool import (
-    earlier_groups,
-    firsts_of,
-    keys_of_groups,
-    sum_over_groups,
-    whole_groups,
-)
-from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.sampling import sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass

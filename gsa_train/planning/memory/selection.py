@@ -214,7 +214,7 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
     """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
-    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/indexer_loss/triton_launch.py). As on Hopper,
+    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). As on Hopper,
     where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))

@@ -20,9 +20,9 @@ from gsa_kernels.checks import check_at_least, check_differentiated_once
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_backward_target import backward_queries_with_target
 from gsa_kernels.hopper.triton_block_target import sum_over_query_blocks
-from gsa_kernels.indexer_loss.autograd import check_indexer, indexer_of, tensors_of
-from gsa_kernels.indexer_loss.op import Attended, Target, Wanted, check_attended, value_and_gradients
 from gsa_kernels.limits import FUSED_LOSS_CHUNK_BYTES, FUSED_LOSS_HEADS, SELECTION_BLOCKS, ceil_div
+from gsa_kernels.loss.autograd import check_indexer, indexer_of, tensors_of
+from gsa_kernels.loss.op import Attended, Target, Wanted, check_attended, value_and_gradients
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.types import FusedLoss, Geometry, Selection
 

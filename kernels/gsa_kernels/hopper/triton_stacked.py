@@ -10,7 +10,7 @@ products to wait for, where head by head it had sixteen.
 import triton
 import triton.language as tl
 
-from gsa_kernels.indexer_loss.triton_scores import TANH, activate, head_weight
+from gsa_kernels.loss.triton_scores import TANH, activate, head_weight
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_stacks import unstack
 

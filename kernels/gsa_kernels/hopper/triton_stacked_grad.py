@@ -18,8 +18,8 @@ from gsa_kernels.hopper.triton_stacked import (
     sum_in_lanes,
     sum_of_heads,
 )
-from gsa_kernels.indexer_loss.triton_grad import merge_segments
-from gsa_kernels.indexer_loss.triton_scores import (
+from gsa_kernels.loss.triton_grad import merge_segments
+from gsa_kernels.loss.triton_scores import (
     NOT_A_SCORE,
     RELU,
     SIGMOID,

@@ -12,7 +12,7 @@ from gsa_kernels.hopper.triton_stacked import (
     stacked_activations,
     sum_in_lanes,
 )
-from gsa_kernels.indexer_loss.triton_scores import NOT_A_SCORE, load_keys, load_target, target_places
+from gsa_kernels.loss.triton_scores import NOT_A_SCORE, load_keys, load_target, target_places
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import rows_of_program
 from gsa_kernels.triton_stacks import load_stacked_queries, stack_slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsa_kernels import causal_mask
+from gsa_kernels.reference import causal_mask
 from gsa_train.model.saturation import FLAT_SLOPE, largest_logit, saturated_share
 from helpers.single_rank import DENSE, SPARSE, measure, tiny_config
 

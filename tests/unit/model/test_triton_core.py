@@ -12,8 +12,8 @@ import torch
 from gsa_kernels.fused.gates import rows as gate_rows
 from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.triton_scores import score_inputs
-from gsa_kernels.indexer_loss import op as kl_op
-from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
+from gsa_kernels.loss import op as kl_op
+from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels

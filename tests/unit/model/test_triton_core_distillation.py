@@ -13,8 +13,8 @@ import torch
 from gsa_kernels import operations_triton, sampling
 from gsa_kernels.hopper import fused_indexer_loss as distillation_op
 from gsa_kernels.hopper import target_blocks
-from gsa_kernels.indexer_loss import op as kl_op
-from gsa_kernels.indexer_loss.triton_launch import Blocks, Inputs
+from gsa_kernels.loss import op as kl_op
+from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, RowSample, Selection
 from gsa_train.config import PhaseConfig
 from gsa_train.model import query_sample

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gsa_data.pack import FILLER, document_starts
-from gsa_kernels import causal_mask
 from gsa_kernels.packed_mask import pack_mask
+from gsa_kernels.reference import causal_mask
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.metrics.record import attention_metrics

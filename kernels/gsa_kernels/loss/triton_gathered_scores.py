@@ -8,7 +8,7 @@ over the heads, and what belongs to a head or to a row is broadcast along the ot
 import triton
 import triton.language as tl
 
-from gsa_kernels.indexer_loss.triton_scores import activate, head_weight
+from gsa_kernels.loss.triton_scores import activate, head_weight
 
 
 @triton.jit

@@ -13,14 +13,15 @@ import torch
 from gsa_kernels.attention.inputs import ALL_OF_ONE_SEQUENCE
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.hopper.target_blocks import block_shape
-from gsa_kernels.indexer_loss.autograd import (
+from gsa_kernels.limits import LOSS_CHUNK_BYTES
+from gsa_kernels.loss.autograd import (
     Gradients,
     LossWithGradients,
     check_indexer,
     needs_gradients,
     tensors_of,
 )
-from gsa_kernels.indexer_loss.triton_launch import (
+from gsa_kernels.loss.triton_launch import (
     Blocks,
     Inputs,
     choose_blocks,
@@ -29,7 +30,6 @@ from gsa_kernels.indexer_loss.triton_launch import (
     score_kind,
     totals,
 )
-from gsa_kernels.limits import LOSS_CHUNK_BYTES
 from gsa_kernels.sampling import SampledRows, sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 

@@ -13,11 +13,11 @@ from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.devices import on_hopper
 from gsa_kernels.hopper.triton_stacked_grad import stacked_grad_kernel
 from gsa_kernels.hopper.triton_stacked_stats import stacked_stats_kernel
-from gsa_kernels.indexer_loss import triton_scores as kinds
-from gsa_kernels.indexer_loss.triton_grad import grad_kernel
-from gsa_kernels.indexer_loss.triton_reduce import reduce_kernel, totals_kernel
-from gsa_kernels.indexer_loss.triton_stats import stats_kernel
 from gsa_kernels.limits import loss_tile
+from gsa_kernels.loss import triton_scores as kinds
+from gsa_kernels.loss.triton_grad import grad_kernel
+from gsa_kernels.loss.triton_reduce import reduce_kernel, totals_kernel
+from gsa_kernels.loss.triton_stats import stats_kernel
 from gsa_kernels.sampling import SampledRows
 
 

@@ -11,15 +11,17 @@ import torch
 
 from gsa_kernels.attention.triton_gathered_probs import count_tiles_per_block
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.indexer_loss.autograd import (
+from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import GATHERED_LOSS_BYTES
+from gsa_kernels.loss.autograd import (
     Gradients,
     LossWithGradients,
     check_indexer,
     needs_gradients,
     tensors_of,
 )
-from gsa_kernels.indexer_loss.op import ALL_ROWS
-from gsa_kernels.indexer_loss.triton_gathered_launch import (
+from gsa_kernels.loss.op import ALL_ROWS
+from gsa_kernels.loss.triton_gathered_launch import (
     GatheredBlocks,
     GatheredInputs,
     GatheredOutputs,
@@ -27,9 +29,7 @@ from gsa_kernels.indexer_loss.triton_gathered_launch import (
     choose_gathered_blocks,
     run_gathered_chunk,
 )
-from gsa_kernels.indexer_loss.triton_launch import score_kind
-from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import GATHERED_LOSS_BYTES
+from gsa_kernels.loss.triton_launch import score_kind
 from gsa_kernels.sampling import systematic
 from gsa_kernels.types import Indexer, RowSample
 

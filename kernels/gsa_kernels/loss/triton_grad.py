@@ -19,7 +19,7 @@ that pass its scores.
 import triton
 import triton.language as tl
 
-from gsa_kernels.indexer_loss.triton_scores import (
+from gsa_kernels.loss.triton_scores import (
     NOT_A_SCORE,
     TANH,
     activate,

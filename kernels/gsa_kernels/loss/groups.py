@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.indexer_loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.limits import LOSS_CHUNK_BYTES
+from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.groups import by_query, check_groups, indexer_of_groups
 from gsa_kernels.types import Geometry, Indexer, RowSample, Selection

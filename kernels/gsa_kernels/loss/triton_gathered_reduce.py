@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gsa_kernels.indexer_loss.triton_scores import head_weight, head_weight_slope
+from gsa_kernels.loss.triton_scores import head_weight, head_weight_slope
 
 
 @triton.jit(do_not_specialize=["num_segments"])

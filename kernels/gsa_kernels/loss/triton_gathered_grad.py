@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.attention.triton_gathered_probs import load_entries
-from gsa_kernels.indexer_loss.triton_gathered_scores import (
+from gsa_kernels.loss.triton_gathered_scores import (
     activations,
     load_key_rows,
     load_rows,
     load_target,
     row_bits,
 )
-from gsa_kernels.indexer_loss.triton_grad import kl_terms, log2_of
-from gsa_kernels.indexer_loss.triton_scores import NOT_A_SCORE, slope
+from gsa_kernels.loss.triton_grad import kl_terms, log2_of
+from gsa_kernels.loss.triton_scores import NOT_A_SCORE, slope
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 

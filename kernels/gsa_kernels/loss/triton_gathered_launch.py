@@ -7,12 +7,12 @@ from functools import partial
 import torch
 import triton
 
-from gsa_kernels.indexer_loss.triton_gathered_grad import gathered_grad_kernel
-from gsa_kernels.indexer_loss.triton_gathered_reduce import gathered_reduce_kernel
-from gsa_kernels.indexer_loss.triton_gathered_stats import gathered_stats_kernel
-from gsa_kernels.indexer_loss.triton_launch import FP32_WARPS, scratch
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, find_key_hits, split_tiles
+from gsa_kernels.loss.triton_gathered_grad import gathered_grad_kernel
+from gsa_kernels.loss.triton_gathered_reduce import gathered_reduce_kernel
+from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
+from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
 _MIN_COLUMNS = 16
 """Of a product: fewer the matrix units do not take."""

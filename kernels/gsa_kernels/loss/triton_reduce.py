@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.hopper.triton_stacked import by_key_as_held, held_by_key
-from gsa_kernels.indexer_loss.triton_scores import head_weight, head_weight_slope
+from gsa_kernels.loss.triton_scores import head_weight, head_weight_slope
 from gsa_kernels.triton_constants import LN_2
 from gsa_kernels.triton_rows import last_row_of, number_of, row_of, rows_of
 from gsa_kernels.triton_stacks import place_in_stack

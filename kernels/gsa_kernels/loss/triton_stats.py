@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from gsa_kernels.indexer_loss.triton_scores import (
+from gsa_kernels.loss.triton_scores import (
     NOT_A_SCORE,
     attended_tile,
     load_biases,
