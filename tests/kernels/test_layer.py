@@ -377,6 +377,8 @@ def test_the_code_in_the_docs_runs() -> None:
     assert names["layer"].variance_ema > 0
     assert names["cache"].length == 160
     assert names["kl_of_rows"].shape == (2, 128)
+    assert names["indexer"].keys.grad is not None
+    assert names["variance_ema"] > 0
 
 
 EXAMPLE = ROOT / "examples" / "gsa_in_your_model.py"
