@@ -23,7 +23,7 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
 
-    The work is that of the lists: each tile of queries gathers every key that it names once. S_t must not be
+    The work grows with the lists: each tile of queries gathers every listed key once. S_t must not be
     empty, and whether it has causal keys of the document only is up to the lists. Query head h reads key-value head
     h // (H / Hkv). Differentiable in q, k, v and gate_logits; the backward pass is deterministic. Any strides, the
     last dimension contiguous.

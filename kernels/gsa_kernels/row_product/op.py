@@ -7,15 +7,15 @@ dependent launch). The rule that makes this safe, for all kernels of this packag
    front has ended and its writes are seen.
 2. At least one program of every kernel waits before it ends, whatever its inputs are. So a kernel has ended only after
    the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
-3. What is read before the wait (weights, positions) is written by no kernel in front in the chain, but for the ordinary
-   one that begins it (look_up.py) and has waited for the end of all before it. A chain's last kernel may write it after
-   its own wait, when all who read it have ended.
+3. What is read before the wait (weights, positions) is written by no earlier kernel of the chain, except the
+   ordinary one that begins it (look_up.py), which has waited for the end of all before it. A chain's last kernel may
+   write it after its own wait, when all who read it have ended.
 4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
    that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
    waits in one program before it ends, for rule 2.
-5. Such a kernel need not wait at all where the one behind it waits for both: for it by `gdc_wait`, and for the one that
+5. Such a kernel need not wait at all where the next one waits for both: for it by `gdc_wait`, and for the one that
    it runs beside by a counter (`Awaited`), which that one adds to when its results are there. Nobody waits in vain: all
-   programs of the counted kernel are on the device before the one behind starts. A kernel whose own wait has ended
+   programs of the counted kernel are on the device before the next one starts. A kernel whose own wait has ended
    before any program counts makes the counter 0.
 """
 
