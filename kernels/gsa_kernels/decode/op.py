@@ -6,8 +6,8 @@ the grids cover the whole cache. The definitions are `decode_top_k` and `decode_
 
 On Hopper kernels are in place before the one in front of them ends, and wait for it: the rule is in row_product/op.py.
 The scores kernel does so after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before the
-wait; with `cache.settled` also, except for each sequence's newest token, the indexer's keys or, where the selection is kept,
-the selection and the keys and values that it and the window name.
+wait; with `cache.settled` also, except for each sequence's newest token, the indexer's keys or, where it is kept,
+the selection, and the keys and values that it and the window name.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
