@@ -14,7 +14,7 @@ from typing import Any, Literal
 import oracle
 import pytest
 import torch
-from composition import random_weights
+from oracle import random_weights
 from torch.utils.checkpoint import checkpoint
 
 from gsa_kernels import GatedSparseAttention
@@ -58,17 +58,29 @@ SPARSE_ONLY: dict[str, Any] = {
         ("sparse", {"rope_base": 100.0, "rope_scaling": YarnScaling(4.0, 16, 3.0, 0.2)}, True),
         ("sparse", SPARSE_ONLY, False),
         ("dense", {"value_gate": False}, True),
+        ("sparse", {"adaptive_k": "direct", "num_kv_heads": 1}, True),
+        ("sparse", {"indexer_activation": "relu", "num_kv_heads": 4}, True),
+        ("dense", {"selection_block": 4, "local_window": 4}, True),
     ],
-    ids=["GSA", "shared", "warm-up", "YaRN", "sparse-only", "G1 only"],
+    ids=[
+        "GSA",
+        "shared",
+        "warm-up",
+        "YaRN",
+        "sparse-only",
+        "G1 only",
+        "direct",
+        "relu, MHA",
+        "warm-up, shared",
+    ],
 )
 def test_the_layer_equals_the_oracle(
     attention: Literal["dense", "sparse"], choices: dict[str, Any], packed: bool
 ) -> None:
-    fields = {"k_base": 4, "k_min": 2, "k_max": 7, **choices}
-    config = GSAConfig(HIDDEN, 4, 2, 6, indexer_heads=3, indexer_dim=4, **fields)
+    fields = {"num_kv_heads": 2, "k_base": 4, "k_min": 2, "k_max": 7, **choices}
+    config = GSAConfig(HIDDEN, 4, head_dim=6, indexer_heads=3, indexer_dim=4, **fields)
     wanted_options = oracle.LayerOptions(
         num_heads=4,
-        num_kv_heads=2,
         head_dim=6,
         indexer_heads=3,
         indexer_dim=4,
@@ -120,6 +132,30 @@ def test_the_layer_equals_the_oracle(
         torch.testing.assert_close(
             gradient, expected, **near, msg=lambda text, name=name: f"d / d {name}: {text}"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields", [{}, {"selection_block": 4, "local_window": 4}, {"indexer_activation": "relu"}]
+)
+def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    layer = GatedSparseAttention(
+        GSAConfig(HIDDEN, 4, 2, 4, indexer_heads=3, indexer_dim=6, **RULE, **fields)
+    ).to(dtype)
+    h = torch.randn(1, 33, HIDDEN).to(dtype)
+    before = layer.forward_with_loss(h)
+    for first in (1, 6, 16, 31):
+        changed = h.clone()
+        changed[:, first:] = 100 * torch.randn(1, 33 - first, HIDDEN).to(dtype)
+        after = layer.forward_with_loss(changed)
+        assert torch.equal(before.output[:, :first], after.output[:, :first])
+        ours, theirs, leaders = before.selection, after.selection, -(-first // layer.config.selection_block)
+        assert ours.packed_mask is not None
+        assert theirs.packed_mask is not None
+        assert torch.equal(ours.packed_mask[:, :first], theirs.packed_mask[:, :first])
+        assert torch.equal(ours.budget[:, :leaders], theirs.budget[:, :leaders])
+        assert torch.equal(ours.variance[:, :leaders], theirs.variance[:, :leaders])
 
 
 def step(
