@@ -18,7 +18,7 @@ def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def document_starts(device: str) -> torch.Tensor:
-    """int32 [2, L]; documents begin inside of chunks, at their first query, and just behind it."""
+    """int32 [2, L]; documents begin inside of chunks, at their first query, and just after it."""
     starts = torch.zeros(2, LENGTH, dtype=torch.int32)
     for row, cuts in enumerate(((20, 41, 60), (36, 42))):
         for cut in cuts:

@@ -1,4 +1,4 @@
-"""Where the kernels behind `gsa_kernels.api` are launched, and that they are differentiated once."""
+"""Where the kernels of `gsa_kernels.api` are launched, and that they are differentiated once."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(
     "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
 )
 def test_no_second_derivatives(name: str) -> None:
-    """They would be wrong: the kernels leave no graph behind."""
+    """They would be wrong: the kernels record no graph."""
     case = CASES[name]
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")

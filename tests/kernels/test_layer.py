@@ -226,7 +226,7 @@ def test_the_average_of_the_variances() -> None:
 
 
 def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
-    """Short documents, of which the first token has no variance, would pull it down."""
+    """Short documents, whose first token has no variance, would pull it down."""
     torch.manual_seed(3)
     layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE, selection_block=2, local_window=2))
     starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 9, 9, 9]], dtype=torch.int32)

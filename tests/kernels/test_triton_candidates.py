@@ -318,7 +318,7 @@ def alike(case: Case) -> None:
     ],
 )
 def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], failures: list[int]) -> None:
-    """At full size: all rows beside those of the whole, some beside a sort of their scores; packed mask and lists."""
+    """At full size: all rows against the whole, some against a sort of their scores; packed mask and lists."""
     case = make_case("cuda", length, heads=4, dim=64, **{"dtype": torch.bfloat16} | options)
     if make is not None:
         make(case)
@@ -360,7 +360,7 @@ def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(each, marks=ON_GPU) for each in (None, 8192)])
 def test_long_rows_that_see_few_keys(candidates_from: int | None) -> None:
-    """At full size: a document behind a long one, which selects all that it sees until that is too much."""
+    """At full size: a document after a long one, which selects all that it sees until that is too much."""
     case = make_case("cuda", 40000, heads=4, dim=64, dtype=torch.bfloat16)
     starts = torch.zeros(1, 40000, dtype=torch.int32, device="cuda")
     starts[:, 34000:] = 34000

@@ -243,7 +243,7 @@ def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]
     "changes", [{"in_chain": False}, {"settled": False}, {"keys": 16}, {"dtype": torch.float32}], ids=str
 )
 def test_other_kept_steps_have_the_parts_of_all(device: str, changes: dict[str, Any]) -> None:
-    """Outside of a chain, behind a selection of the same step, with few keys, in fp32."""
+    """Outside of a chain, after a selection of the same step, with few keys, in fp32."""
     given = {"in_chain": True, "settled": True, "keys": 150, "dtype": torch.bfloat16} | changes
     keys, dtype = given.pop("keys"), given.pop("dtype")
     case = make_case(device, [199], 199, k_max=keys, dtype=dtype, splits=2, kept_splits=4)
@@ -318,7 +318,7 @@ def test_refuses() -> None:
 
 
 def padded_in_front(case: Case, pads: list[int]) -> Case:
-    """The same sequences behind entries of NaN, in caches with room for both."""
+    """The same sequences after entries of NaN, in caches with room for both."""
     room = max(pads)
 
     def moved(cache: torch.Tensor) -> torch.Tensor:
@@ -357,11 +357,11 @@ def test_padding_in_front_changes_nothing(device: str, implementation: Implement
         counts = one.cache.selection.counts
         chosen = [one.cache.selection.indices[row, :n] for row, n in enumerate(counts.tolist())]
         found.append([out, counts, *chosen])
-    for alone, behind in zip(*found, strict=True):
+    for alone, padded in zip(*found, strict=True):
         if implementation == "triton" or not alone.is_floating_point():
-            assert torch.equal(alone, behind)
+            assert torch.equal(alone, padded)
         else:  # torch's sums are over caches of other lengths
-            torch.testing.assert_close(alone, behind)
+            torch.testing.assert_close(alone, padded)
 
 
 def test_starts_that_do_not_fit(device: str) -> None:

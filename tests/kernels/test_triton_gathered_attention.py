@@ -175,7 +175,7 @@ def test_segments_fill_the_device(programs, wanted, keys, segments):
 
 
 def in_segments(attend, segments, monkeypatch):
-    """The same with so many programs for each tile's list in the backward pass."""
+    """The same with this number of programs for each tile's list in the backward pass."""
 
     def patched(*inputs):
         monkeypatch.setattr(triton_gathered_backward, "count_segments", lambda *_: segments)
@@ -212,7 +212,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
     assert lists.counts.max() > 128  # three steps
 
     def attend(q, k, v, gate):
-        """The queries of the first tile, whose lists are empty, are beyond the reference: it sees those behind them."""
+        """Queries of the first tile have empty lists, which the reference cannot take: it sees the queries after them."""
         q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
         out, lse = gathered_attention(q, k, v, lists, gate)
         return out[:, empty:], lse[..., empty:]
@@ -281,7 +281,7 @@ def test_everything_selected_is_dense_attention(device):
 
 @devices
 def test_chunks_add_up(device):
-    """Any amount of scratch gives the same gradients but for the order of sums in fp32."""
+    """Any amount of scratch gives the same gradients up to the order of sums in fp32."""
     torch.manual_seed(8)
     inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(2, 40, 0.5, device), 16)
