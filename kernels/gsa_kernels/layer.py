@@ -32,7 +32,7 @@ class LayerOutput(NamedTuple):
     """fp32, 0-d: mean KL over the rows that see two keys or more, to be added to the loss of the model; its gradient
     reaches the indexer alone."""
     selection: Selection
-    """What the queries selected, in dense attention, too, where they attend to more."""
+    """What the queries selected, also in dense attention, where they attend to more."""
 
 
 class GatedSparseAttention(nn.Module):
@@ -269,7 +269,7 @@ def _own_precision(x: torch.Tensor) -> torch.autocast:
 
 
 def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """bool [B, R]: rows of the indexer with a variance to speak of, which the first query of a document has not."""
+    """bool [B, R]: rows of the indexer with at least two causal keys, unlike the first query of a document."""
     batch, rows = variance.shape
     place = torch.arange(rows, device=variance.device) * geometry.selection_block
     starts = geometry.document_starts

@@ -1,8 +1,8 @@
-"""What the kernels can do, and where they choose between methods: plain numbers, without torch or Triton.
+"""What the kernels support, and where they choose between methods: plain numbers, without torch or Triton.
 
-The kernels read their constants here, and so does whoever plans a run on a machine without an accelerator: checks of a
-config, memory estimates, counts of operations. Each constant says which kernel it comes from, and why it has its value.
-Lengths are in tokens, sizes in bytes, unless a text says otherwise.
+The kernels read their constants here, and so does planning on a machine without an accelerator: config checks, memory
+estimates, FLOP counts. Each constant names its kernel and the reason for its value. Lengths are in tokens, sizes in
+bytes, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ bench_gathered.py measure both."""
 
 SHARED_GATHERED_BELOW_DENSITY = 2 / 3
 """The same of selections that blocks of queries share, for which nothing is measured while training: `shared_density`
-takes the budgets for k_base. Under a packed mask the indexer loss is part of attention's backward pass, too."""
+takes the budgets for k_base. Under a packed mask attention's backward pass also computes the indexer loss."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
 
 def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, keys_per_query: int) -> bool:
-    """Whether a selection becomes key lists whatever is selected. With "auto" a measured density may favour them, too,
-    where each query selects for itself; of a shared selection the density is known before.
+    """Whether a selection becomes key lists independent of its content. With "auto" the measured density of individual
+    selections may also favour them; the density of a shared selection is known beforehand.
 
     Args:
         seq_len_tokens: Lk, the keys up to the last query's own
@@ -256,5 +256,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """number / divisor, rounded up; triton.cdiv takes the host microseconds, for it is made for kernels, too."""
+    """number / divisor, rounded up; triton.cdiv, which also serves kernels, takes microseconds on the host."""
     return -(-number // divisor)

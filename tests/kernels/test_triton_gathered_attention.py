@@ -212,7 +212,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
     assert lists.counts.max() > 128  # three steps
 
     def attend(q, k, v, gate):
-        """Queries of the first tile have empty lists, which the reference cannot take: it sees the queries after them."""
+        """Queries of the first tile have empty lists, which the reference refuses: it sees the queries after them."""
         q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
         out, lse = gathered_attention(q, k, v, lists, gate)
         return out[:, empty:], lse[..., empty:]

@@ -55,7 +55,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
-        # Not on ctx: a loss that somebody holds keeps its nodes, but what they save goes with the backward pass.
+        # Not on ctx: a loss that is still referenced keeps its nodes, but the backward pass frees what they save.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )

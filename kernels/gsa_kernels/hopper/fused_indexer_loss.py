@@ -1,7 +1,7 @@
-"""Attention over selected keys whose backward pass gives the indexer's gradients, too.
+"""Attention over selected keys whose backward pass also computes the indexer's gradients.
 
-By itself the loss needs the probabilities of attention once more, a product of queries and keys of all heads. The
-backward pass calculates them for the gradient of q: it hands their sums over heads to the loss, tile by tile.
+A separate loss recomputes the probabilities of attention, a product of queries and keys of all heads. The backward pass
+computes them for the gradient of q anyway, and passes their sums over heads to the loss, tile by tile.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Key lists per tile (CSR): for each tile of adjacent queries the keys that any selects, with membership words.
 
-The format of the attention and loss kernels for long contexts, where a packed mask is too much.
+The format of the attention and loss kernels for long contexts, where a packed mask takes too much memory.
 """
 
 from __future__ import annotations

@@ -50,4 +50,4 @@ class Outputs:
     """First row of the packed mask, which may cover a chunk of rows."""
 
     log_sums: LogSums | None = None
-    """Where they are asked for. Only for rows that are selected in registers."""
+    """On request, and only for rows that are selected in registers."""

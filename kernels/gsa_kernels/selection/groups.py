@@ -1,9 +1,9 @@
 """Selection of groups of neighbouring keys (`Geometry.indexer_pool` p), by the kernels that select single keys.
 
-A query chooses among the groups before its own. So of the queries t = p (i + 1) + j, those with one remainder j are the
-rows i of a causal problem like any other: row i sees the groups 0 .. i. The p remainders of each sequence are p
-sequences of C = L / p - 1 rows and C groups; the last group is nobody's to choose, and the queries of the first choose
-nothing. Selection's work is 1 / p of that for single keys.
+A query chooses among the groups before its own. So the queries t = p (i + 1) + j with one remainder j are the rows i of
+an ordinary causal problem: row i sees the groups 0 .. i. The p remainders of each sequence are p sequences of
+C = L / p - 1 rows and C groups; no query chooses the last group, and the queries of the first group choose nothing.
+Selection takes 1 / p of the work for single keys.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def select_keys(
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
             of by all their scores (`selection/candidates.py`); the result is the same, except for the rounding of
             the variance. No rows if None. They are whole tiles of 64: where query_start is no multiple of 64, up to
-            63 rows beyond are selected by all their scores, too.
+            63 further rows are also selected by all their scores.
         with_log_sum: also give `log_sum`, of the indexer's inverse temperature. For rows of at most REGISTER_KEYS keys,
             not selected by candidates.
     """

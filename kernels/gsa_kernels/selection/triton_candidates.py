@@ -1,6 +1,6 @@
 """Scores that keep only the candidates of each row: the keys whose score reaches the row's threshold.
 
-Beside the scores' own arithmetic this kernel leaves, per row, one bit per key (candidate or not), the sums that
+In addition to computing the scores this kernel writes, per row, one bit per key (candidate or not), the sums that
 the variance needs, and a list of the candidates with their scores. At 128K tokens that is a fifteenth of the bytes
 of all scores.
 """

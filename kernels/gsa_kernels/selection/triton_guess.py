@@ -1,8 +1,7 @@
-"""A guess for each row, from a sample of its keys: a score that a little more than k_t keys reach.
+"""A guess for each row, from a sample of its keys: a score that slightly more than k_t keys reach.
 
-Where that many keys have one score, as when an indexer's sigmoids are saturated, the guess has a key, too: of the keys
-with just that score those up to it. As ties go to the lower index, what a guess lets through still holds the best keys
-if it is enough.
+If many keys tie at that score, as with saturated sigmoids of the indexer, the guess also has a last key: keys at the
+score count up to it. Ties go to the lower index, so the keys that pass contain the best k_t if they are enough.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 The k groups with the best maxima (ties to the lower group) hold the k best keys: each key outside them is
 preceded by the best key of each of those k groups. So one program finds these groups among L / 8 maxima,
-and a second one selects among their 8 k keys. Where L / 8 maxima are too many for registers, too, the groups are
+and a second one selects among their 8 k keys. If L / 8 maxima also exceed the registers, the groups are
 found in the same way: the k clusters of 8 groups with the best maxima hold the k best groups. All searches are exact
 and have no case in which they fail; the row itself is read once in full. A group's 8 keys are one byte of the row's
 words.
