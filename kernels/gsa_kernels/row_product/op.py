@@ -14,7 +14,7 @@ dependent launch). Five rules make this safe, for all kernels of this package th
    kernels have ended. It may read their results, may write what the predecessor neither reads nor writes, and waits in
    one program before it ends, for rule 2.
 5. Such a kernel need not wait if the next kernel waits for both: for it by `gdc_wait`, and for the kernel beside it by
-   a counter (`Awaited`), which the latter increments when its results are written. The wait always ends: all programs of
+   a counter (`Awaited`), which the latter increments when its results are written. The wait ends: all programs of
    the counted kernel are on the device before the next kernel starts. A kernel whose own wait has ended before any
    program counts resets the counter.
 """
