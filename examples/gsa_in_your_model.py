@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from gsa_kernels import GatedSparseAttention
-from gsa_kernels.layer_config import GSAConfig
 
 device = "cpu"
 if torch.cuda.is_available():
@@ -18,22 +17,14 @@ if torch.cuda.is_available():
 
     refuse_wrong_sums()  # Triton compiles some sums wrongly on some GPUs
     device = "cuda"
-CONFIG = GSAConfig(
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=32,
-    indexer_dim=16,
-    k_base=16,
-    k_min=8,
-    k_max=32,
-)
+SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 1, "head_dim": 32, "indexer_dim": 16}
+BUDGETS = {"k_base": 16, "k_min": 8, "k_max": 32}
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = GatedSparseAttention(CONFIG)
+        self.attention = GatedSparseAttention(**SIZES, **BUDGETS)
         self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
 

@@ -36,7 +36,8 @@ class LayerOutput(NamedTuple):
 
 
 class GatedSparseAttention(nn.Module):
-    """One layer. Call `update_variance_ema` after each optimizer step in which its indexer ran.
+    """One layer, of a `GSAConfig` or of its fields. Call `update_variance_ema` after each optimizer step in which its
+    indexer ran.
 
     Weights are initialised as in `nn.Linear`, gate biases at `config.gate_bias_init`, biases of the indexer at 0.
     """
@@ -44,9 +45,11 @@ class GatedSparseAttention(nn.Module):
     variance_ema: torch.Tensor
     variance_sum: torch.Tensor
 
-    def __init__(self, config: GSAConfig) -> None:
+    def __init__(self, config: GSAConfig | None = None, **fields: Any) -> None:
         super().__init__()
-        self.config = config
+        if config is not None and fields:
+            raise ValueError(f"config is given with {', '.join(fields)}; pass a config, or fields of one")
+        self.config = config = GSAConfig(**fields) if config is None else config
         d, size = config.hidden_size, config.head_size
         queries, keys = config.num_heads * size, config.num_kv_heads * size
         self.q_proj = nn.Linear(d, queries, bias=False)

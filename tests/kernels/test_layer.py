@@ -151,11 +151,8 @@ def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[s
         after = layer.forward_with_loss(changed)
         assert torch.equal(before.output[:, :first], after.output[:, :first])
         ours, theirs, leaders = before.selection, after.selection, -(-first // layer.config.selection_block)
-        assert ours.packed_mask is not None
-        assert theirs.packed_mask is not None
-        assert torch.equal(ours.packed_mask[:, :first], theirs.packed_mask[:, :first])
-        assert torch.equal(ours.budget[:, :leaders], theirs.budget[:, :leaders])
-        assert torch.equal(ours.variance[:, :leaders], theirs.variance[:, :leaders])
+        for name, rows in (("packed_mask", first), ("budget", leaders), ("variance", leaders)):
+            assert torch.equal(getattr(ours, name)[:, :rows], getattr(theirs, name)[:, :rows]), name
 
 
 def step(
@@ -282,6 +279,14 @@ def test_the_call_that_the_authors_print() -> None:
     output, _, _ = gsa(x, positions=positions)
     assert output.shape == (1, 512, 1024)
     assert bool(output.isfinite().all())
+
+
+def test_a_layer_of_fields_is_that_of_their_config() -> None:
+    assert GatedSparseAttention(hidden_size=24, num_heads=4, num_kv_heads=2, **RULE).config == GSAConfig(
+        hidden_size=24, num_heads=4, num_kv_heads=2, **RULE
+    )
+    with pytest.raises(ValueError, match="config is given with k_base; pass a config, or fields of one"):
+        GatedSparseAttention(GSAConfig(), k_base=8)
 
 
 def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
