@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "BudgetRule": "types",
-    "GatedSparseAttention": "layer",
-    "Geometry": "types",
-    "Indexer": "types",
-    "Selection": "types",
-    "decode_step": "api",
-    "indexer_loss": "api",
     "select": "api",
     "sparse_attention": "api",
+    "indexer_loss": "api",
+    "decode_step": "api",
+    "Selection": "types",
+    "Geometry": "types",
+    "Indexer": "types",
+    "BudgetRule": "types",
+    "GatedSparseAttention": "layer",
 }
 
 __all__ = [*_MODULES]

@@ -47,16 +47,6 @@ from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 
 
-def test_the_door_has_nine_names() -> None:
-    """The tests here call the operations by them, `test_layer.py` the module."""
-    types_ = "BudgetRule GatedSparseAttention Geometry Indexer Selection"
-    names = f"{types_} decode_step indexer_loss select sparse_attention".split()
-    assert sorted(gsa_kernels.__all__) == names
-    assert all(callable(getattr(gsa_kernels, name)) for name in names)  # a subpackage could hide a function
-    with pytest.raises(AttributeError, match="causal_mask"):
-        _ = gsa_kernels.causal_mask
-
-
 def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
     assert ours.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
     assert torch.equal(mask_of(ours, num_keys), mask_of(wanted, num_keys))

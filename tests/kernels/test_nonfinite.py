@@ -1,10 +1,8 @@
 """NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
 
-`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many visible keys,
-and a NaN KL; a row that does not see it keeps its bits; its KL over key lists keeps the bits for its tile's list.
+`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many causal keys,
+and a NaN KL; a row that does not see it keeps its bits, its KL over key lists those of its tile's list.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -114,7 +112,7 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Causal keys only, no more than the budget plus the window; where each query selects, no fewer."""
+    """Visible keys only, no more than the budget beside the window; where each query selects, no fewer."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)
