@@ -31,7 +31,7 @@ def make(
     wide: bool,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """Arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
+    """Arguments but for the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def enter(
     tiling: PairTiling,
     groups: tuple[tuple[str, ...], ...],
 ) -> reference.Entered:
-    """One launch per group of sections; all but the first run beside another kernel."""
+    """In as many launches as there are groups of sections; the ones after the first as beside something."""
     entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
     for group in groups[1:]:
         part = joined.Part(group, entered, beside=True)

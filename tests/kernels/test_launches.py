@@ -1,7 +1,5 @@
 """Where the kernels of `gsa_kernels.api` are launched, and that they are differentiated once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +22,7 @@ from gsa_kernels.types import RowSample
 
 @pytest.mark.skipif(not interpreted(), reason="of the interpreter")
 @pytest.mark.parametrize("name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense"])
-def test_kernels_are_launched_on_the_device_of_their_tensors(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
     """Which may be another than the current one, as in a model that several GPUs share. In a backward pass it is
     autograd that makes it the current one."""
     within: list[str] = []
@@ -77,9 +73,7 @@ def one_step(case: Case) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize(
     "name", ["packed mask, a share of the rows", "shared, documents, later queries", "dense"]
 )
-def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(name, monkeypatch):
     """While the first GPU is the current one."""
     case = dataclasses.replace(CASES[name], rows=RowSample())
     steps = []
@@ -98,7 +92,7 @@ def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(
     "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
 )
 def test_no_second_derivatives(name: str) -> None:
-    """They would be wrong: the kernels record no graph."""
+    """They would be wrong: the kernels leave no graph."""
     case = CASES[name]
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")

@@ -33,7 +33,7 @@ def reduce_of(operand: str, layout: str, axis: int) -> str:
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, True),
         ("[[4, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
         ("[[0, 1, 0], [4, 0, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
-        # Also along the rows, whose second bit comes after the other axis'.
+        # Along the rows, whose second bit comes after the other axis', too.
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 0, True),
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 2, False),
         # Bits without a coordinate are copies, and count for nothing.
