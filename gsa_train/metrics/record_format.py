@@ -91,7 +91,7 @@ def validation_prefixes(record: Record) -> dict[str, str]:
     return first | {match[1]: match[2] for match in others if match}
 
 
-RENAMED = {"visible_keys": "causal_keys"}
+RENAMED = {"causal_keys": "causal_keys"}
 """Keys of runs that an earlier version has logged -> their names now."""
 
 

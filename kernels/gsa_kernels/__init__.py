@@ -1,14 +1,13 @@
-"""Gated Sparse Attention: a selection of keys for each query, attention to them, the loss that trains the indexer.
+"""Gated Sparse Attention (GSA): Triton kernels, and their definitions in plain torch.
 
     selection = select(indexer, rule, variance_ema, geometry, implementation="triton")
-    out, lse = sparse_attention(q, k, v, selection, geometry, implementation="triton")
+    out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits, implementation="triton")
     loss, kl_of_rows = indexer_loss(indexer, q, k, lse, selection, geometry, implementation="triton")
 
-`GatedSparseAttention` is the whole layer as a torch module. The implementation is chosen by name: `triton`, the fused
-kernels, on a CUDA device; `reference`, plain torch on any device. `gsa_kernels.reference` has the definitions of which
-the reference is composed, and `limits.py` says, without torch, what the kernels can do.
+`GatedSparseAttention` is the whole layer as a torch module. `gsa_kernels.reference` has the definitions of the parts,
+`gsa_kernels.limits` what the kernels can do.
 
-Names are imported when they are first asked for: who plans a run reads the limits and loads neither torch nor Triton.
+A name is imported on first use, so that planning a run reads the limits and loads neither torch nor Triton.
 """
 
 from importlib import import_module
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PLACES = {
+_MODULES = {
     "select": "api",
     "sparse_attention": "api",
     "indexer_loss": "api",
@@ -39,10 +38,10 @@ _PLACES = {
     "GatedSparseAttention": "layer",
 }
 
-__all__ = [*_PLACES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,27 +1,22 @@
-"""The one door to this package: select, attend, learn, decode.
+"""The operations: selection, attention, indexer loss, decoding. `gsa_kernels` exports the four that a model calls.
 
-    selection = select(indexer, rule, variance_ema, geometry, implementation="triton")
-    out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits, implementation="triton")
-    loss, kl_of_rows = indexer_loss(indexer, q, k, lse, selection, geometry, implementation="triton")
+Each function runs the implementation that the caller names, and never another: `triton`, the fused kernels, which need
+a CUDA device, or `reference`, plain torch on any device. Results and gradients agree up to rounding. `limits.py` lists
+what the kernels support; `types.py` explains the letters in shapes.
 
-Every function takes the implementation by name, and never replaces it: `triton`, the fused kernels, which need a CUDA
-device, or `reference`, plain torch on any device. Both give the same results up to rounding, and the same gradients.
-`limits.py` says what the kernels can do. Letters in shapes are those of `types.py`.
+Non-finite inputs: a row with a NaN among its indexer inputs gets a NaN variance, the base budget, that number of causal
+keys (unspecified which), and, if it selected the NaN key, a NaN KL and loss. With infinite inputs only the size and the
+causality of the selection are guaranteed. All other rows keep their results bit for bit, except for this rule:
 
-A NaN in the indexer's inputs is not hidden: a row that sees it has a NaN variance, the base budget, that many visible
-keys, which ones is not said, and a NaN KL if it chose the bad key; so has the loss. Of infinite inputs only the
-selection's size and visibility are promised. Rows that do not see them keep their results to the last bit, apart from
-what key lists do:
-
-What a query gets (output, log-sum-exp, KL and its gradients) depends on its own keys alone. Over a packed mask, and
-over the lists of blocks that share a selection, that holds to the last bit. Over the key lists of queries that select
-for themselves the last bits also depend on which keys the other queries of its tile select, later ones too: a tile,
-limits.TILE_QUERIES neighbours, has one list, and the terms of each query's sums are added in its order. In fp32 that
-moves 1e-7 of a value; nothing else of another query comes in.
+A query's results (output, log-sum-exp, KL, gradients) depend on its own keys only. Over a packed mask, and over lists
+of blocks that share a selection, that holds bit for bit. Over the key lists of queries that select individually, the
+sums follow the order of the list, which the limits.TILE_QUERIES neighbouring queries of a tile share. The last bits
+(1e-7 of a value in fp32) therefore depend on the keys that these neighbours select, later queries included.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -31,6 +26,7 @@ from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.limits import PACKED_MASK_MAX_TOKENS, Kernel
 from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, Indexer, RowSample, Selection
 
+_MODULES = {"triton": "gsa_kernels.operations_triton", "reference": "gsa_kernels.operations_reference"}
 _ALL_OF_ONE_SEQUENCE = Geometry()
 _ALL_ROWS = RowSample()
 
@@ -47,22 +43,22 @@ def select(
 ) -> Selection:
     """S_t = the k_t causal keys of highest score, ties to the lower index, and the last `local_window` keys.
 
-    Without gradient. By Triton the top-k is exact for the scores that the kernels calculate, which differ from the
-    reference by rounding; equal inputs give equal bits.
+    Without gradient, deterministic. With Triton the top-k is exact for the kernels' scores, which differ from the
+    reference by rounding.
 
     Args:
-        indexer: its queries are those that select, [B, R, HI, DI], R = ceil(L / selection_block); its keys all Lk
+        indexer: queries [B, R, HI, DI] of the R = ceil(L / selection_block) queries that select; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance, from before this step; 0 at the start
-        kernel: which attention kernel the selection is for. `masked`: a packed mask. `gathered`: key lists. `auto`, by
-            Triton: key lists beyond limits.PACKED_MASK_MAX_TOKENS keys; for shared selections what the density that
-            k_base makes favours; for others what the measured density favours from limits.MEASURED_FROM_TOKENS on, else
-            a packed mask; by the reference a packed mask. Where key lists are made of queries that select for
-            themselves, the host waits for the device: their length is in the data.
-        with_log_sum: also give `Selection.log_sum`, which spares the indexer loss a pass; for packed masks of keys that
-            each query selects singly and for itself
+        kernel: the attention kernel that reads the selection. `masked`: packed mask. `gathered`: key lists. `auto` with
+            Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys; up to that length the format that the density
+            favours, which follows from k_base for shared selections and is measured from limits.MEASURED_FROM_TOKENS
+            keys on for individual ones; else a packed mask. `auto` with the reference: packed mask. Key lists of
+            individual selections synchronise the host with the device, because their length depends on the data.
+        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss a pass; only for packed masks, with
+            selection_block 1 and indexer_pool 1
 
     Raises:
-        ValueError: the kernels cannot do it, or an argument does not fit; it names the argument and the remedy.
+        ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
     """
     _check_rows(indexer, geometry)
     if kernel not in ("auto", "masked", "gathered"):
@@ -93,11 +89,11 @@ def sparse_attention(
     gate_logits; deterministic.
 
     Args:
-        q: [B, L, H, D], D one of limits.HEAD_SIZES; by Triton bf16 or fp32
+        q: [B, L, H, D], D one of limits.HEAD_SIZES; with Triton bf16 or fp32
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, D]
         selection: S_t of these queries; None: dense attention to all causal keys of the query's document
-        geometry: as it was for `select`
+        geometry: the one passed to `select`
         gate_logits: G1 before its sigmoid, [B, L, H, D] or [B, L, Hkv, H / Hkv, D]
 
     Returns:
@@ -121,20 +117,19 @@ def indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])): GSA, equations 14 and 15.
 
-    p_t is the attention of query t, averaged over the heads; of a block that shares a selection, over its queries, too.
-    With `indexer_pool` p_t is summed over each group, and S_t are the groups before the query's own that it reads
-    whole.
-    Gradients go to the indexer's tensors only, the inverse temperature among them.
+    p_t is the attention of query t, averaged over the heads and, for a shared selection, over the queries of the block.
+    With `indexer_pool` p_t is summed over each group, and S_t are the earlier groups that the query reads in full.
+    Gradients go to the indexer's tensors only, including the inverse temperature.
 
     Args:
-        q, k: of all heads
-        lse: from the attention over the same keys
-        selection: what the queries attended to; None: all causal keys of the document, in the indexer's warm-up
-        rows: which rows are calculated
+        q, k: all heads
+        lse: of the attention over the same keys
+        selection: the keys attended to; None: all causal keys of the document (indexer warm-up)
+        rows: which rows to compute
 
     Returns:
         loss: fp32, 0-d
-        kl_of_rows: fp32 [B, R], without gradient; NaN for rows that were left out
+        kl_of_rows: fp32 [B, R], without gradient; NaN for rows not sampled
     """
     _check_rows(indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -155,9 +150,8 @@ def sparse_attention_with_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_attention`, whose backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
 
-    The backward pass of attention has the probabilities that are the loss's target, so that it spares their
-    calculation. The target is rounded to fp16. The loss itself is not returned: it is known in the backward pass only
-    (`FusedLoss.on_rows`). By Triton, where `can_fuse_indexer_loss` says so.
+    The backward pass of attention computes the probabilities anyway; they are the loss's target, rounded to fp16. The
+    loss is known in the backward pass only (`FusedLoss.on_rows`). With Triton only if `can_fuse_indexer_loss`.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -166,9 +160,8 @@ def sparse_attention_with_loss(
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
-    """Whether `sparse_attention_with_loss` takes these by Triton: a packed mask of keys that are selected singly, bf16,
-    and a multiple of limits.FUSED_LOSS_HEADS query heads for each key-value head, on Hopper (or in Triton's
-    interpreter)."""
+    """Whether `sparse_attention_with_loss` supports these tensors with Triton: a packed mask, indexer_pool 1, bf16, and
+    a multiple of limits.FUSED_LOSS_HEADS query heads per key-value head, on Hopper or in Triton's interpreter."""
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
     if selection is None or selection.packed_mask is None or selection.group_mask is not None:
@@ -183,11 +176,12 @@ def sampled_lse(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Log of the softmax's sum over the keys of a packed mask, for S queries from anywhere in the sequence: fp32
-    [B, H, S], for statistics. Takes about 4 B H S Lk D operations.
+    """Log-sum-exp over the keys of a packed mask for S sampled queries: fp32 [B, H, S], for statistics.
+
+    Costs about 4 B H S Lk D operations.
 
     Args:
-        q: [B, S, H, D], in any order; a query may be there several times, beside different masks
+        q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks
         k: [B, Lk, Hkv, D]
         packed_mask: int32 [B, S, ceil(Lk / 32)], for example `Selection.packed_rows`
     """
@@ -205,18 +199,18 @@ def decode_step(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """One new token for each sequence: select from the cache, attend, gate. Without gradient.
+    """Decode one token per sequence: select from the cache, attend, gate. Without gradient.
 
-    With `selection_block` b the selection of an aligned block of b tokens is made when its first token is decoded, and
-    kept in `cache.selection`. Sequences may stand at different places of their blocks. By Triton the host reads nothing
-    back, so that the step can be captured in a CUDA graph while `cache.lengths` grows.
+    With `selection_block` b the first token of an aligned block of b tokens selects, and `cache.selection` keeps its
+    keys for the block. Sequences may be at different offsets in their blocks. With Triton the host does not synchronise
+    with the device, so that a CUDA graph can capture the step and replay it while `cache.lengths` grows.
 
     Args:
         q: [B, H, D], of the token at position lengths - 1
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the cache
-        cache: of this layer; its selection is overwritten
+        cache: this layer's; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
-        geometry: `selection_block` and `local_window` of training; its other fields are of whole sequences
+        geometry: `selection_block` and `local_window` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:
@@ -239,20 +233,14 @@ def decode_step(
 
 
 def _operations(implementation: Implementation) -> ModuleType:
-    """The module with this implementation of every operation. Triton is imported by those only who name it."""
-    if implementation == "triton":
-        from gsa_kernels import operations_triton
-
-        return operations_triton
-    if implementation == "reference":
-        from gsa_kernels import operations_reference
-
-        return operations_reference
-    raise ValueError(f"implementation is {implementation!r}; pass 'triton' or 'reference'")
+    """The module with this implementation of every operation, imported on first use."""
+    if implementation not in _MODULES:
+        raise ValueError(f"implementation is {implementation!r}; pass 'triton' or 'reference'")
+    return import_module(_MODULES[implementation])
 
 
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
-    """The indexer has a row for each query that selects."""
+    """The indexer has one row per query that selects."""
     batch, num_rows = indexer.queries.shape[:2]
     length = indexer.keys.shape[1] - geometry.query_start
     if length < 1:
@@ -273,7 +261,7 @@ def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
 def _check_selection(
     selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
 ) -> None:
-    """The selection is one of these queries."""
+    """The selection belongs to these queries."""
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     length = q.shape[1]
     check_shape("k", k, "[B, query_start + L, Hkv, D]", (len(q), geometry.query_start + length, None, None))
@@ -287,6 +275,6 @@ def _check_selection(
     lists = selection.key_lists
     if lists is not None and (lists.length, lists.query_start) != (length, geometry.query_start):
         raise ValueError(
-            f"selection is of {lists.length} queries from position {lists.query_start}; pass that of the {length} "
+            f"selection is of {lists.length} queries from position {lists.query_start}; pass the one of the {length} "
             f"queries from position {geometry.query_start}"
         )

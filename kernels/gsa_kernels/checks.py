@@ -5,7 +5,7 @@ import torch
 from gsa_kernels.limits import INDEXER_ACTIVATIONS
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-"""Of what Triton's kernels read. fp16 would need a loss scale in training, which there is not."""
+"""Input dtypes of the Triton kernels. fp16 would need loss scaling in training, which does not exist here."""
 
 _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -82,7 +82,7 @@ def check_activation(activation: str, heads: int, **biases: torch.Tensor | None)
 
 
 def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dense_below: int) -> None:
-    """Of `adaptive_budget`."""
+    """Check the arguments of `adaptive_budget`."""
     check_at_least("k_base", k_base, 1)
     check_at_least("k_min", k_min, 1)
     check_at_least("dense_below", dense_below, 0)
@@ -119,9 +119,9 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 
 
 def check_differentiated_once() -> None:
-    """For the backward pass of a kernel, which leaves no graph behind: a second derivative would be a wrong one.
+    """For the backward pass of a kernel, which records no graph: a second derivative would be wrong.
 
-    torch's `once_differentiable` refuses only where the upstream gradient needs a gradient; that of a sum does not.
+    torch's `once_differentiable` refuses only where the upstream gradient needs a gradient; a sum's does not.
 
     Raises:
         ValueError: autograd was asked for a graph of the gradients.

@@ -32,14 +32,14 @@ class LayerOutput(NamedTuple):
     """fp32, 0-d: mean KL over the rows that see two keys or more, to be added to the loss of the model; its gradient
     reaches the indexer alone."""
     selection: Selection
-    """What the queries selected, in dense attention, too, where they attend to more."""
+    """What the queries selected, also in dense attention, where they attend to more."""
 
 
 class GatedSparseAttention(nn.Module):
     """One layer, of a `GSAConfig` or of its fields. Call `update_variance_ema` after each optimizer step in which its
     indexer ran.
 
-    Weights start as those of `nn.Linear`, gate biases at `config.gate_bias_init`, biases of the indexer at 0.
+    Weights are initialised as in `nn.Linear`, gate biases at `config.gate_bias_init`, biases of the indexer at 0.
     """
 
     variance_ema: torch.Tensor
@@ -127,7 +127,7 @@ class GatedSparseAttention(nn.Module):
         """`forward` in training, and the loss of the indexer. With `dense` that is the indexer's warm-up.
 
         The loss is part of the result and kept nowhere, so that recomputation (`torch.utils.checkpoint`) is free to
-        call this twice. Arguments are those of `forward`.
+        call this twice. It takes the arguments of `forward`.
         """
         self._check(x, attention)
         heads, indexer = self._heads(x, positions, 0), self._index(x)
@@ -199,7 +199,7 @@ class GatedSparseAttention(nn.Module):
         return Heads(q, k, v.unflatten(-1, size), gate)
 
     def _index(self, x: torch.Tensor, every_query: bool = False) -> Indexer:
-        """Equation 7's queries, keys and head weights. Of x detached: only the loss trains the indexer."""
+        """Equation 7's queries, keys and head weights, from detached x: only the indexer loss trains the indexer."""
         config, x = self.config, x.detach()
         leaders = x if every_query else x[:, :: config.selection_block]
         return Indexer(
@@ -239,9 +239,9 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def update_variance_ema(self) -> None:
-        """Move the average of the score variance by those of the step; its first step starts it.
+        """Update the moving average of the score variance; the first step initialises it.
 
-        After the optimizer step, so that all micro-batches of a step see one value, and no token one from its future.
+        After the optimizer step, so that all micro-batches of a step use one value, and no token uses its future.
         """
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()
@@ -272,7 +272,7 @@ def _own_precision(x: torch.Tensor) -> torch.autocast:
 
 
 def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """bool [B, R]: rows of the indexer with a variance to speak of, which the first query of a document has not."""
+    """bool [B, R]: rows of the indexer with at least two causal keys, unlike the first query of a document."""
     batch, rows = variance.shape
     place = torch.arange(rows, device=variance.device) * geometry.selection_block
     starts = geometry.document_starts

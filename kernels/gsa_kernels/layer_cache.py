@@ -143,7 +143,7 @@ def _check_fit(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
     for name, new in {"keys": heads.k, "values": heads.v, "indexer keys": indexer.keys}.items():
         if (new.dtype, new.device) != (keys.dtype, keys.device):
             raise ValueError(
-                f"the {name} of x are {new.dtype} on {new.device}, those of the cache {keys.dtype} on {keys.device}; "
+                f"the {name} of x are {new.dtype} on {new.device}, the cache is {keys.dtype} on {keys.device}; "
                 "pass dtype= to new_cache, after the layer has moved to its device"
             )
 
@@ -158,7 +158,7 @@ def _append(cache: GSACache, heads: Heads, indexer: Indexer) -> None:
 
 
 def _rows(indexer: Indexer, first: int, last: int) -> Indexer:
-    """Of an indexer with a row for each of the new tokens."""
+    """Rows first to last of an indexer with a row per new token."""
     return replace(
         indexer,
         queries=indexer.queries[:, first:last],
@@ -192,7 +192,7 @@ def _select(
     variance_ema: torch.Tensor,
     attention: Literal["dense", "sparse"],
 ) -> tuple[Geometry, Selection | None]:
-    """Where the cache's last tokens stand, as many as the indexer has rows, and what they select."""
+    """Geometry and selection of the cache's last tokens, one per row of the indexer."""
     start = cache.length - indexer.queries.shape[1]
     if attention == "dense":
         return Geometry(query_start=start), None

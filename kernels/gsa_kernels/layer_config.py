@@ -47,7 +47,7 @@ class GSAConfig:
     indexer_dim: int = 64
     """Size of an indexer head."""
     indexer_activation: Literal["sigmoid", "relu"] = "sigmoid"
-    """Of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights and no biases: DSA."""
+    """Activation of the scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights and no biases: DSA."""
     k_base: int = 2048
     """Keys per query before adaptation."""
     k_min: int = 256
@@ -64,7 +64,7 @@ class GSAConfig:
     """Queries in aligned blocks of this many share a selection; 1 in the paper."""
     rope_base: float = 10000.0
     rope_scaling: YarnScaling | None = None
-    """YaRN, for longer sequences than those of training."""
+    """YaRN, for sequences longer than in training."""
     implementation: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: the fused kernels, on CUDA tensors. `reference`: plain torch on any device, with tensors of [L, Lk].
     `auto`: `triton` where the input is a CUDA tensor, `reference` elsewhere. What the kernels cannot do is an error

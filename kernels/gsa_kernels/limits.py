@@ -1,8 +1,8 @@
-"""What the kernels can do, and where they choose between methods: plain numbers, without torch or Triton.
+"""What the kernels support, and where they choose between methods: plain numbers, without torch or Triton.
 
-The kernels read their constants here, and so does whoever plans a run on a machine without an accelerator: checks of a
-config, memory estimates, counts of operations. Each constant says which kernel it comes from, and why it has its value.
-Lengths are in tokens, sizes in bytes, unless a text says otherwise.
+The kernels read their constants here, and so does planning on a machine without an accelerator: config checks, memory
+estimates, FLOP counts. Each constant names its kernel and the reason for its value. Lengths are in tokens, sizes in
+bytes, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAD_SIZES = (32, 64, 128, 256)
 the gradients of 64 keys and values would take all registers of a multiprocessor (attention/triton_backward_keys.py)."""
 
 INDEXER_ACTIVATIONS = ("sigmoid", "relu")
-"""Of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
+"""Activations of the indexer's scores (indexer/triton_scores.py, loss/triton_scores.py, decode/triton_score.py)."""
 
 INDEXER_HEADS = range(1, 9)
 """HI. The score kernel holds the queries of all heads at once (indexer/triton_scores.py)."""
@@ -55,7 +55,7 @@ ROW_PRODUCT_FASTER_ROWS = 1
 """B up to which decoding of sparse models takes them; beyond it, and in dense models, cuBLAS is faster."""
 
 ROW_PRODUCT_COLUMNS = range(16, 8193, 8)
-"""K of a product of few rows. A program holds rows of so many columns in registers, and loads 8 of them at a time."""
+"""K of a product of few rows. A program holds whole rows in registers, and loads 8 columns at a time."""
 
 
 # ---- choice of the format of a selection
@@ -71,19 +71,19 @@ shorter sequence budgets of thousands of keys hit most tiles, and the packed mas
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Share of the causal keys in the key lists below which attention over key lists is faster than under a packed mask.
-The work of the first grows with the lists, that of the second does not; benchmarks/bench_attention.py and
+The work over lists grows with their length, the work under a mask does not; benchmarks/bench_attention.py and
 bench_gathered.py measure both."""
 
 SHARED_GATHERED_BELOW_DENSITY = 2 / 3
 """The same of selections that blocks of queries share, for which nothing is measured while training: `shared_density`
-takes the budgets for k_base. Under a packed mask the indexer loss is part of attention's backward pass, too."""
+takes the budgets for k_base. Under a packed mask attention's backward pass also computes the indexer loss."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
 
 def takes_key_lists(kernel: Kernel, seq_len_tokens: int, selection_block: int, keys_per_query: int) -> bool:
-    """Whether a selection becomes key lists whatever is selected. With "auto" a measured density may favour them, too,
-    where each query selects for itself; of a shared selection the density is known before.
+    """Whether a selection becomes key lists independent of its content. With "auto" the measured density of individual
+    selections may also favour them; the density of a shared selection is known beforehand.
 
     Args:
         seq_len_tokens: Lk, the keys up to the last query's own
@@ -106,7 +106,7 @@ def shared_density(seq_len_tokens: int, keys_per_query: int) -> float:
 
 
 REGISTER_KEYS = 32768
-"""Rows of at most so many keys are selected in registers, of which one program has 256 KiB (selection/op.py). Only they
+"""Rows of at most this many keys are selected in registers, 256 KiB per program (selection/op.py). Only they
 give the log-sum that spares the indexer loss a pass."""
 
 GROUP_KEYS = 8
@@ -114,8 +114,8 @@ GROUP_KEYS = 8
 
 
 def long_row_bytes(num_keys: int, most_keys: int) -> int:
-    """Scratch memory of such a row: the maxima of its groups, where there are many those of clusters of as many groups,
-    and the numbers of the best groups."""
+    """Scratch memory of such a row: the maxima of its groups, of its clusters of groups if there are many groups, and
+    the numbers of the best groups."""
     groups = ceil_div(num_keys, GROUP_KEYS)
     return 4 * (groups + ceil_div(groups, GROUP_KEYS) + next_power_of_2(most_keys))
 
@@ -127,13 +127,13 @@ MOST_CANDIDATES = 16384
 """Candidates of one row, which stay in registers. No row is selected by candidates if `candidate_room` is larger."""
 
 CANDIDATE_SAMPLE_STRIDE = 32
-"""One key of so many is in the sample from which a row's lowest score worth keeping is guessed."""
+"""Stride of the keys sampled to estimate the lowest score of a row worth keeping."""
 
 CANDIDATE_SLACK = 0.0625
 """So much more of the sample than wanted is close enough (selection/triton_guess.py)."""
 
 CANDIDATE_BYTES = 8
-"""Of one candidate: a score and a position."""
+"""A candidate: a score and a position."""
 
 
 def candidate_room(most_keys: int) -> int:
@@ -209,18 +209,18 @@ GATHERED_GRADIENT_BYTES = 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
 
 SEGMENT_KEYS = 4096
-"""Of a list that several programs share in that pass, each has no fewer keys, so that what it costs is small beside
-them: it loads q and the output's gradient, and its gradient of q is stored and read once more in fp32, 3 x 64 KiB, as
-much as 3 steps load of 64 keys and values of 256. By arithmetic (attention/triton_gathered_backward.py)."""
+"""Least keys per program where several share a list in that pass. A program loads q and the output's gradient, and
+stores its gradient of q, which is read once more: 3 x 64 KiB in fp32, the load of 3 steps of 64 keys and values of 256
+(attention/triton_gathered_backward.py)."""
 
 SEGMENT_WAVES = 4
 """Such a launch has no more programs for each multiprocessor: each leaves a gradient of q."""
 
 SEGMENT_GRADIENT_BYTES = 64 * 2**10
-"""Of one program, fp32, at the largest: 128 rows of heads of 128, or 64 of 256 (`backward_tiles`)."""
+"""Largest gradient tile of a program, fp32: 128 rows of heads of 128, or 64 of 256 (`backward_tiles`)."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for estimates on a machine without one. The kernels ask the device."""
+"""On an H100 or H200, for estimates on a machine without one. The kernels ask the device."""
 
 
 def segments_bytes(longest_list: int, multiprocessors: int) -> int:
@@ -256,5 +256,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """number / divisor, rounded up; triton.cdiv takes the host microseconds, for it is made for kernels, too."""
+    """number / divisor, rounded up; triton.cdiv, which also serves kernels, takes microseconds on the host."""
     return -(-number // divisor)

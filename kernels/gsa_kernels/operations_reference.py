@@ -1,6 +1,6 @@
-"""The operations of `api.py` in plain torch, composed of each operation's `reference.py`.
+"""The operations of `api.py` in plain torch, with its arguments and results, composed of each folder's `reference.py`.
 
-Differentiable, on any device, with tensors of [L, Lk]. Definitions, arguments and results are those of `api.py`.
+Differentiable, on any device, with tensors of [L, Lk].
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def sparse_attention_with_loss(
 
 
 class _AddLoss(torch.autograd.Function):
-    """`out`, whose backward pass starts that of the loss, too."""
+    """`out`, whose backward pass also starts the backward pass of the loss."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ def decode_step(
 ) -> torch.Tensor:
     max_length = indexer.keys.shape[1]
     k, v = cache.k, cache.v
-    if cache.starts is not None:  # to the front; what comes round to the end is beyond the lengths
+    if cache.starts is not None:  # each sequence to the front; entries past its length are unused
         entries = (cache.starts[:, None] + torch.arange(max_length, device=q.device)) % max_length
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
@@ -242,14 +242,14 @@ def _temperature(indexer: Indexer) -> float | torch.Tensor:
 def _taken_rows(
     num_rows: int, selection: Selection | None, geometry: Geometry, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """The rows of the sample, int64, None for all of them, and by what their sum is to be multiplied.
+    """The sampled rows, int64 (None: all rows), and the factor for their sum.
 
-    The kernels over key lists take whole tiles of the lists, those over packed masks stretches (`sample_rows`).
+    The kernels over key lists sample whole tiles; the kernels over packed masks sample stretches (`sample_rows`).
     """
     rank, size = rows.share
     pool = geometry.indexer_pool
     if pool > 1:
-        # The kernels' rows are groups of queries: the i-th are those of the (i + 1)-th group of keys.
+        # A row of the kernels is a group of queries: row i has the queries at the keys of group i + 1.
         groups = max((num_rows - 1) // pool, 1)
         sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
         if sample.every == 1:

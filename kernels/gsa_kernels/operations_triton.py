@@ -1,8 +1,9 @@
-"""The operations of `api.py` by the Triton kernels. Their definitions, arguments and results are those of `api.py`."""
+"""The operations of `api.py` as Triton kernels, with its arguments and results; `decode_step` is imported below."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,11 +13,10 @@ from gsa_kernels.attention.op import masked_attention, masked_log_sums
 from gsa_kernels.attention.triton_block_probs import block_sum_probs_rows
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.decode import op as decode
-from gsa_kernels.decode.state import LayerCache
+from gsa_kernels.decode.op import decode_step as decode_step
 from gsa_kernels.devices import launching_on
 from gsa_kernels.hopper.fused_indexer_loss import attention_with_indexer_loss
-from gsa_kernels.key_lists.format import KeyLists, union_density
+from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.gathered import gathered_indexer_loss
 from gsa_kernels.loss.groups import group_indexer_loss
 from gsa_kernels.loss.op import Attended, Target, masked_indexer_loss
@@ -90,23 +90,10 @@ def indexer_loss(
         if geometry.indexer_pool > 1:
             return group_indexer_loss(indexer, q, k, lse, selection, geometry, rows)
         if selection is not None and selection.key_lists is not None:
-            return _loss_by_lists(indexer, q, k, lse, selection.key_lists, geometry, rows)
+            lists, block = selection.key_lists, geometry.selection_block
+            target = partial(head_sum_probs_lists, q, k, lse, lists, selection_block=block)
+            return gathered_indexer_loss(indexer, target, lists, block, rows)
         return _loss_by_rows(indexer, q, k, lse, selection, geometry, rows)
-
-
-def _loss_by_lists(
-    indexer: Indexer,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    lists: KeyLists,
-    geometry: Geometry,
-    rows: RowSample,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def target(tiles: torch.Tensor) -> torch.Tensor:
-        return head_sum_probs_lists(q, k, lse, lists, tiles, selection_block=geometry.selection_block)
-
-    return gathered_indexer_loss(indexer, target, lists, geometry.selection_block, rows)
 
 
 def _loss_by_rows(
@@ -154,16 +141,3 @@ def sparse_attention_with_loss(
 def sampled_lse(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
     with launching_on(q, "q"):
         return masked_log_sums(q, k, packed_mask)
-
-
-@torch.no_grad()
-def decode_step(
-    q: torch.Tensor,
-    indexer: Indexer,
-    cache: LayerCache,
-    rule: BudgetRule,
-    variance_ema: torch.Tensor,
-    geometry: Geometry,
-    gate_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    return decode.decode_step(q, indexer, cache, rule, variance_ema, geometry, gate_logits)

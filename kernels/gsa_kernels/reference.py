@@ -1,6 +1,7 @@
-"""The definition of each operation in plain torch, for tests and readers: differentiable, with tensors of [L, Lk].
+"""The definitions of this package's operations in plain torch: exact, differentiable, with [L, Lk] tensors.
 
-`gsa_kernels.select(..., implementation="reference")` and its like are composed of these.
+Each name is one part of an operation. `gsa_kernels` exports the operations, which call these parts with
+`implementation="reference"`.
 """
 
 from gsa_kernels.attention.reference import AttentionOutput, sparse_attention

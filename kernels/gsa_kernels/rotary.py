@@ -1,4 +1,4 @@
-"""YaRN: rotary embeddings for longer sequences than those of training (arXiv 2309.00071)."""
+"""YaRN: rotary embeddings for sequences longer than in training (arXiv 2309.00071)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gsa_kernels.checks import check_at_least
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Channels that turn often within the original length keep their rate, those that turn less than once are slowed
-    down by `factor`, and those in between by part of it. The fields are those of transformers' `rope_parameters`.
+    """Channels that turn often within the original length keep their rate, channels that turn less than once are slowed
+    down by `factor`, channels in between by part of it. Fields are named as in transformers' `rope_parameters`.
     """
 
     factor: float

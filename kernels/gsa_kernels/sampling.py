@@ -21,7 +21,7 @@ class SampledRows:
 
     @property
     def spacing(self) -> int:
-        """From the first row of a stretch to that of the next."""
+        """Rows from the start of one stretch to the start of the next."""
         return self.every * self.stretch
 
     def row(self, number: int) -> int:

@@ -44,7 +44,7 @@ def unstack(x, HEADS: tl.constexpr):
 
 @triton.jit
 def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
-    """Which row of a stack is that of this head."""
+    """The row of a stack that holds this head."""
     pair: tl.constexpr = 2 if HEADS > 1 else 1
     return head // pair * (pair * BM) + row // 8 * (pair * 8) + head % pair * 8 + row % 8
 

@@ -1,8 +1,8 @@
-"""What belongs together in the calls of this package: plain frozen dataclasses, checked when they are made.
+"""The types that the operations take: frozen dataclasses, validated on construction.
 
 Letters in shapes: B sequences, L queries and Lk keys of each, R rows of the indexer (R = L, or one per block of
 queries that share a selection), H query heads, Hkv key-value heads, D their size, HI indexer heads of size DI. Query i
-stands at position t = query_start + i of its sequence, key s at position s, and Lk = query_start + L.
+is at position t = query_start + i of its sequence, key s at position s, and Lk = query_start + L.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Indexer:
             raise ValueError(f"inverse_temperature is {beta}; pass a positive number")
 
     def of_block_leaders(self, selection_block: int) -> Indexer:
-        """Of an indexer with a row for every query: the rows of the first query of each aligned block."""
+        """The rows of each aligned block's first query, from an indexer with a row per query."""
         check_at_least("selection_block", selection_block, 1)
         if selection_block == 1:
             return self
@@ -71,10 +71,10 @@ class Indexer:
     def of_previous_blocks(
         self, selection_block: int, document_starts: torch.Tensor | None = None
     ) -> Indexer:
-        """Of an indexer with a row for every query: for each aligned block the mean row of the block before it.
+        """For each aligned block the mean row of the previous block, from an indexer with a row per query.
 
-        Differentiable. Only queries of the document count in which the block's first query is; where there are none,
-        as in front of the first block, the row is that first query's own.
+        Differentiable. The mean covers queries in the document of the block's first query; if there are none, as for
+        the first block, the row of that first query is used.
 
         Args:
             document_starts: int32 [B, L], as in `Geometry`
@@ -106,9 +106,9 @@ class Indexer:
 class BudgetRule:
     """How many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
 
-    k_t = clamp(floor(raw), k_min, k_max), and no more than the query has causal keys. `inverse`: raw = k_base *
+    k_t = clamp(floor(raw), k_min, k_max), at most the number of the query's causal keys. `inverse`: raw = k_base *
     ema / var, with var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var /
-    ema. `off`: raw = k_base. A query that sees fewer than `dense_below` keys selects all of them.
+    ema. `off`: raw = k_base. A query with fewer than `dense_below` causal keys selects all of them.
     """
 
     k_base: int
@@ -128,7 +128,7 @@ class BudgetRule:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the queries stand, which keys are theirs to select, and which of them share a selection."""
+    """Positions of the queries, the keys they may select, and which queries share a selection."""
 
     document_starts: torch.Tensor | None = None
     """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of
@@ -138,7 +138,7 @@ class Geometry:
     selection_block: int = 1
     """Queries in aligned blocks of this many share the top-k of the block's first query; 1 in the paper."""
     local_window: int = 0
-    """Latest keys, the query's own included, that are selected beside the budget; 0 in the paper."""
+    """Latest keys, the query's own included, that are selected in addition to the budget; 0 in the paper."""
     indexer_pool: int = 1
     """Neighbouring keys, aligned in their document, that are selected together, by their mean (indexer/pool.py); 1 in
     the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
@@ -173,10 +173,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Which rows the indexer loss takes: all, or every n-th stretch of them for an estimate, or one rank's share."""
+    """The rows of the indexer loss: all, every n-th stretch for an estimate, or one rank's share."""
 
     fraction: float = 1.0
-    """1 / n for a whole n. Below 1 the loss is an unbiased estimate of that over all rows."""
+    """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
     seed: int | None = None
     """Chooses the stretches; needed with a fraction below 1, and equal on all ranks that share the rows."""
     share: tuple[int, int] = (0, 1)
@@ -193,9 +193,9 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """S_t of every query, in the format that attention over it is fastest on; made by `api.select`.
+    """S_t of every query, in the format for which attention is fastest; made by `select`.
 
-    Either the packed mask or the key lists are there. Both hold the same selection.
+    Exactly one of packed mask and key lists is given.
     """
 
     packed_mask: torch.Tensor | None
@@ -208,12 +208,12 @@ class Selection:
     variance: torch.Tensor
     """fp32 [B, R]: population variance of the row's scores over its causal keys."""
     density: float | None = None
-    """Keys in the lists over the causal keys of their tiles; None where the lists were not made for their data."""
+    """Keys in the lists over the causal keys of their tiles; None for lists of a fixed length."""
     log_sum: torch.Tensor | None = None
-    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which spares the indexer loss a pass; where asked for, with a
+    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss a pass; on request, with a
     packed mask only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)], with `Geometry.indexer_pool` p by Triton: a bit for each group that is chosen, in
+    """int32 [B p, C, ceil(C / 32)], with `Geometry.indexer_pool` p by Triton: a bit for each selected group, in
     the order of `selection/groups.py`."""
 
     def __post_init__(self) -> None:

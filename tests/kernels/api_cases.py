@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gsa_kernels import api, limits
+import gsa_kernels
+from gsa_kernels import BudgetRule, Geometry, Indexer, Selection, limits
 from gsa_kernels.packed_mask import unpack_mask
-from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import Implementation, RowSample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 40, 4, 1, 32
@@ -109,10 +110,10 @@ def problem(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
     )
 
 
-def select(case: Case, given: Problem, implementation: api.Implementation) -> Selection:
+def select(case: Case, given: Problem, implementation: Implementation) -> Selection:
     ema = torch.tensor(EMA, device=DEVICE)
     kernel, log_sum = case.kernel, case.kernel != "gathered"
-    return api.select(
+    return gsa_kernels.select(
         given.indexer,
         RULE,
         ema,

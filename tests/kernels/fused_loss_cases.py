@@ -104,8 +104,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Errors at most twice those of the reference in the same dtype, beside rounding; of attention's results the
-    largest, as in its own tests, and of the indexer's the norm, as in those of its loss."""
+    """Errors at most twice the errors of the reference in the same dtype, plus rounding: the largest error for
+    attention's results, the norm for the indexer's, as in their own tests."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")
@@ -130,7 +130,7 @@ def check(case: Fused, **options: Any) -> Results:
 
 
 def assert_attention_is_untouched(case: Fused, got: Results) -> None:
-    """To the bit that of the kernels which do nothing else."""
+    """Bit for bit the result of the kernels that do nothing else."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.attended.items()}
     problem = case.problem
     given = (problem.selection, problem.geometry, leaves.get("gate_logits"))

@@ -203,7 +203,7 @@ def through_api(problem: Problem, implementation: Any, rows: RowSample) -> Loss:
 
 
 def check(problem: Problem, rows: RowSample | None = None, loss: Loss | None = None) -> Results:
-    """Errors of at most twice those of the reference in the same dtype, both against the reference in fp64."""
+    """Errors of at most twice the errors of the reference in the same dtype, both against the reference in fp64."""
     rows = rows or RowSample()
     got = differentiate(problem, loss or through_api(problem, "triton", rows))
     reference = through_api(problem, "reference", rows)
@@ -235,7 +235,7 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
 
 
 def assert_same(got: Results, want: Results, near: tuple[str, ...] = ()) -> None:
-    """To the bit, but for the gradients of `near`."""
+    """Bit for bit, except the gradients of `near`."""
     assert torch.equal(got.total, want.total)
     assert torch.equal(got.rows.nan_to_num(-1.0), want.rows.nan_to_num(-1.0))
     for name, gradient in want.grads.items():

@@ -1,4 +1,4 @@
-"""The door to the kernels: Triton's results and gradients against the reference's, through the same calls."""
+"""The names that `gsa_kernels` exports: results and gradients with Triton against the reference."""
 
 from __future__ import annotations
 
@@ -28,13 +28,23 @@ from api_cases import (
     select,
 )
 
-from gsa_kernels import api, limits, operations_triton, sampling, types
+import gsa_kernels
+from gsa_kernels import (
+    api,
+    decode_step,
+    indexer_loss,
+    limits,
+    operations_triton,
+    sampling,
+    sparse_attention,
+    types,
+)
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.key_lists import triton_reduce_keys
 from gsa_kernels.loss import triton_gathered_launch
 from gsa_kernels.packed_mask import pack_mask
-from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, RowSample, Selection
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 
 
 def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_keys: int) -> None:
@@ -52,28 +62,12 @@ def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_
 
 
 def results(
-    case: Case, given: Problem, selection: Selection | None, implementation: api.Implementation
+    case: Case, given: Problem, selection: Selection | None, implementation: Implementation
 ) -> dict[str, torch.Tensor]:
     """Output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
-    out, lse = api.sparse_attention(
-        given.q,
-        given.k,
-        given.v,
-        selection,
-        given.geometry,
-        given.gate_logits,
-        implementation=implementation,
-    )
-    loss, rows = api.indexer_loss(
-        given.indexer,
-        given.q,
-        given.k,
-        lse,
-        selection,
-        given.geometry,
-        case.rows,
-        implementation=implementation,
-    )
+    q, k, v, by = given.q, given.k, given.v, {"implementation": implementation}
+    out, lse = sparse_attention(q, k, v, selection, given.geometry, given.gate_logits, **by)
+    loss, rows = indexer_loss(given.indexer, q, k, lse, selection, given.geometry, case.rows, **by)
     assert not lse.requires_grad
     assert not rows.requires_grad
     upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
@@ -177,7 +171,7 @@ def test_the_shares_of_a_loss_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(parts[0]["queries"] + parts[1]["queries"], whole["queries"])
 
 
-def _chosen(case: Case) -> tuple[Selection, api.Implementation]:
+def _chosen(case: Case) -> tuple[Selection, Implementation]:
     return select(case, problem(case), "reference"), "reference"
 
 
@@ -188,7 +182,7 @@ def test_the_loss_in_attentions_backward_pass_agrees(documents: bool) -> None:
     selection = select(case, given, "reference")
     assert api.can_fuse_indexer_loss(given.q, given.k, selection)
 
-    def gradients(implementation: api.Implementation) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def gradients(implementation: Implementation) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         rows: list[torch.Tensor] = []
         out, _ = api.sparse_attention_with_loss(
             given.q,
@@ -249,7 +243,7 @@ def test_decoding_agrees(block: int) -> None:
         missing = tensor.new_full((BATCH, room - tensor.shape[1], *tensor.shape[2:]), torch.nan)
         return torch.cat([tensor.detach(), missing], 1)
 
-    def steps(implementation: api.Implementation) -> list[torch.Tensor]:
+    def steps(implementation: Implementation) -> list[torch.Tensor]:
         workspace = new_workspace(BATCH, room, heads=HEADS, kv_heads=KV_HEADS, head_size=SIZE, device=DEVICE)
         cache = LayerCache(
             padded(given.k),
@@ -268,7 +262,7 @@ def test_decoding_agrees(block: int) -> None:
                 keys=padded(given.indexer.keys),
                 head_weight_logits=given.indexer.head_weight_logits.detach()[sequences, at][:, None],
             )
-            out = api.decode_step(
+            out = decode_step(
                 given.q.detach()[sequences, at],
                 indexer,
                 cache,
@@ -302,12 +296,12 @@ def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:
 
     def chosen(geometry: Geometry = given.geometry, **named: Any) -> Selection:
         named = {"implementation": "reference"} | named
-        return api.select(indexer, RULE, ema, geometry, **named)
+        return gsa_kernels.select(indexer, RULE, ema, geometry, **named)
 
     def attend(
         selection: Selection | None, geometry: Geometry = given.geometry, name: Any = "reference"
     ) -> Any:
-        return api.sparse_attention(q, k, v, selection, geometry, implementation=name)
+        return sparse_attention(q, k, v, selection, geometry, implementation=name)
 
     shared = Geometry(selection_block=16, local_window=16)
     return {
@@ -397,7 +391,7 @@ def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
     monkeypatch.setattr(operations_triton, "select_keys", None)
     ema = torch.tensor(EMA, device=DEVICE)
-    long = api.select(given.indexer, RULE, ema, given.geometry, implementation="triton")
+    long = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, implementation="triton")
     assert (long.format, long.density) == ("key_lists", named.density)
     assert torch.equal(mask_of(long, LENGTH), mask)
 
@@ -407,14 +401,12 @@ def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(types, "check_activation", lambda *_, **__: None)
     given = problem(Case())
     selection = select(Case(), given, "triton")
-    _, lse = api.sparse_attention(
-        given.q, given.k, given.v, selection, given.geometry, implementation="triton"
-    )
+    _, lse = sparse_attention(given.q, given.k, given.v, selection, given.geometry, implementation="triton")
     object.__setattr__(given.indexer, "activation", "softplus")
     ema = torch.tensor(EMA, device=DEVICE)
     for call in (
-        lambda: api.select(given.indexer, RULE, ema, given.geometry, implementation="triton"),
-        lambda: api.indexer_loss(
+        lambda: gsa_kernels.select(given.indexer, RULE, ema, given.geometry, implementation="triton"),
+        lambda: indexer_loss(
             given.indexer, given.q, given.k, lse, selection, given.geometry, implementation="triton"
         ),
     ):

@@ -26,7 +26,7 @@ def make(
     dtype: torch.dtype,
     size: int = 32,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """Arguments but for the cache, and the cache."""
+    """Arguments without the cache, and the cache."""
     generator = torch.Generator().manual_seed(channels + batch)
 
     def normal(*sizes: int) -> torch.Tensor:

@@ -312,7 +312,7 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 @devices
 def test_value_near_its_minimum(device: str) -> None:
-    """Target = softmax of the scores, but for 1%: 7e-5 nats a row, relatively exact, from sums known to 1e-6."""
+    """Target = softmax of the scores, except 1%: 7e-5 nats a row, relatively exact, from sums known to 1e-6."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
@@ -337,7 +337,7 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """Is that of its sum. Off the attended set there is NaN, which is not read, and room between the rows."""
+    """It gives the loss of its sum. Off the attended set it is NaN, which is not read; the rows have gaps."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)

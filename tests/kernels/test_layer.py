@@ -14,7 +14,7 @@ from typing import Any, Literal
 import oracle
 import pytest
 import torch
-from composition import random_weights
+from oracle import random_weights
 from torch.utils.checkpoint import checkpoint
 
 from gsa_kernels import GatedSparseAttention
@@ -58,17 +58,29 @@ SPARSE_ONLY: dict[str, Any] = {
         ("sparse", {"rope_base": 100.0, "rope_scaling": YarnScaling(4.0, 16, 3.0, 0.2)}, True),
         ("sparse", SPARSE_ONLY, False),
         ("dense", {"value_gate": False}, True),
+        ("sparse", {"adaptive_k": "direct", "num_kv_heads": 1}, True),
+        ("sparse", {"indexer_activation": "relu", "num_kv_heads": 4}, True),
+        ("dense", {"selection_block": 4, "local_window": 4}, True),
     ],
-    ids=["GSA", "shared", "warm-up", "YaRN", "sparse-only", "G1 only"],
+    ids=[
+        "GSA",
+        "shared",
+        "warm-up",
+        "YaRN",
+        "sparse-only",
+        "G1 only",
+        "direct",
+        "relu, MHA",
+        "warm-up, shared",
+    ],
 )
 def test_the_layer_equals_the_oracle(
     attention: Literal["dense", "sparse"], choices: dict[str, Any], packed: bool
 ) -> None:
-    fields = {"k_base": 4, "k_min": 2, "k_max": 7, **choices}
-    config = GSAConfig(HIDDEN, 4, 2, 6, indexer_heads=3, indexer_dim=4, **fields)
+    fields = {"num_kv_heads": 2, "k_base": 4, "k_min": 2, "k_max": 7, **choices}
+    config = GSAConfig(HIDDEN, 4, head_dim=6, indexer_heads=3, indexer_dim=4, **fields)
     wanted_options = oracle.LayerOptions(
         num_heads=4,
-        num_kv_heads=2,
         head_dim=6,
         indexer_heads=3,
         indexer_dim=4,
@@ -120,6 +132,27 @@ def test_the_layer_equals_the_oracle(
         torch.testing.assert_close(
             gradient, expected, **near, msg=lambda text, name=name: f"d / d {name}: {text}"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields", [{}, {"selection_block": 4, "local_window": 4}, {"indexer_activation": "relu"}]
+)
+def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    layer = GatedSparseAttention(
+        GSAConfig(HIDDEN, 4, 2, 4, indexer_heads=3, indexer_dim=6, **RULE, **fields)
+    ).to(dtype)
+    h = torch.randn(1, 33, HIDDEN).to(dtype)
+    before = layer.forward_with_loss(h)
+    for first in (1, 6, 16, 31):
+        changed = h.clone()
+        changed[:, first:] = 100 * torch.randn(1, 33 - first, HIDDEN).to(dtype)
+        after = layer.forward_with_loss(changed)
+        assert torch.equal(before.output[:, :first], after.output[:, :first])
+        ours, theirs, leaders = before.selection, after.selection, -(-first // layer.config.selection_block)
+        for name, rows in (("packed_mask", first), ("budget", leaders), ("variance", leaders)):
+            assert torch.equal(getattr(ours, name)[:, :rows], getattr(theirs, name)[:, :rows]), name
 
 
 def step(
@@ -190,7 +223,7 @@ def test_the_average_of_the_variances() -> None:
 
 
 def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
-    """Short documents, of which the first token has no variance, would pull it down."""
+    """Short documents, whose first token has no variance, would pull it down."""
     torch.manual_seed(3)
     layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE, selection_block=2, local_window=2))
     starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 9, 9, 9]], dtype=torch.int32)
@@ -381,10 +414,13 @@ def test_the_code_in_the_docs_runs() -> None:
     for block in blocks:
         exec(block, names)
     assert names["weights"].shape == (2, 4, 128, 128)
-    assert names["indexer_loss"] is not None
+    assert names["result"].indexer_loss > 0
     assert names["layer"].variance_ema > 0
     assert names["cache"].length == 160
     assert names["kl_of_rows"].shape == (2, 128)
+    assert names["indexer"].keys.grad is not None
+    torch.testing.assert_close(names["decoded"], names["out"][:, -1])
+    assert names["variance_ema"] > 0
 
 
 EXAMPLE = ROOT / "examples" / "gsa_in_your_model.py"

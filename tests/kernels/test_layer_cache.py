@@ -200,7 +200,7 @@ def test_what_a_cache_refuses() -> None:
 
 
 def test_autocast_is_for_the_projections() -> None:
-    """What follows them is as precise as in a layer of bf16: to the bit, where the weights are those of bf16."""
+    """What follows them is as precise as in a layer of bf16: bit for bit, where the weights are exact in bf16."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.bfloat16().float(), x.bfloat16().float()
     with torch.autocast("cpu", torch.bfloat16):

@@ -55,5 +55,5 @@ def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     single = probe_search.search(layer, keys, 1, 16, [1])
     assert single.kept == pytest.approx(
         single.holding, abs=0.01
-    )  # but for the rounding of the threshold's own key
+    )  # up to the rounding of the threshold's own key
     assert single.found == {1: pytest.approx(1)}

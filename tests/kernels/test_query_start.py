@@ -1,7 +1,7 @@
 """Queries that start at a position: a sequence in chunks of queries gives what it gives in one call.
 
 Each operation runs once over all queries and once for each chunk, with the keys up to its end. Rows of results
-and of gradients are those of the whole, and the gradients of keys add up to it. In the interpreter (CPU) and, marked
+and of gradients equal the whole, and the gradients of keys add up to it. In the interpreter (CPU) and, marked
 gpu, on a CUDA device.
 """
 
@@ -193,7 +193,7 @@ def test_block_selection(device, documents):
 
 @devices
 def test_prologue_takes_the_rows_of_its_tables(device):
-    """The positions of the tokens are those of `cos` and `sin`: any tokens of a sequence can be given."""
+    """`cos` and `sin` give the positions of the tokens: any tokens of a sequence can be given."""
     torch.manual_seed(6)
     qkv, (cos, sin) = draw(device, 20, 2, 4 * 32), draw(device, 2, 20, 16)
     options: dict[str, Any] = {"kv_heads": 1, "value_gate": False, "output_gate": False}

@@ -54,7 +54,7 @@ def in_fp64(given: dict[str, Any]) -> torch.Tensor:
 
 
 def check(given: dict[str, Any], tiling: Tiling | None) -> None:
-    """fp32 to its rounding; bf16 to that of the result, and of x times the norm where the matrix units take it."""
+    """fp32 to its rounding; bf16 to the rounding of the result, and of x times the norm on the matrix units."""
     wanted = in_fp64(given)
     found = op.row_product(**given, launch=Launch(tiling))
     assert found.dtype == given["x"].dtype

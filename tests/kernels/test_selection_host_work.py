@@ -19,7 +19,7 @@ LENGTH, BLOCK, RULE = 32768, 32, BudgetRule(2048, 256, 4096)
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch does, but for views, which no device sees."""
+    """Counts torch's operations, except views, which no device sees."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Case:
-    """The projections of every token, of which the first query of every block selects."""
+    """The projections of every token; the first query of every block selects."""
 
     of_tokens: Indexer
     geometry: Geometry

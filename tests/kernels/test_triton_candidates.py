@@ -318,7 +318,7 @@ def alike(case: Case) -> None:
     ],
 )
 def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], failures: list[int]) -> None:
-    """At full size: all rows beside those of the whole, some beside a sort of their scores; packed mask and lists."""
+    """At full size: all rows against the whole, some against a sort of their scores; packed mask and lists."""
     case = make_case("cuda", length, heads=4, dim=64, **{"dtype": torch.bfloat16} | options)
     if make is not None:
         make(case)

@@ -14,7 +14,7 @@ from gathered_problems import (
     random_mask,
     with_full_parts,
 )
-from kernel_devices import CUDA, GPU, devices
+from kernel_devices import CUDA, devices
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.attention.gathered import gathered_attention
@@ -175,7 +175,7 @@ def test_segments_fill_the_device(programs, wanted, keys, segments):
 
 
 def in_segments(attend, segments, monkeypatch):
-    """The same with so many programs for each tile's list in the backward pass."""
+    """The same with this number of programs for each tile's list in the backward pass."""
 
     def patched(*inputs):
         monkeypatch.setattr(triton_gathered_backward, "count_segments", lambda *_: segments)
@@ -212,7 +212,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
     assert lists.counts.max() > 128  # three steps
 
     def attend(q, k, v, gate):
-        """The queries of the first tile, whose lists are empty, are beyond the reference, which sees the others."""
+        """Queries of the first tile have empty lists, which the reference refuses: it sees the queries after them."""
         q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
         out, lse = gathered_attention(q, k, v, lists, gate)
         return out[:, empty:], lse[..., empty:]
@@ -281,7 +281,7 @@ def test_everything_selected_is_dense_attention(device):
 
 @devices
 def test_chunks_add_up(device):
-    """Any amount of scratch gives the same gradients but for the order of sums in fp32."""
+    """Any amount of scratch gives the same gradients up to the order of sums in fp32."""
     torch.manual_seed(8)
     inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(2, 40, 0.5, device), 16)
@@ -299,71 +299,6 @@ def test_chunks_add_up(device):
         got = differentiated(attention(some, scratch_bytes=scratch), inputs, grad)
         for value, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(value, want, atol=1e-5, rtol=1e-5)
-
-
-@devices
-def test_strides_do_not_matter(device):
-    """[L, B, ...] memory, slices of a fused projection, and an expanded gradient: bit for bit the same."""
-    torch.manual_seed(10)
-    batch, length = 2, 50
-    lists = key_lists_from_mask(random_mask(batch, length, 0.5, device))
-    fused = torch.randn(length, batch, 8, 32, dtype=torch.bfloat16).to(device)
-    parts = [fused[:, :, 0:3:2], fused[:, :, 3:4], fused[:, :, 4:5], fused[:, :, 6:8]]
-    views = [part.transpose(0, 1) for part in parts]
-    grad = torch.ones(1, dtype=torch.bfloat16, device=device).expand(views[0].shape)
-    got = differentiated(attention(lists), views, grad)
-    wanted = differentiated(attention(lists), [x.contiguous() for x in views], grad.contiguous())
-    for value, want in zip(got, wanted, strict=True):
-        assert torch.equal(value, want)
-    assert got[0].stride() == torch.empty_like(views[0]).stride()
-
-
-@devices
-def test_everything_is_written(device, monkeypatch):
-    """All buffers begin as NaN or -1; neither reaches a result. The end of the lists is not read."""
-    torch.manual_seed(11)
-
-    def poisoned(allocate):
-        def wrapped(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
-
-        return wrapped
-
-    inputs = make_inputs(2, 45, 4, 1, 32, torch.bfloat16, device)
-    lists = key_lists_from_mask(random_mask(2, 45, 0.3, device))
-    grad = torch.randn_like(inputs[0])
-    clean = differentiated(attention(lists), inputs, grad)
-    junk = torch.full((200,), 2**30, dtype=torch.int32, device=device)
-    padded = dataclasses.replace(
-        lists, keys=torch.cat([lists.keys, junk]), words=torch.cat([lists.words, junk]), max_count=100
-    )
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    for value, want in zip(differentiated(attention(padded), inputs, grad), clean, strict=True):
-        assert torch.equal(value, want)
-
-
-@pytest.mark.parametrize("device", [GPU])
-def test_repetitions_are_equal(device):
-    torch.manual_seed(13)
-    inputs = make_inputs(1, 2048, 4, 1, 32, torch.bfloat16, device)
-    lists = key_lists_from_mask(random_mask(1, 2048, 0.1, device))
-    attend, grad = attention(lists, scratch_bytes=1 << 22), torch.randn_like(inputs[0])
-    first = differentiated(attend, inputs, grad)
-    for _ in range(5):
-        for value, want in zip(differentiated(attend, inputs, grad), first, strict=True):
-            assert torch.equal(value, want)
-
-
-@devices
-def test_large_logits(device):
-    """A row's first keys unselected, logits far apart: no overflow, no NaN."""
-    torch.manual_seed(15)
-    mask = random_mask(1, 140, 0.5, device)
-    mask[:, 135, :130] = False
-    q, k, v, gate = make_inputs(1, 140, 2, 1, 32, torch.bfloat16, device)
-    check([40 * q, 40 * k, v, gate], mask, attention(key_lists_from_mask(mask)))
 
 
 @devices

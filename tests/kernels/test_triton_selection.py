@@ -219,7 +219,7 @@ def test_ties_and_degenerate_rows(device: str, make: Any, method: None) -> None:
 @pytest.mark.parametrize("levels", [3, 40, 10**6], ids=["ties everywhere", "some ties", "no ties"])
 @pytest.mark.parametrize("start", [0, 1021])
 def test_clusters_of_groups(device: str, levels: int, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with more groups than one program searches, here so many that a row of 4096 keys has them."""
+    """Rows with more groups than one program searches, a number lowered so that a row of 4096 keys has them."""
     monkeypatch.setattr(triton_select_long, "_MOST_GROUPS", 128)
     monkeypatch.setattr(triton_select_long, "_SMALLEST_LIST", 16)
     length, rows = 4096, range(4061, 4096)

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -189,16 +188,6 @@ def test_parameters_in_concepts_are_those_of_the_dry_run(name: str) -> None:
         f"{added / plain:.2%} |"
     )
     assert row in (DOCS / "concepts.md").read_text(encoding="utf-8")
-
-
-def test_the_example_in_kernels_runs() -> None:
-    text = (DOCS / "kernels.md").read_text(encoding="utf-8").partition("## A layer of your own")[2]
-    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(example, "docs/kernels.md", "exec"), names)
-    assert names["out"].shape == names["q"].shape
-    assert names["indexer"].keys.grad is not None
-    assert names["variance_ema"] > 0
 
 
 def test_constants_of_the_tuning_table_exist() -> None:

@@ -85,5 +85,5 @@ def test_a_validation_has_no_mean_of_visible_keys() -> None:
 
 def test_records_of_an_earlier_version_are_read_by_the_names_of_now(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "visible_keys": 12.5, "loss": 2.0}\n')
+    path.write_text('{"step": 1, "causal_keys": 12.5, "loss": 2.0}\n')
     assert read_records(path) == [{"step": 1, "causal_keys": 12.5, "loss": 2.0}]

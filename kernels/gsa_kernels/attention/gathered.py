@@ -23,7 +23,7 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
 
-    The work is that of the lists: each tile of queries gathers every key that it names once. S_t must not be
+    The work grows with the lists: each tile of queries gathers every listed key once. S_t must not be
     empty, and whether it has causal keys of the document only is up to the lists. Query head h reads key-value head
     h // (H / Hkv). Differentiable in q, k, v and gate_logits; the backward pass is deterministic. Any strides, the
     last dimension contiguous.
@@ -55,7 +55,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
-        # Not on ctx: a loss that somebody holds keeps its nodes, but what they save goes with the backward pass.
+        # Not on ctx: a loss that is still referenced keeps its nodes, but the backward pass frees what they save.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )

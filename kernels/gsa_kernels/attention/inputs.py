@@ -30,13 +30,13 @@ class AttentionInputs:
 
     @property
     def scale(self) -> float:
-        """Of the logits: 1 / sqrt(D)."""
+        """Scale of the logits: 1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """What both sides of attention's backward pass read: that of the queries, and that of the keys."""
+    """Inputs of both backward kernels, for the queries and for the keys."""
 
     grad: torch.Tensor
     """[B, L, H, D], of the output before its gate."""
@@ -50,7 +50,7 @@ class GradientInputs:
 
     @property
     def scale(self) -> float:
-        """Of the logits: 1 / sqrt(D)."""
+        """Scale of the logits: 1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
 

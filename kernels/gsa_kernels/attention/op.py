@@ -46,8 +46,7 @@ def masked_attention(
 
 @torch.no_grad()
 def masked_log_sums(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of `masked_attention` for S queries from anywhere, in any order and as often as one likes: fp32
-    [B, H, S].
+    """The log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H, S].
 
     Args:
         q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

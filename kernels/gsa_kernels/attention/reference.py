@@ -9,7 +9,7 @@ from gsa_kernels.checks import check_mask, check_shape, compute_dtype
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """The attended values and, where asked for, what was measured on the way (all detached)."""
+    """The attended values and, on request, statistics (all detached)."""
 
     out: torch.Tensor
     """[B, Lq, H, Dv], in the dtype of v."""
@@ -44,7 +44,7 @@ def sparse_attention(
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, Dv]
         mask: bool [B or 1, Lq, Lk], S_t
-        recall_among: bool [B or 1, Lq, Lk], the causal keys; with them the recall is measured, too
+        recall_among: bool [B or 1, Lq, Lk], the causal keys; with them the recall is also measured
     """
     check_shape("q", q, "[B, Lq, H, D]", (None, None, None, None))
     batch, num_queries, heads, dim = q.shape

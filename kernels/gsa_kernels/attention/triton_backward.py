@@ -24,7 +24,7 @@ def attention_backward(
     packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass."""
+    """Gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are from the forward pass."""
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)

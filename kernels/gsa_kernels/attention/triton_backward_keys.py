@@ -39,7 +39,7 @@ def backward_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of k and v: [B, Lk, Hkv, D].
 
-    The query heads of a key-value head may be divided into parts, each of which is a program of its own; their
+    The query heads of a key-value head may be divided into parts, one program each; their
     gradients are added at the end.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale

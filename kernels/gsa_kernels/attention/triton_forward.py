@@ -40,7 +40,7 @@ def attention_forward(
     document_starts: torch.Tensor | None,
     anywhere: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of what `masked_attention` has checked.
+    """Launch the kernel on inputs that `masked_attention` has checked.
 
     Args:
         anywhere: the queries are not the last of the sequence: all keys are read, and the packed mask alone says which

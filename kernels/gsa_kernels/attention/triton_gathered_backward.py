@@ -24,9 +24,9 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def count_segments(programs: int, wanted: int, keys: int) -> int:
-    """Programs that share the list of a tile: as many as fill the device best, and of those that do the fewest.
+    """Number of programs that share the list of a tile: the smallest number that fills the device best.
 
-    A launch takes as long as its waves of `wanted` programs, each of which walks over one part of a list.
+    A launch takes as long as its waves of `wanted` programs; each program walks over one part of a list.
 
     Args:
         programs: of the launch, if each has a list for itself
@@ -59,7 +59,7 @@ def gathered_backward(
     lists: KeyLists,
     scratch_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and the gate logits from that of `out`; out and lse are from the forward pass.
+    """Gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are from the forward pass.
 
     Memory beyond the results: the gradients of k and v in fp32, up to `scratch_bytes` of partial rows (at least one
     tile's), and while a launch in segments runs up to `limits.segments_bytes`.
@@ -112,7 +112,7 @@ def _launch(
     """A range of tiles of one piece of `members` query heads of each of N adjacent kv heads.
 
     Args:
-        part: the piece of the first of them; those of each kv head follow one another
+        part: the piece of the first program; the programs of a kv head are consecutive
         grad_q, partials: out: [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
@@ -311,7 +311,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of q of a tile of queries and one head, from those of the segments, in their order."""
+    """One program: the gradient of q for a tile of queries and one head, summed over the segments in order."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

@@ -31,7 +31,7 @@ def heads_per_program(group: int, queries: int, rows: int) -> int:
 
 
 def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of what `gathered_attention` has checked.
+    """Launch the kernel on inputs that `gathered_attention` has checked.
 
     Returns:
         out: [B, L, H, D], gated if there are gate logits, in the memory order of q

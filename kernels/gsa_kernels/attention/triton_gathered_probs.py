@@ -102,8 +102,7 @@ def head_sum_probs_lists(
         D=head_size,
         QUERIES=lists.queries,
         ENTRIES=shape.entries,
-        # Else one tile of queries after the other: those of an unrolled loop are in shared memory all at once, here up
-        # to 128 of 227 KiB.
+        # Else a loop over the tiles of queries: unrolled, it would hold all of them in shared memory, up to 128 KiB.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
         SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),

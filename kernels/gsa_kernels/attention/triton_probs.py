@@ -35,7 +35,7 @@ def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     tiles = probs_tiles(head_size, dtype)
     if dtype == torch.float32:
         return tiles
-    # Of 227 KiB each has 64: of heads of 256 in two stages.
+    # Each program has 64 of the 227 KiB of shared memory: heads of 256 in two stages.
     return tiles._replace(registers=168, stages=3 if head_size <= 128 else 2)
 
 

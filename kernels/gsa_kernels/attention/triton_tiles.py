@@ -1,4 +1,4 @@
-"""What the attention kernels share: loading tiles, expanding words of a packed mask, the tile shapes.
+"""What the attention kernels share: loading tiles, expanding a packed mask, the tile shapes.
 
 A packed mask is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
 key s is in S_t of the query i at position t. Queries are the last L of Lk positions, so that the kernels know
@@ -40,7 +40,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 def float_warps(head_size: int) -> int:
-    """Of a tile of 32 queries and 32 keys in fp32: four warps have no registers for products over 256 channels."""
+    """Warps for a tile of 32 queries and 32 keys in fp32: four have no registers for products over 256 channels."""
     return 8 if head_size > 128 else 4
 
 
@@ -103,7 +103,7 @@ def load_rows(
 
 @triton.jit
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """The WIDTH / 32 words of each row of a tile, four vectors [ROWS] of which the first ones count.
+    """The WIDTH / 32 words of each row of a tile, as four vectors [ROWS]; only the first WIDTH / 32 are used.
 
     Vectors and not one [ROWS, packed_mask] tile: they have fewer elements than the program has threads, so that the
     compiler loads them straight into the layout of the logits instead of exchanging them through shared memory.

@@ -14,7 +14,7 @@ class EntrySizes(NamedTuple):
     q: int
     """H * D"""
     k: int
-    """Hkv * D, as many as of v."""
+    """Hkv * D, the same as for v."""
     value_gate: int
     """Hkv * D, or 0 without gate G2."""
     gate: int
@@ -26,7 +26,7 @@ class EntrySizes(NamedTuple):
     index_dim: int
     """DI"""
     eps: float = 0.0
-    """Of the norms of q and k."""
+    """Epsilon of the norms of q and k."""
 
     @property
     def width(self) -> int:
@@ -35,12 +35,12 @@ class EntrySizes(NamedTuple):
 
     @property
     def index_width(self) -> int:
-        """Of these, the indexer's."""
+        """The indexer's share of the width."""
         return (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the new tokens' positions. The first channels of a head turn, as many as these have."""
+    """Cosines and sines of the new tokens' positions. Only the leading channels of a head, their width, turn."""
 
     cos: torch.Tensor
     """[B, channels]"""
@@ -51,11 +51,11 @@ class Angles(NamedTuple):
 
 
 class AngleTable(NamedTuple):
-    """Angles of all positions, and how many tokens there are: those of the new tokens are not gathered by torch."""
+    """Angles of all positions, and the numbers of tokens: kernels look up the new tokens' angles themselves."""
 
     values: torch.Tensor
-    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then those of the
-    indexer; both channels of a pair have the same. So a sequence's new token has the row of its length."""
+    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then the
+    indexer's; both channels of a pair have the same. So a sequence's new token has the row of its length."""
     lengths: torch.Tensor
     """int32 [B], the new token included; at most the positions."""
     channels: int
@@ -63,7 +63,7 @@ class AngleTable(NamedTuple):
     """0: the indexer is not rotated."""
 
     def angles(self) -> Angles:
-        """Of the new tokens."""
+        """Angles of the new tokens."""
         counts = (self.channels, self.channels, self.index_channels, self.index_channels)
         cos, sin, index_cos, index_sin = self.values.index_select(0, self.lengths).split(counts, -1)
         return Angles(cos, sin, index_cos, index_sin) if self.index_channels else Angles(cos, sin)
@@ -80,7 +80,7 @@ class JoinedProduct(NamedTuple):
 
 
 class EntryCache(NamedTuple):
-    """Of one layer."""
+    """The caches of one layer."""
 
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""

@@ -19,12 +19,12 @@ HEADS, GATE, INDEX, INDEX_KEY = "heads", "gate", "index", "index key"
 
 
 class Part(NamedTuple):
-    """Of the joined product's rows."""
+    """A part of the joined product's rows."""
 
     sections: tuple[str, ...]
-    """Of HEADS (queries, keys, values), GATE (G1) and INDEX, which may be named where there are none. INDEX_KEY is of
-    INDEX what later steps score. The rest, queries and head weights, is of use where a selection is made, now or again:
-    of a block's first token only."""
+    """From HEADS (queries, keys, values), GATE (G1) and INDEX, which a layer may lack. INDEX_KEY is the part of INDEX
+    that later steps score. The rest, queries and head weights, serves steps that select: only for the first token
+    of a block."""
 
     into: Entered | None = None
     """Where to write what attention and selection take; allocated if None, all of it."""

@@ -5,9 +5,9 @@ is allocated, so that a call can be captured in a CUDA graph and replayed while 
 the grids cover the whole cache. The definitions are `decode_top_k` and `decode_attention`. Results are deterministic.
 
 On Hopper kernels are in place before the one in front of them ends, and wait for it: the rule is in row_product/op.py.
-Scores are so, behind a caller's kernel, only with `cache.in_chain`. `lengths` and `starts` are read before the wait;
-with `cache.settled` also, but for each sequence's newest token, the indexer's keys or, where the selection is kept, it
-and what it and the window name of keys and values.
+The scores kernel does so after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before the
+wait; with `cache.settled` also, except for each sequence's newest token, the indexer's keys or, where it is kept,
+the selection, and the keys and values that it and the window name.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
@@ -185,7 +185,7 @@ def _attend(
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
-    """One dtype, that of the first."""
+    """All have the dtype of the first."""
     first = next(iter(tensors))
     wanted = tensors[first].dtype
     check_kernel_dtype(first, tensors[first])

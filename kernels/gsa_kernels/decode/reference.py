@@ -82,7 +82,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of the token at lengths - 1 over its selection and the last `local_window` keys, gated by G1.
 
-    With a selection per block of queries, `selected` is that of the block's first query, whose keys all
+    With a selection per block of queries, `selected` belongs to the block's first query, whose keys all
     precede it, and the window, the query's own, covers what came after.
 
     Args:

@@ -15,7 +15,7 @@ SPAN = 1024
 """Keys that one program of the selection has; half as many where that leaves multiprocessors without one."""
 
 BINS, BINS_PER_OCTAVE = 4096, 128
-"""Of the histogram of scores."""
+"""Bins of the histogram of scores."""
 
 SAMPLE = 64
 """Keys from which the lowest score worth counting is guessed, and of a tile of the scores: a divisor of CHUNK."""
@@ -120,12 +120,12 @@ class LayerCache:
     """Keys, values and indexer keys of all tokens but each sequence's newest were written before the step, and where a
     call keeps the selection, that was too. Then kernels may read them while the kernel in front still runs.
 
-    A step is a chain of early launched kernels (row_product/op.py) and begins behind an ordinary one, which has waited
+    A step is a chain of early launched kernels (row_product/op.py) and begins after an ordinary one, which has waited
     for all before it. So True is wrong where a call keeps a selection that a kernel of the same step makes, another
     layer's for instance, or where the cache was copied by the kernel in front."""
 
     in_chain: bool = False
-    """The kernels in front of a step and behind it are launched early, too, and wait (row_product/op.py). Then scores
+    """The kernels before and after a step are also launched early, and wait (row_product/op.py). Then scores
     are in place before the one in front ends, and attention lets the next one start when its own wait is over. Between
     ordinary kernels that makes a step slower: programs that wait stand in the way of those that work."""
 
@@ -212,7 +212,7 @@ def new_workspace(
 
 
 def _programs(device: torch.device | str) -> int:
-    """Of attention, that a GPU is to have at once; 0 for another device."""
+    """Programs of attention that a GPU should run at once; 0 for another device."""
     device = torch.device(device)
     if device.type != "cuda":
         return 0

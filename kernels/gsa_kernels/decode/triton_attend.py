@@ -33,8 +33,8 @@ SETTLED_TILE = Tile(128, 8, 1)
 """Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
 Eight warps hold it in registers."""
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
-"""Of heads of 256: eight warps hold 64 keys and values in registers, of which a thread has 64. Longer parts go by tiles
-in two stages."""
+"""For heads of 256: eight warps hold 64 keys and values in 64 registers per thread. Longer parts use tiles in two
+stages."""
 KEPT_TILE = Tile(64, 4, 1)
 """The same where a step that keeps its selection has parts of its own. Measured on an H200."""
 STRIP = 16
@@ -185,7 +185,7 @@ def _attend_kernel(
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
     if CHAINED and not (BEHIND_SELECTION or SETTLED):
         gdc_wait()
-    # Slots: the top-k, of which those inside the window are masked, then the window.
+    # Slots: the top-k, masked inside the window, then the window.
     lane = tl.arange(0, KEYS)
     slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
     dims = tl.arange(0, D)

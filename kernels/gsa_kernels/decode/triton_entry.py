@@ -194,7 +194,7 @@ def _enter_index(
     BLOCK_W: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The indexer's key, queries and head weights, which lie behind each other at `index_ptr`."""
+    """The indexer's key, queries and head weights, which are consecutive at `index_ptr`."""
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
@@ -221,7 +221,7 @@ def _enter_index(
     tl.store(row_ptr + dims, key, mask=dim_ok)
     if WIDTH > DI:
         tl.store(row_ptr + DI + places, queries, mask=mask)
-        # The head weights, and zeros behind them.
+        # The head weights, and zeros after them.
         columns = tl.arange(0, BLOCK_W)
         start: tl.constexpr = (1 + HI) * DI
         weights = tl.load(index_ptr + columns, mask=(columns >= start) & (columns < start + HI), other=0.0)

@@ -19,7 +19,7 @@ class PairTiling(NamedTuple):
     """How a launch cuts the weight."""
 
     pairs: int
-    """Of rows that a program multiplies at a time, a power of two."""
+    """Pairs of rows that a program multiplies at a time, a power of two."""
     programs: int
     """At most: they take tiles in turns, and ask for a tile while they multiply the one before."""
 
@@ -28,7 +28,7 @@ DEFAULT_TILING = PairTiling(2, 528)
 """Measured on an H200 for the product alone."""
 
 _WARPS, _MOST_REGISTERS = 4, 128
-"""Of a program, and of a thread: 528 programs are at once on the 132 multiprocessors of an H100 or H200."""
+"""Warps per program, registers per thread: 528 programs are at once on the 132 multiprocessors of an H100 or H200."""
 
 
 class Sections(NamedTuple):
@@ -127,7 +127,7 @@ def launch_joined(
 
 
 def _index_rows(sizes: EntrySizes, wanted: Sections) -> int:
-    """Of the indexer's key, and of its queries if they are wanted."""
+    """Rows of the indexer's key, and of its queries if they are wanted."""
     if not (sizes.index_heads and wanted.index_key):
         return 0
     return (1 + sizes.index_heads * wanted.index_queries) * sizes.index_dim
@@ -171,7 +171,7 @@ def _pairs_of(
     """int32 [TILE]: first rows, second rows; the row at which the section ends; where a pair's cosine and sine are in
     the table, and whether it turns.
 
-    A section consists of units, here heads. Of a unit's channels the first `channels` turn in pairs (i, i + channels /
+    A section consists of units, here heads. The first `channels` channels of a unit turn in pairs (i, i + channels /
     2); the others are paired in the same way. A value and its gate are as far from each other as there are values.
     """
     VALUES: tl.constexpr = Q + K
@@ -376,11 +376,11 @@ def _joined_kernel(
                 )
                 # The first is decided when the kernel is compiled.
                 if WIDTH > DI and WEIGHTS_FROM < TILES:  # noqa: SIM102
-                    if tile == TILES - 1:  # zeros behind the head weights
+                    if tile == TILES - 1:  # zeros after the head weights
                         REST: tl.constexpr = (1 + HI) * DI + HI
-                        behind = REST + tl.arange(0, BLOCK_REST)
+                        padding = REST + tl.arange(0, BLOCK_REST)
                         zeros = tl.zeros([BLOCK_REST], rows_ptr.dtype.element_ty)
-                        tl.store(rows_ptr + behind, zeros, mask=behind < WIDTH)
+                        tl.store(rows_ptr + padding, zeros, mask=padding < WIDTH)
         if LOOPS:
             first = next_first
             second = next_second

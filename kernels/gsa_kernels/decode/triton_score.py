@@ -23,7 +23,7 @@ _LEAST_HEADS = 8  # columns of the smallest product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more in registers
 _COPIED_BYTES = 64 * 1024
-"""Of keys on their way to shared memory, at most: several programs share a multiprocessor."""
+"""Most bytes of keys in flight to shared memory: several programs share a multiprocessor."""
 
 
 def score_keys(
@@ -134,7 +134,7 @@ def _score_kernel(
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
     first = chunk * CHUNK
     idle = (first >= length) | ((length - 1) % selection_block != 0)
-    # All programs wait, before any of them returns: the kernels behind rely on it (row_product/op.py).
+    # All programs wait, before any of them returns: later kernels rely on it (row_product/op.py).
     if CHAINED:
         if not SETTLED:  # noqa: SIM114 - decided when the kernel is compiled
             gdc_wait()
@@ -159,7 +159,7 @@ def _score_kernel(
     if idle:
         return
 
-    # The sample is a tile like those of the program's own keys. In a loop, so that Triton asks for all tiles before it
+    # The sample is a tile like the program's own tiles of keys. In a loop, so that Triton asks for all tiles before it
     # uses the first: the floor is found while the own keys, which are what takes time, come.
     lanes = tl.arange(0, SAMPLE)
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
@@ -225,8 +225,8 @@ def _score_kernel(
     if chunk == 0:
         tl.store(list_counts_ptr + batch, 0)
         tl.store(plan_ptr + batch * 3, floor)
-    # About the sample's mean, at most sqrt(length / SAMPLE) standard deviations from the row's. Of equal scores it is
-    # theirs to the bit, so that their variance is 0.
+    # About the sample's mean, at most sqrt(length / SAMPLE) standard deviations from the row's. With equal scores the
+    # mean is exactly the score, so that the variance is 0.
     count = tl.minimum(length - first, CHUNK).to(tl.float32)
     total_sum, squares_sum = tl.reduce((total, squares), 0, _add_pairs)
     mean = total_sum / count

@@ -187,7 +187,7 @@ def _find_bin_kernel(
     origin = tl.load(means_ptr + first_chunk)
     floor = tl.load(plan_ptr + batch * 3)
 
-    # Moments of the row from those of its chunks, about the first chunk's mean.
+    # Moments of the row from the moments of its chunks, about the first chunk's mean.
     sizes = tl.where(in_row, tl.minimum(length - chunks * CHUNK, CHUNK), 0).to(tl.float32)
     distance = tl.where(in_row, means - origin, 0.0)
     mean = tl.sum(sizes * distance) / length.to(tl.float32)

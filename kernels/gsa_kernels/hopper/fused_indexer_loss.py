@@ -1,7 +1,7 @@
-"""Attention over selected keys whose backward pass gives the indexer's gradients, too.
+"""Attention over selected keys whose backward pass also computes the indexer's gradients.
 
-By itself the loss needs the probabilities of attention once more, a product of queries and keys of all heads. The
-backward pass calculates them for the gradient of q: it hands their sums over heads to the loss, tile by tile.
+A separate loss recomputes the probabilities of attention, a product of queries and keys of all heads. The backward pass
+computes them for the gradient of q anyway, and passes their sums over heads to the loss, tile by tile.
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def attention_with_indexer_loss(
 class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Four tensors of attention and six of the indexer, of which some may be None; packed mask, document starts and
+        """Four tensors of attention and six of the indexer, some of them None; packed mask, document starts and
         log-sum; `Settings`."""
         *tensors, settings = arguments
         packed_mask, document_starts, _ = tensors[10:]
@@ -147,7 +147,7 @@ class _AttentionWithLoss(torch.autograd.Function):
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
                 indexer_of(of_indexer, settings.activation),
-                # Each head's probabilities sum to 1 over the attended set, that of its log-sum-exp. The later queries
+                # Each head's probabilities sum to 1 over the attended set of its log-sum-exp. The later queries
                 # of a block attend to other keys than its first one, whose set counts: there the sum is not known.
                 Target(target_rows, float(q.shape[2]) if block == 1 else None),
                 Attended(packed_mask[:, ::block], log_sum, geometry),

@@ -43,7 +43,7 @@ STORED_LAYOUT: Layout = {
     "lane": [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]],
     "warp": [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
 }
-"""Of [8, 2, 4, 32]: what `store_sums` counts on, and Hopper's products give. 16 columns have no last bit."""
+"""Layout of [8, 2, 4, 32] that `store_sums` relies on, as Hopper's products have it. 16 columns have no last bit."""
 
 
 def refuse_wrong_sums() -> None:

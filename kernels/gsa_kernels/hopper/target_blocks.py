@@ -38,7 +38,7 @@ def rows_of_blocks(blocks: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
 
 @triton.jit
 def place_in_block(row, lane):
-    """Of the first of a lane's eight values, for a row of the block."""
+    """Offset of the first of a lane's eight values in a row of the block."""
     return row * 32 + lane * 8
 
 

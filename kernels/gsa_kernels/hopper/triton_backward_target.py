@@ -28,7 +28,7 @@ TILES = _Tiles(32, 64, 8, 3, registers=232)
 registers, and the second product has to wait for the exponentials of the first."""
 
 WIDE_TILES = _Tiles(32, 32, 8, 2)
-"""Of heads of 256: 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and of v, of 227 KiB."""
+"""For heads of 256: 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and v, out of 227 KiB."""
 
 
 def backward_queries_with_target(
@@ -119,8 +119,8 @@ def _queries_with_target_kernel(
     start = row_start + tile * QUERIES
     batch64, start64 = batch.to(tl.int64), start.to(tl.int64)
 
-    # Of the rows of a product, i and i + 8 of each 16 are one thread's, and the lanes of its second half have those
-    # that are 4 further: these are the four heads of one query.
+    # A thread has rows i and i + 8 of each 16 rows of a product, and the lanes of its second half have the rows 4
+    # further: these are the four heads of one query.
     stacked = tl.arange(0, HEADS * QUERIES)
     own = stacked // 16 * 4 + stacked % 4
     member = stacked % 16 // 4
@@ -207,8 +207,8 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Of a query's keys
-    the first half is stored by lanes 0 .. 15 and the second by the others: two blocks, or the halves of one."""
+    """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Lanes 0 .. 15
+    store the first half of a query's keys, the others the second: two blocks, or the halves of one."""
     tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
@@ -218,7 +218,7 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 
 
 def _assembly(values: int) -> str:
-    """Of `store_sums`, for so many values a lane of each half, 4 or 8. Operands: results that nothing reads, 4 bytes
+    """Assembly of `store_sums` for 4 or 8 values per lane of each half. Operands: results that nothing reads, 4 bytes
     for each four values; the places; low; high.
 
     Stores of 8 bytes: one of 16 waits for all sums, and is slower.

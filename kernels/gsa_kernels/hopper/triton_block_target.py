@@ -1,5 +1,5 @@
-"""The target of a selection that blocks of queries share, from that of its queries: its sums over each block and over
-the parts of the heads (target_blocks.py)."""
+"""The target of a shared selection: sums of the queries' targets over each block of queries and over the parts of the
+heads (target_blocks.py)."""
 
 import torch
 import triton

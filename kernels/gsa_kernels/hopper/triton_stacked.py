@@ -151,7 +151,7 @@ def expand_attended(
     A packed mask has causal keys only.
     """
     if HAS_MASK:
-        # The shift in two parts, of which the second is known at compile time: see the attention's `expand_words`.
+        # The shift in two parts, the second known at compile time: see the attention's `expand_words`.
         column = tl.arange(0, BN)
         for i in tl.static_range(BN // 32):
             bits = (tile_words[i][:, None] >> (column & 6)[None, :]) >> (column & 25)[None, :]
@@ -169,8 +169,8 @@ def expand_attended(
 
 @triton.jit
 def stable_kl_terms(log2_q, log2_p, p, g):
-    """q - p + p log(p / q), elementwise, without cancellation, for g = q - p; q where p is 0 and log2_p that of a tiny
-    number.
+    """q - p + p log(p / q), elementwise, without cancellation, for g = q - p; q where p is 0 and log2_p is the log of a
+    tiny number.
 
     Both sum to 1 over the attended set, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
     p (exp(r) - 1 - r): positive and of second order. For |r| < 1/4 it is p x^2 times a polynomial in x = r / log 2, of

@@ -1,4 +1,4 @@
-"""Second pass over a chunk of rows, the heads side by side: see triton_grad, of which this is the form for bf16."""
+"""Second pass over a chunk of rows, the heads side by side: the bf16 form of triton_grad."""
 
 import triton
 import triton.language as tl
@@ -140,7 +140,7 @@ def stacked_grad_kernel(
         # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
         beta_log2 = tl.load(beta) * (LOG2_E / factor)
-        # It is that of the whole scores: those by tanh lack sum_j weight_j.
+        # It belongs to the whole scores: scores by tanh lack sum_j weight_j.
         by_tanh: tl.constexpr = KIND != SIGMOID and KIND != RELU
         if by_tanh and log_sum is not None:
             lse -= factor * (tl.sum(weights, 0) * beta_log2)

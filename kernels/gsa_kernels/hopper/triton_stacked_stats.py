@@ -1,4 +1,4 @@
-"""First pass over a chunk of rows, the heads side by side: see triton_stats, of which this is the form for bf16."""
+"""First pass over a chunk of rows, the heads side by side: the bf16 form of triton_stats."""
 
 import triton
 import triton.language as tl
@@ -93,7 +93,7 @@ def stacked_stats_kernel(
         part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
-        # Of the four lanes that share a row, each has its own: see `sum_in_lanes`.
+        # Each of the four lanes that share a row has its own: see `sum_in_lanes`.
         maximum = tl.full([BM, 4], NOT_A_SCORE, tl.float32)
         exp_sum = tl.zeros([BM, 4], tl.float32)
         target_sum = tl.zeros([BM, 4], tl.float32)
@@ -111,7 +111,7 @@ def stacked_stats_kernel(
                 )
             scores = tl.where(attended, scores, NOT_A_SCORE)
             # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
-            # it by 0, and so does the merge of the lanes and that of the segments.
+            # it by 0, and so do the merges of lanes and segments.
             of_lanes = tl.reshape(scores, [BM, BN // 8, 4, 2])
             new_maximum = tl.maximum(maximum, tl.max(tl.max(of_lanes, 3), 1))
             terms = exp2_of(of_lanes - new_maximum[:, None, :, None], KIND)

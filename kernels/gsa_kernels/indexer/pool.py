@@ -64,7 +64,7 @@ def earlier_groups(
 
 
 def keys_of_groups(groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """The keys of the chosen groups, and those of the query's own up to it: bool [B, Lk, Lk].
+    """The keys of the chosen groups, and of the query's own group up to the query: bool [B, Lk, Lk].
 
     Args:
         groups: bool [B, Lk, Lk], at first keys
@@ -92,5 +92,5 @@ def sum_over_groups(values: torch.Tensor, firsts: torch.Tensor, pool: int) -> to
 def whole_groups(
     attended: torch.Tensor, candidates: torch.Tensor, firsts: torch.Tensor, pool: int
 ) -> torch.Tensor:
-    """Those of the `candidates` of which a query attends to every key: bool [B, L, Lk], at first keys."""
+    """The `candidates` whose keys a query attends to completely: bool [B, L, Lk], at first keys."""
     return candidates & (sum_over_groups(attended.expand(len(firsts), -1, -1).int(), firsts, pool) == pool)

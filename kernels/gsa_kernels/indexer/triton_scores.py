@@ -121,7 +121,7 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
 
 
 def check_indexer_dtypes(indexer: Indexer) -> None:
-    """Of the kernels that calculate scores; and that all tensors are on one device."""
+    """Check dtypes for the kernels that compute scores, and that all tensors are on one device."""
     queries = indexer.queries
     for name, tensor in _tensors(indexer).items():
         # fp64 weights or biases would be rounded to fp32 in silence.

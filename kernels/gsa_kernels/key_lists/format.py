@@ -1,6 +1,6 @@
 """Key lists per tile (CSR): for each tile of adjacent queries the keys that any selects, with membership words.
 
-The format of the attention and loss kernels for long contexts, where a packed mask is too much.
+The format of the attention and loss kernels for long contexts, where a packed mask takes too much memory.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class KeyLists:
 
 
 def union_density(lists: KeyLists) -> float:
-    """Entries of lists that were made for their data, over those of dense causal attention: what share of the causal
-    keys of a tile any of its queries selects."""
+    """Entries of lists sized by their data over the entries of dense causal attention: the share of a tile's causal
+    keys that any of its queries selects."""
     batch, tiles = lists.counts.shape
     ends = lists.query_start + (torch.arange(1, tiles + 1) * lists.queries).clamp(max=lists.length)
     return lists.keys.numel() / (batch * int(ends.sum()))

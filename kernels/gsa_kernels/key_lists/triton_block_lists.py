@@ -16,7 +16,7 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _ALIGNMENT = 32  # entries: 128 bytes
-# Of a block's row, and of its window, at a time; more words are slower (docs/kernels.md, Tuning).
+# Words of a block's row and columns of its window per step; more words are slower (docs/kernels.md, Tuning).
 _WORDS, _COLUMNS = 256, 128
 
 
@@ -98,7 +98,7 @@ def _window_room(geometry: Geometry, num_keys: int) -> int:
 
 
 def _rooms(max_count: int, geometry: Geometry, num_keys: int) -> tuple[int, int]:
-    """Of a block's keys, and of a tile's words."""
+    """Room for a block's keys, and for a tile's words."""
     keys = _aligned(max_count)
     # Without documents only the window has words.
     return keys, _aligned(_window_room(geometry, num_keys)) if geometry.document_starts is None else keys

@@ -230,7 +230,7 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Of each 2 WIDTH rows and columns, the upper right block for the lower left one. LOW: the lower columns' bits."""
+    """Swap the upper right and lower left blocks of each 2 WIDTH rows and columns. LOW: the lower columns' bits."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

@@ -31,7 +31,7 @@ class KeyHits:
     """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows, of which starts[-1] are used]: the partial rows, for each key in the order of the tiles."""
+    """int32 [num_rows], the first starts[-1] in use: the partial rows, for each key in the order of the tiles."""
 
     num_rows: int
     """Partial rows of all tiles, with those that no entry owns."""
@@ -72,7 +72,7 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
         if first + multiple <= last < num_tiles:
             last -= (last - first) % multiple
         last = max(last, first + 1)
-        # Of equal ones the last first.
+        # Equal sizes: the last first.
         orders[first:last] = (
             last - first - 1 - sizes[first:last].flip(0).argsort(stable=True, descending=True)
         )
@@ -131,8 +131,8 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
     device = lists.keys.device
     num_keys = batch * lists.num_keys
     columns = ceil_div(tiles, 32)
-    # Bit i % 32 of marks[s, i // 32]: tile i names key s. The bits before it, of which `before` counts those in
-    # the words before, are its place among the hits of s.
+    # Bit i % 32 of marks[s, i // 32]: tile i names key s. The number of bits before it (`before`: in earlier
+    # words) is its place among the hits of s.
     marks = torch.zeros(num_keys, columns, dtype=torch.int32, device=device)
     before = torch.empty_like(marks)
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """What both forms of the indexer loss share: the check of their inputs, and an autograd function that only scales.
 
-The loss is linear in its upstream gradient, a scalar per loss, so the forward pass calculates the gradients, too.
+The loss is linear in its upstream gradient, a scalar per loss, so the forward pass also computes the gradients.
 """
 
 from collections.abc import Callable, Sequence

@@ -60,7 +60,7 @@ def gathered_indexer_loss(
         indexer: a row for the first query of each aligned block; lists.num_keys keys
         target_tiles: gives the target of a chunk of tiles, or of blocks, at any positive scale; what it holds off the
             attended set is ignored. Called once per chunk, without gradients.
-        lists: the attended set of every query; that of a row is that of its query
+        lists: the attended set of every query; a row has the set of its query
         selection_block: 1, or a multiple of the lists' tile; the tiles of a block share their keys
         rows: which rows are calculated, in whole tiles (or blocks); the same on every tensor-parallel rank
         scratch_bytes: size of a chunk's scratch memory, about

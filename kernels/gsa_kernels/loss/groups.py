@@ -1,6 +1,6 @@
 """The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.indexer_pool` p).
 
-The rows are those of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention
+The rows are the ones of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention
 that the keys of each group get together. The loss is 1 / p of the work of one over single keys; its target is not.
 """
 
@@ -25,7 +25,7 @@ def group_indexer_loss(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results are those of `api.indexer_loss`. A sample is one of groups of queries."""
+    """Arguments and results as in `api.indexer_loss`. Sampling takes whole groups of queries."""
     pool, length = geometry.indexer_pool, q.shape[1]
     check_groups(geometry, length)
     num_groups = length // pool - 1
@@ -41,7 +41,7 @@ def group_indexer_loss(
     def target(chunk: SampledRows) -> torch.Tensor:
         """fp32 [B p, chunk.count, C]"""
         queries = SampledRows((chunk.start + 1) * pool, chunk.count * pool, chunk.every, chunk.stretch * pool)
-        # Of key lists there is no mask: what a query did not select the loss leaves out, group by group.
+        # Key lists have no mask: the loss leaves out the groups that a query did not select.
         probs = head_sum_probs_rows(q, k, lse, packed_mask, queries, dtype=dtype, fill=False)
         sums = probs[..., : num_groups * pool].unflatten(-1, (num_groups, pool)).sum(-1, dtype=torch.float32)
         return sums.unflatten(1, (chunk.count, pool)).transpose(1, 2).flatten(0, 1)

@@ -109,7 +109,7 @@ def gathered_grad_kernel(
         lse, target_sum = merge_segments(
             row_stats + unit * num_segments * (3 * ROWS), tl.cdiv(count, SEGMENT), ROWS
         )
-        # Of rows beyond the last one, which attend to nothing either, the first pass stored 0.
+        # The first pass stored 0 for rows past the last one, which attend to nothing either.
         counted = target_sum > 0
         inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
         bits = row_bits(counted, ROWS)

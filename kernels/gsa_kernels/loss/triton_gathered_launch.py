@@ -15,7 +15,7 @@ from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
 _MIN_COLUMNS = 16
-"""Of a product: fewer the matrix units do not take."""
+"""Least columns of a product on the matrix units."""
 _WIDTH = 128 * 64
 """Elements of the queries of a tile: four heads of 64."""
 

@@ -96,7 +96,7 @@ def load_target(target_step, attended, left, ENTRIES: tl.constexpr, ROWS: tl.con
     """Target probabilities [ENTRIES, ROWS], 0 off the attended set whatever the memory holds there.
 
     Args:
-        target_step: of the first entry, of which there are `left`
+        target_step: of the first of `left` entries
     """
     entry = tl.arange(0, ENTRIES)
     p = tl.load(

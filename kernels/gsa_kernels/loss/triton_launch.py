@@ -272,7 +272,7 @@ def _allocate(
 def _arguments(
     inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
-    """Of both passes over the keys: what they read, sizes, constants."""
+    """Arguments of both passes over the keys: tensors, sizes, constants."""
     _, num_rows, heads, dim = inputs.q_idx.shape
     # An absent tensor is passed as q_idx, which the kernel then does not touch.
     absent = inputs.q_idx

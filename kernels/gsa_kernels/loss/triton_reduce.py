@@ -1,5 +1,5 @@
-"""Third step of a chunk: add up the partial sums, in a fixed order, so that repetitions give the same bits. And behind
-the last chunk, the sums over all rows.
+"""Third step of a chunk: add up the partial sums in a fixed order, so that repetitions give the same bits; after the
+last chunk, the sums over all rows.
 
 The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken out here.
 """
@@ -171,9 +171,7 @@ def _reduce_keys(
         columns = cols[:, None]
         places = (cols // BN * (BLOCK_D * BN) + cols % BN)[:, None] + d[None, :] * BN
     tile_size = tl.cdiv(L, BN) * (BLOCK_D * BN)
-    first_row = tl.cdiv(
-        tl.maximum(key - query_start, 0), STRIDE
-    )  # of which one of these keys is a causal key
+    first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # first row with a causal key among these
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
         # Only what a tile's rows see was written.

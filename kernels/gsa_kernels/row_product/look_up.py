@@ -9,7 +9,7 @@ from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 
 _COLUMNS = 1024
-"""Of one program: 16 bytes of bf16 for each thread."""
+"""Per program: 16 bytes of bf16 for each thread."""
 
 
 @torch.no_grad()

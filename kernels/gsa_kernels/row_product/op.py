@@ -1,22 +1,22 @@
 """`row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
 
-A chain of these and of decoding's other kernels starts each of them while the one in front still runs (programmatic
-dependent launch). The rule that makes this safe, for all kernels of this package that are launched so:
+A chain of these and of decoding's other kernels starts each kernel while its predecessor still runs (programmatic
+dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
 
-1. A kernel reads what another one writes, and writes at all, only after its `gdc_wait`, which waits until the kernel in
-   front has ended and its writes are seen.
-2. At least one program of every kernel waits before it ends, whatever its inputs are. So a kernel has ended only after
-   the one in front of it has, and who waits for its predecessor has waited for all kernels before that, too.
-3. What is read before the wait (weights, positions) is written by no kernel in front in the chain, but for the ordinary
-   one that begins it (look_up.py) and has waited for the end of all before it. A chain's last kernel may write it after
-   its own wait, when all who read it have ended.
-4. A kernel may run beside the one in front where that one lets it start only after its own wait: all kernels before
-   that have ended then. So it may read what these wrote and write what the one in front neither reads nor writes, and
-   waits in one program before it ends, for rule 2.
-5. Such a kernel need not wait at all where the one behind it waits for both: for it by `gdc_wait`, and for the one that
-   it runs beside by a counter (`Awaited`), which that one adds to when its results are there. Nobody waits in vain: all
-   programs of the counted kernel are on the device before the one behind starts. A kernel whose own wait has ended
-   before any program counts makes the counter 0.
+1. A kernel reads the results of other kernels, and writes, only after its `gdc_wait`, which waits until the predecessor
+   has ended and its writes are visible.
+2. At least one program of every kernel waits before it ends, whatever the inputs. So a kernel ends only after its
+   predecessor, and a wait for the predecessor is a wait for all kernels before it.
+3. Data that is read before the wait (weights, positions) is written by no earlier kernel of the chain, except the
+   ordinary kernel that begins it (look_up.py) and waits for all earlier work. A chain's last kernel may write it after
+   its own wait, when all its readers have ended.
+4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
+   kernels have ended. It may read their results, may write what the predecessor neither reads nor writes, and waits in
+   one program before it ends, for rule 2.
+5. Such a kernel need not wait if the next kernel waits for both: for it by `gdc_wait`, and for the kernel beside it by
+   a counter (`Awaited`), which the latter increments when its results are written. The wait ends: all programs of
+   the counted kernel are on the device before the next kernel starts. A kernel whose own wait has ended before any
+   program counts resets the counter.
 """
 
 import torch

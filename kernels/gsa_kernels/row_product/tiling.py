@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of one launch."""
+    """Tile sizes of one launch."""
 
     rows: int
     """Rows of the weight that a program multiplies, a power of two; with a gate as many pairs of rows."""

@@ -25,8 +25,8 @@ def count_one(counter_ptr):
 
 @triton.jit
 def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
-    """Until int32 is at least COUNT. What those who have counted wrote before is then seen behind this, past the
-    first-level cache: the barrier hands on what one thread may see (PTX ISA, memory consistency model).
+    """Wait until the counter is at least COUNT. Afterwards the writes of every program that counted are visible, past
+    the first-level cache: the barrier hands on what one thread may see (PTX ISA, memory consistency model).
 
     The interpreter, where programs run one after the other, has no inline assembly and nothing to wait for.
     """

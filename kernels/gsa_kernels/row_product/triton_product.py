@@ -30,7 +30,7 @@ class Awaited(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Of a product, beside its operands."""
+    """How to launch a product."""
 
     tiling: Tiling | None = None
     """How the weight's rows are cut; by B, K and N if None."""
@@ -118,8 +118,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a weight whose first ROWS rows are the gate's: a constant offset that does not fit int32 may be taken for a
-    negative one."""
+    """Pointer past the first ROWS rows of a weight, the gate's. In int64: a large constant offset would become
+    negative as int32."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505
@@ -128,7 +128,7 @@ def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_rows(weight_ptr, rows, row_ok, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
-    """[TILE, WIDTH]: those of the rows [TILE] of a weight that are ok, columns from START on, zeros elsewhere."""
+    """[TILE, WIDTH]: rows of a weight, columns from START on; zeros where `row_ok` is false."""
     columns = START + tl.arange(0, WIDTH)
     ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
     mask = row_ok[:, None]
@@ -270,7 +270,7 @@ def _several_rows_kernel(
     acc = tl.zeros([TILE, BATCH], tl.float32)
     up_acc = tl.zeros([TILE, BATCH], tl.float32)
     squares = tl.zeros([BATCH], tl.float32)
-    if CHAINED:  # all loads of the loop are asked for in front of it, those of x too
+    if CHAINED:  # the loop prefetches its loads, including x, before it starts
         gdc_wait()
     for first in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES):
         columns = first + tl.arange(0, CHUNK)

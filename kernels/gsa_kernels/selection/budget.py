@@ -67,7 +67,7 @@ def adaptive_budget(
     check_row_counts("num_causal", num_causal, *variance.shape)
     check_budget_rule(k_base, k_min, k_max, adaptive_k, dense_below)
 
-    # fp64: with fp32 statistics the floor is then that of the exact quotient on any device.
+    # fp64: with fp32 statistics the result is then the floor of the exact quotient on any device.
     var, ema = variance.detach().double(), variance_ema.detach().double()
     if adaptive_k == "inverse":
         raw = k_base * ema / var

@@ -27,7 +27,7 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """The indexer with one key of each CANDIDATE_SAMPLE_STRIDE neighbours, and their positions, int32 [S], ascending.
 
     Which of the neighbours changes from one to the next, by the golden ratio: text that repeats with a period
-    must not show the sample one phase of it alone. Of the last neighbours there may be none: a key is in the sample
+    must not show the sample one phase of it alone. The last neighbours may have none: a key is in the sample
     or not wherever the sequence ends.
     """
     length, indexer = inputs.num_keys, inputs.indexer
@@ -60,7 +60,7 @@ def select_by_candidates(
 
     Args:
         sample: from `sample_keys`
-        outputs: its packed mask is written up to the diagonal, but for what comes before the documents: zeros there
+        outputs: its packed mask is written up to the diagonal, except before the documents, where it must hold zeros
 
     Returns:
         failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their rows of the packed mask are 0

@@ -38,7 +38,7 @@ class Outputs:
     """Where a selection is written."""
 
     packed_mask: torch.Tensor
-    """int32 [B, rows, ceil(Lk / 32)], of which row r has [:, r - first_row]: of zeros, unless a kernel says else."""
+    """int32 [B, rows, ceil(Lk / 32)], row r at [:, r - first_row]: zeros, unless a kernel says otherwise."""
 
     budget: torch.Tensor
     """int32 [B, R]"""
@@ -47,7 +47,7 @@ class Outputs:
     """fp32 [B, R]"""
 
     first_row: int = 0
-    """Of the packed mask, which may be that of a chunk of rows."""
+    """First row of the packed mask, which may cover a chunk of rows."""
 
     log_sums: LogSums | None = None
-    """Where they are asked for. Only for rows that are selected in registers."""
+    """On request, and only for rows that are selected in registers."""

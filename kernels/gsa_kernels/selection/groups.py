@@ -1,9 +1,9 @@
 """Selection of groups of neighbouring keys (`Geometry.indexer_pool` p), by the kernels that select single keys.
 
-A query chooses among the groups before its own. So of the queries t = p (i + 1) + j, those with one remainder j are the
-rows i of a causal problem like any other: row i sees the groups 0 .. i. The p remainders of each sequence are p
-sequences of C = L / p - 1 rows and C groups; the last group is nobody's to choose, and the queries of the first choose
-nothing. Selection's work is 1 / p of that for single keys.
+A query chooses among the groups before its own. So the queries t = p (i + 1) + j with one remainder j are the rows i of
+an ordinary causal problem: row i sees the groups 0 .. i. The p remainders of each sequence are p sequences of
+C = L / p - 1 rows and C groups; no query chooses the last group, and the queries of the first group choose nothing.
+Selection takes 1 / p of the work for single keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def select_groups(
 ) -> Selection:
     """S_t: the keys of the k_t // p groups of highest score, ties to the lower one, and the query's own group up to it.
 
-    Arguments and result are those of `api.select`. Where key lists are made the host waits for the device.
+    Arguments and result as in `api.select`. Making key lists synchronises the host with the device.
     """
     pool, length = geometry.indexer_pool, indexer.queries.shape[1]
     check_groups(geometry, length)
@@ -123,7 +123,7 @@ def _rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
 
 
 def _key_lists(group_mask: torch.Tensor, pool: int, length: int) -> KeyLists:
-    """By chunks of queries, of which the packed masks of two exist at a time. The host waits for the counts of each."""
+    """By chunks of queries: two packed masks exist at a time. The host waits for the counts of each chunk."""
     step = limits.SELECTION_CHUNK_BYTES // 4 // (len(group_mask) // pool * limits.ceil_div(length, 8))
     step = max(step // limits.TILE_QUERIES, 1) * limits.TILE_QUERIES
     filled: list[FilledLists] = []

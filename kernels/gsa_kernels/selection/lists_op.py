@@ -35,8 +35,8 @@ def select_key_lists(
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
 ) -> Selection:
-    """The selection of `select_keys`, to the bit, as key lists of tiles of 32 queries. Its arguments, but for
-    `selection_block`, which is 1.
+    """The selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries. Its arguments, with
+    `selection_block` 1.
 
     The packed masks of two chunks of rows exist at a time. How long the lists are is in the data: the host waits for
     the counts of each chunk, while the device is at the next one.

@@ -47,8 +47,8 @@ def select_keys(
     The definitions are `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k`. The top-k is
     exact for the scores this call calculates, which differ from the reference by rounding only. No gradients; nothing
     waits for the device; equal inputs give equal bits, and a query's row does not depend on which others are in the
-    call. Of blocks of queries that share a selection the packed mask has a row each, [B, R, ceil(Lk / 32)], with the
-    top-k alone: the windows are the single queries' (`select_block_lists`).
+    call. For shared selections the packed mask has a row per block, [B, R, ceil(Lk / 32)], with the top-k alone:
+    windows belong to single queries (`select_block_lists`).
 
     Args:
         indexer: bfloat16 or float32
@@ -56,9 +56,9 @@ def select_keys(
         row_chunk_bytes: size of the buffer of scores; at least one tile of rows is calculated at a time. More bytes
             fill the device better.
         candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
-            of by all their scores (`selection/candidates.py`); the result is the same, but for the rounding of
+            of by all their scores (`selection/candidates.py`); the result is the same, except for the rounding of
             the variance. No rows if None. They are whole tiles of 64: where query_start is no multiple of 64, up to
-            63 rows beyond are selected by all their scores, too.
+            63 further rows are also selected by all their scores.
         with_log_sum: also give `log_sum`, of the indexer's inverse temperature. For rows of at most REGISTER_KEYS keys,
             not selected by candidates.
     """

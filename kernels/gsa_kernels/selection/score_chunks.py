@@ -61,7 +61,7 @@ def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
 
 
 def score_columns(inputs: ScoreInputs, rows: range) -> int:
-    """Of a buffer for the scores of `rows`: enough for the last one."""
+    """Columns of a buffer for the scores of `rows`: enough for the last row."""
     return _rounded_columns(inputs.position(rows.stop - 1))
 
 

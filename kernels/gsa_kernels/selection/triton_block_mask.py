@@ -10,7 +10,7 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _QUERIES, _WORDS = 16, 128
-"""Of one program. Its queries are of one block, so that it loads the words of their top-k once."""
+"""Per program. Its queries share a block, so that it loads the words of their top-k once."""
 
 
 def expand_block_mask(top_k: torch.Tensor, num_keys: int, geometry: Geometry) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Scores that keep only the candidates of each row: the keys whose score reaches the row's threshold.
 
-Beside the scores' own arithmetic this kernel leaves, per row, one bit per key (candidate or not), the sums that
+In addition to computing the scores this kernel writes, per row, one bit per key (candidate or not), the sums that
 the variance needs, and a list of the candidates with their scores. At 128K tokens that is a fifteenth of the bytes
 of all scores.
 """
@@ -30,8 +30,7 @@ _COLUMNS, _MAX_REGISTERS = 32, 128
 64 keys in 128, 168 and 255 registers."""
 
 _TIED_SPANS = 8
-"""Of a program for tiles of rows with equal scores: most often it has nothing to do, and fewer programs find that out
-sooner."""
+"""Spans per program for tiles of rows with equal scores: rarely any work, which fewer programs find out sooner."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Least finite fp32: keys that a row does not see score -inf here, and are no candidates even of rows without a
@@ -46,7 +45,7 @@ def columns_per_program(inputs: ScoreInputs) -> int:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Of a chunk of rows, from `write_candidates`."""
+    """Candidates of a chunk of rows, from `write_candidates`."""
 
     entries: torch.Tensor
     """int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In any order, which
@@ -247,7 +246,7 @@ def _candidates_kernel(
         if starts_ptr is not None:
             # Tiles before every query's document are skipped too.
             start_col = tl.maximum(start_col, first_start) // BLOCK_COLS * BLOCK_COLS
-        # Of every eight keys, four sums: those of the keys that one thread has after a product on Hopper's units.
+        # Four sums per eight keys: the keys that one thread has after a product on Hopper's units.
         total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
         squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
 
@@ -290,7 +289,7 @@ def _candidates_kernel(
             reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
             # Distinct bits: their sum is their union, bit 31 included.
             words = tl.sum(tl.reshape(reaches, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), axis=2)
-            # A candidate's place: after what is there already, and after those of lower columns of this tile.
+            # A candidate's place: after the earlier candidates, and after lower columns of this tile.
             sizes = count_bits(words, TANH)
             found = tl.sum(sizes, axis=1)
             there = tl.atomic_add(counts_ptr + chunk_row, found, mask=row_ok & (found > 0), sem="relaxed")

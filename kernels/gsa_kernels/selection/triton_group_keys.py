@@ -10,7 +10,7 @@ _ROWS, _WORDS = 8, 128  # of a program
 
 
 def packed_keys_of_groups(group_mask: torch.Tensor, pool: int, rows: range) -> torch.Tensor:
-    """The keys of the groups that each query chose, and those of its own group up to itself.
+    """The keys of the groups that each query chose, and of its own group up to itself.
 
     Args:
         group_mask: int32 [B p, C, ceil(C / 32)], in the order of `groups.py`: query t = p (i + 1) + j of sequence b has
@@ -80,7 +80,7 @@ def _keys_of_groups_kernel(
         keys = _doubled(keys)
     if size >= 32:
         keys = _doubled(keys)
-    # A group lies in one word. Of the query's own, the keys from its first up to the query.
+    # A group lies in one word. The query's own group counts from its first key up to the query.
     own = (-1 << (query % 32 // POOL * POOL)) & ~(-2 << (query % 32))
     keys = tl.where(word[None, :] == (query // 32)[:, None], keys | own[:, None], keys)
     tl.store(out + (batch * num_rows + number)[:, None] * num_words + word[None, :], keys, mask=valid)

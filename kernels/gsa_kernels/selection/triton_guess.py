@@ -1,8 +1,7 @@
-"""A guess for each row, from a sample of its keys: a score that a little more than k_t keys reach.
+"""A guess for each row, from a sample of its keys: a score that slightly more than k_t keys reach.
 
-Where that many keys have one score, as when an indexer's sigmoids are saturated, the guess has a key, too: of the keys
-with just that score those up to it. As ties go to the lower index, what a guess lets through still holds the best keys
-if it is enough.
+If many keys tie at that score, as with saturated sigmoids of the indexer, the guess also has a last key: keys at the
+score count up to it. Ties go to the lower index, so the keys that pass contain the best k_t if they are enough.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ _MOST_ROUNDS = tl.constexpr(12)
 
 @dataclass(frozen=True)
 class Guesses:
-    """Of a chunk of rows, from `guess_thresholds`."""
+    """Thresholds of a chunk of rows, from `guess_thresholds`."""
 
     of_rows: torch.Tensor
-    """fp32 [B, R, 3]: threshold, centre and last. Of the keys whose score is the threshold a row's candidates are those
-    up to `last`, infinite if it is all of them."""
+    """fp32 [B, R, 3]: threshold, centre and last. Keys at the threshold are candidates up to `last`,
+    which is infinite if all of them are."""
 
     tied: torch.Tensor
     """int32 [B, tiles of rows]: 1 for a tile of rows, as the score kernel has them, with one whose `last` is finite; 0
@@ -155,8 +154,8 @@ def _guess_kernel(
     if MODE == "direct":
         variance = variance * (1 + error)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
-    # Of the row's k best keys the sample holds about `expected`, with that variance; more than `wanted` of
-    # them once in 1e6 rows.
+    # The sample holds about `expected` of the row's k best keys, with that variance; more than `wanted` once in 1e6
+    # rows.
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)
     wanted = (expected + 5 * tl.sqrt(expected) + 3).to(tl.int32)
     threshold = float("-inf") + origin * 0
@@ -177,8 +176,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """A score that at least `wanted` of the visible ones reach, and how many do: at most `most`, unless so many
-    are equal."""
+    """A score that at least `wanted` causal scores reach, and the number that reach it: at most `most`, unless
+    scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -126,7 +126,7 @@ def _select_rows_kernel(
     limit = (position // 16 + 1) * 16
     x = tl.load(row_ptr + columns, mask=columns < limit, other=0.0)
 
-    # Two passes, from the first visible score: equal scores have variance 0 to the bit. It stands for invisible ones.
+    # Two passes, from the first causal score, which replaces masked ones: equal scores have a variance of exactly 0.
     origin = tl.load(row_ptr + tl.minimum(start, position))
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
     x = tl.where(visible, x, origin)

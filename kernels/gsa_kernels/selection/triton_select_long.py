@@ -2,7 +2,7 @@
 
 The k groups with the best maxima (ties to the lower group) hold the k best keys: each key outside them is
 preceded by the best key of each of those k groups. So one program finds these groups among L / 8 maxima,
-and a second one selects among their 8 k keys. Where L / 8 maxima are too many for registers, too, the groups are
+and a second one selects among their 8 k keys. If L / 8 maxima also exceed the registers, the groups are
 found in the same way: the k clusters of 8 groups with the best maxima hold the k best groups. All searches are exact
 and have no case in which they fail; the row itself is read once in full. A group's 8 keys are one byte of the row's
 words.
@@ -26,7 +26,7 @@ from gsa_kernels.selection.triton_search import (
 )
 
 _TILE = 4096  # keys a program reads at a time
-# Groups that a program searches at once: 32 in each thread. Of twice as many Triton spills a third.
+# Groups that a program searches at once: 32 in each thread. With twice the number Triton spills a third.
 _MOST_GROUPS = 32768
 _SMALLEST_LIST = 64  # groups
 
@@ -40,7 +40,7 @@ def select_long_rows(
     outputs: Outputs,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Select for `rows`, all positions of which are below `block`. The arguments are those of `select_rows`.
+    """Select for `rows`, whose positions are all below `block`. Arguments as in `select_rows`.
 
     Args:
         wanted: int32 [B, R], of the chunk; rows where it is 0 are left alone
@@ -245,7 +245,7 @@ def _best_groups_kernel(
     threshold, last = find_cut(keys, slots, num_valid, k)
     chosen = above_cut(keys, slots, threshold, last)
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    if NUM_CLUSTERS > 0:  # again: in registers they would take as many as the keys
+    if NUM_CLUSTERS > 0:  # recomputed: in registers they would take the room of the keys
         groups = _listed_groups(cluster_keys_ptr, slots, num_listed, first_group, end_group, GROUP)
     tl.store(group_list_ptr + place, groups, mask=chosen)
 

@@ -31,7 +31,7 @@ def statistics_of_packed_mask(
 
     Args:
         packed_mask: int32 [B, R, ceil(Lk / 32)]
-        neighbours: int64 [P]: the pairs are queries i and i + 1, of which i + 1 is t
+        neighbours: int64 [P]: t of each pair of queries t - 1 and t
         grouped: int64 [G * group], the queries of the groups, group after group
         group: at least 1
     """
@@ -84,7 +84,7 @@ def _statistics_kernel(
             row = tl.where(item < rows, item, tl.where(is_pair, pair + member, of_group))
             own = tl.load(words + row * columns + column, mask=column < columns, other=0)
             joined = tl.where(is_pair & (member > 0), joined & own, joined | own)
-            # Of a pair, the later one alone.
+            # Only the later query of a pair.
             single_bits += tl.where(is_pair & (member == 0), 0, count_bits(own, ASM))
         joined_bits += count_bits(joined, ASM)
     union = tl.sum(joined_bits)

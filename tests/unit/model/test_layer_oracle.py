@@ -8,8 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from composition import random_weights
-from oracle import LayerOptions, Yarn
+from oracle import LayerOptions, Yarn, random_weights
 
 from gsa_train.config import Config, PhaseConfig, RopeScalingConfig
 from gsa_train.model.gsa_attention import GSASelfAttention

@@ -49,7 +49,7 @@ def squared_updates(
 def _update_kernel(
     weights, exp_avgs, exp_avg_sqs, rate, eps, partials, count, decay, ELEMENTS: tl.constexpr
 ):  # fmt: skip
-    """One program: every so many'th stretch of ELEMENTS."""
+    """One program: stretches of ELEMENTS at a fixed stride."""
     rate_value, eps_value = tl.load(rate), tl.load(eps)
     total = tl.zeros([ELEMENTS], tl.float32)
     first = tl.program_id(0).to(tl.int64) * ELEMENTS

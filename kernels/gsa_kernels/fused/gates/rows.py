@@ -1,8 +1,8 @@
 """Logits of G1 as they stand in the output of the gates' projection, and their gradient there.
 
-The projection has per key-value head the row of G2, then those of G1 for its query heads. G1's are a view [..., 1:, :],
-which attention reads. It puts their gradient into memory that has room for G2's: whoever calculates that one fills the
-room, and the gradient of the whole projection is there without a copy.
+Per key-value head the projection has the row of G2, then G1's rows for its query heads. G1's are a view [..., 1:, :],
+which attention reads. It writes their gradient into memory with room for G2's gradient, which the backward pass of G2
+fills in: no copy makes the gradient of the whole projection.
 """
 
 from typing import Any

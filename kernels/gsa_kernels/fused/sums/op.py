@@ -17,7 +17,7 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""About as many as an H200 holds at once, for all columns together; of one column as many as a thread has room for."""
+"""Programs in total, about what an H200 runs at once; and at most per column, what a thread has registers for."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:

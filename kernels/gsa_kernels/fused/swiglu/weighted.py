@@ -1,4 +1,4 @@
-"""SwiGLU of which each row has a weight, as an expert's has, in one kernel each way; its two inputs are kept."""
+"""SwiGLU with a weight per row, for experts: one kernel forward, one backward; the two inputs are saved."""
 
 from typing import Any
 
