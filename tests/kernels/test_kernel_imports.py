@@ -47,7 +47,7 @@ def test_the_nine_names_are_the_real_ones() -> None:
         "Selection Geometry Indexer BudgetRule",
     )
     assert gsa_kernels.__all__ == [*functions.split(), *types.split(), "GatedSparseAttention"]
-    assert gsa_kernels.loss.__module__ == gsa_kernels.select.__module__ == "gsa_kernels.api"
+    assert gsa_kernels.indexer_loss.__module__ == gsa_kernels.select.__module__ == "gsa_kernels.api"
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 40, 4, 32), torch.randn(1, 40, 2, 32), torch.randn(1, 40, 2, 32)
     indexer = gsa_kernels.Indexer(torch.randn(1, 40, 2, 16), torch.randn(1, 40, 16), torch.randn(1, 40, 2))
