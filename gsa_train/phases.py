@@ -1,4 +1,4 @@
-"""Phases of a run: which steps they cover, what is trained in them, and how the attention works."""
+"""Phases of a run: which steps they cover, what they train, and how their attention works."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
-    """Freeze what the phase does not train, and say what kind of pass its steps make.
+    """Freeze what the phase does not train, and set the kind of pass that its steps make.
 
-    train=indexer: the base runs without a graph, so the indexer is all that can be trained.
+    train=indexer: the base runs without autograd, so only the indexer can be trained.
     """
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)

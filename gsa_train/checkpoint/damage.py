@@ -146,8 +146,8 @@ def _other_identity(checkpoint: Path, manifest: Manifest | None, run_id: str) ->
             return f"{MANIFEST} belongs to {said}, {COMMON_STATE_FNAME} to {meant}"
     if run_id and state.run_id and run_id != state.run_id:
         return (
-            f"it belongs to another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}: give "
-            "it by --resume-from from its own folder, or delete starts.jsonl if that file is wrong"
+            f"it belongs to another run, {state.run} ({state.run_id}), and the folder's starts.jsonl names {run_id}: "
+            "give it by --resume-from from its own folder, or delete starts.jsonl if that file is wrong"
         )
     return None
 

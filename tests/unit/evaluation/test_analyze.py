@@ -226,7 +226,7 @@ def test_wrong_use(
         (("--layer", 2), "--layer 2: the model has 2; give one from 0 to 1"),
         (("--head", 4), "--head 4: the model has 4; give one from 0 to 3"),
         (("--file", tmp_path / "empty.txt"), "empty.txt: 0 tokens"),
-        (("--file", tmp_path / "bytes.txt"), "no UTF-8 text"),
+        (("--file", tmp_path / "bytes.txt"), "not UTF-8 text"),
         (
             ("--file", tmp_path / "nowhere.txt"),
             f"--file {tmp_path}/nowhere.txt: cannot be read (No such file",

@@ -415,7 +415,7 @@ def test_wrong_use(
         (("--run", run[2], "--stride", "64"), "above the context length 32"),
         (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
         (("--run", run[2], "--device", "meta"), "--device meta: models run on cpu and cuda alone"),
-        (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: no UTF-8 text"),
+        (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: not UTF-8 text"),
         (("--run", run[2], "--out", latin), f"{latin} is no folder that can be written to"),
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
