@@ -205,8 +205,7 @@ def sample_texts(record: Record) -> dict[str, str]:
     texts = {}
     for number, sample in enumerate(record["samples"]):
         lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
-        texts[f"prompt_{number:02d}"] = "\n".join()  # shown verbatim
-        verbatim
+        texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # shown verbatim
     return texts
 
 

@@ -57,7 +57,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
     assert caplog.messages == [
         "step 3: metrics.jsonl cannot be written ([Errno 27] File too large); training goes on, and its records wait "
         "in memory",
-        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and what it lacks is "
+        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and lost records are "
         "counted",
         "step 6: metrics.jsonl is written again, with 3 records that waited; it lacks none",
         "step 6: tensorboard is written again; it lacks 4 records of steps 3 to 5",
