@@ -212,7 +212,7 @@ def test_what_was_finished_is_shown_when_the_rest_fails(
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| sample"))
     for said in (failed.out, unwritten.out):
         assert row in said
-        assert said.endswith(f"{folder} was not written; this is what was finished\n")
+        assert said.endswith(f"{folder} was not written; these results were finished\n")
 
 
 def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
