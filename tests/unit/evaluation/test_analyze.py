@@ -235,7 +235,7 @@ def test_wrong_use(
         (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
         (("gsa.k_base=many",), "not a number"),
         (("--text", "caf\udce9"), "--text: character 4 is no UTF-8"),
-        (("--out", tmp_path / "empty.txt"), "is no folder that can be written to"),
+        (("--out", tmp_path / "empty.txt"), "is not a writable folder"),
     ):
         assert analyzed(monkeypatch, "--run", run[2], "--name", "wrong", *words) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -286,7 +286,7 @@ def test_wikitext_is_articles_and_its_perplexity_is_of_words(
     assert max(len(tokens) for tokens, _ in sequences) <= 65
     expected = math.exp(straight_line(exported, sequences) / len(WIKI.split()))
     assert found["word_perplexity"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=r"no WikiText; give a file wiki"):
+    with pytest.raises(ValueError, match=r"not WikiText; give a file wiki"):
         read_text(f"wikitext:{SAMPLE / 'README.md'}", subject.tokenizer, TextOptions(64, None, None, False))
 
 
@@ -416,7 +416,7 @@ def test_wrong_use(
         (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
         (("--run", run[2], "--device", "meta"), "--device meta: models run on cpu and cuda alone"),
         (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: not UTF-8 text"),
-        (("--run", run[2], "--out", latin), f"{latin} is no folder that can be written to"),
+        (("--run", run[2], "--out", latin), f"{latin} is not a writable folder"),
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
         assert message in capsys.readouterr().err
