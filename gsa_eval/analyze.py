@@ -28,9 +28,9 @@ from gsa_train.files import read_named
 from gsa_train.metrics.record_format import to_strict
 
 LEAST_TOKENS, MOST_TOKENS = 2, 4096
-"""Of a text. A layer's probabilities, [heads, tokens, tokens], are in memory as a whole: 1 GB with 16 heads."""
+"""Bounds of a text's length. A layer's probabilities, [heads, tokens, tokens], are held in memory."""
 MOST_DOCUMENTS = 100
-"""Of validation text, from the first one on: the longest of them is taken."""
+"""Number of documents of validation text to read; the longest is used."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +39,21 @@ logger = logging.getLogger(__name__)
 class Text:
     tokens: list[int]
     all_tokens: int
-    """Before it was cut."""
+    """Number of tokens before truncation."""
     origin: str
 
 
 def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
-    """The folder: pictures, `results.json` (all numbers except the maps) and `maps.npz`.
+    """Analyze a model, and return the folder with pictures, `results.json` (all numbers except the maps) and
+    `maps.npz`.
 
     Args:
-        arguments: of gsa_eval.commands.analyze.
+        arguments: parsed by gsa_eval.commands.analyze.
         words: the command line, for the record.
 
     Raises:
-        ValueError, DataFault, OSError: something cannot be read, there is no such layer or head, or the name is in use.
+        ValueError, DataFault, OSError: something cannot be read, the layer or head does not exist, or the name is in
+            use.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -94,7 +96,7 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
-    """The text of --text or --file and what to call it, before anything is loaded; None without either.
+    """Returns the text of --text or --file and its name, before anything is loaded; None without either.
 
     Raises:
         ValueError: it cannot be read, or --max-tokens is out of bounds.
@@ -108,16 +110,18 @@ def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) -> Text:
-    """The text given, or else a document of the run's validation text; its first `most` tokens.
+    """Returns the first `most` tokens of the given text, or else of a document of the run's validation text.
 
     Raises:
-        ValueError, DataFault: there is none, or it is too short.
+        ValueError, DataFault: there is no text, or it is too short.
     """
     if given is not None:
         tokens, origin = subject.tokenizer.encode(given[0]).tolist(), given[1]
     else:
         if subject.config is None:
-            raise ValueError("the model is of no run, which has validation text: give --text or --file")
+            raise ValueError(
+                "the model belongs to no run, so it has no validation text: give --text or --file"
+            )
         if subject.config.data.format == "chat":
             raise ValueError("the run's validation text is conversations: give --text or --file")
         place = next(iter(subject.config.data.validation_folders.values()))
@@ -132,7 +136,7 @@ def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) ->
 
 
 def title_of(subject: Subject, text: Text) -> str:
-    """The model and the text, for titles."""
+    """Returns the names of the model and the text, for titles."""
     about = subject.about
     of_run = subject.run_dir.absolute().name if subject.run_dir is not None else None
     name = of_run or Path(about.get("hf") or about["checkpoint"]).name

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts of about one length, in large batches and CUDA graphs where the model is on a GPU."""
+"""Greedy answers to many prompts of about one length, in large batches, with CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gsa_eval.generation import continuation_text
 from gsa_hf.generation import Generator
 
 BATCH_TOKENS = 65536
-"""Of a batch's prompts and answers on a GPU: 6 GiB of keys and values in a model of 1.7B parameters, bf16."""
+"""Largest number of tokens of a batch's prompts and answers on a GPU."""
 
 
 def answer_prompts(
@@ -20,15 +20,15 @@ def answer_prompts(
     max_new_tokens: int,
     batch_size: int | None = None,
 ) -> list[str]:
-    """The text of each continuation, without the token that ends it.
+    """Returns the text of each continuation, without the token that ends it.
 
     Args:
-        prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
+        prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.
         batch_size: sequences at once. None: on a GPU the number that `BATCH_TOKENS` has room for, on a CPU one.
     """
     longest = max(map(len, prompts)) + max_new_tokens
     most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)
-    # Batches of one size, the last one filled up: another size would need other CUDA graphs.
+    # All batches have one size, the last one padded: another size would need other CUDA graphs.
     rows = math.ceil(len(prompts) / math.ceil(len(prompts) / most))
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     texts = [""] * len(prompts)

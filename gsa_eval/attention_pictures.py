@@ -1,4 +1,4 @@
-"""Pictures of what attention does on one text (attention_record.py), as PNG files."""
+"""Draws the attention of a model on one text (attention_record.py) as PNG files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from gsa_eval.attention_record import GATE_BINS, AttentionRecord, Gate, HeadMaps
 
 CELLS = 256
-"""Of a map's side: where there are more tokens, a cell is the mean of several."""
+"""Cells along a map's side: with more tokens, a cell is the mean of several."""
 SPELLED_TOKENS = 40
 """Largest number of tokens written along a map's axes."""
 NUMBERED_CELLS = 96
 """Largest table of layers and heads whose cells have their number written in them."""
 LEAST_WEIGHT = 1e-4
-"""Smaller weights have the color of this one."""
+"""Smaller weights get the color of this one."""
 BLUE = "#1f5fa8"
 NOT_SELECTED = "#dcdfe4"
 
@@ -33,13 +33,14 @@ NOT_SELECTED = "#dcdfe4"
 def write_pictures(
     record: AttentionRecord, place: str, tokens: Sequence[str], about: str, folder: Path
 ) -> list[str]:
-    """The names of the files: attention.png, sink.png, and where the model has them gates.png and keys.png.
+    """Write the pictures and return their names: attention.png, sink.png, and if the model has them gates.png and
+    keys.png.
 
     Args:
         place: layer and head of the maps.
-        tokens: as text.
-        about: the model and the text, for the titles.
-        folder: is there.
+        tokens: the tokens as text.
+        about: name of the model and the text, for the titles.
+        folder: an existing folder.
     """
     assert record.maps is not None
     figures = {
@@ -60,8 +61,8 @@ def write_pictures(
 
 
 def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
-    """Of a sparse layer: attention over all keys, scores of the indexer, and the selected keys with their weights; of a
-    dense layer its attention alone."""
+    """Draw, for a sparse layer, attention over all keys, the indexer's scores, and the selected keys with their
+    weights; for a dense layer only its attention."""
     length = len(maps.weights)
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     side = -(-length // CELLS)
@@ -113,7 +114,8 @@ def draw_maps(maps: HeadMaps, tokens: Sequence[str], title: str) -> Figure:
 
 
 def pooled(values: torch.Tensor, counted: torch.Tensor, side: int, shown: torch.Tensor | None = None) -> Any:
-    """Mean of the counted values in each square of `side` x `side`: [ceil(L / side)] * 2, masked where none is shown.
+    """Returns the mean of the counted values in each `side` x `side` square: [ceil(L / side)] * 2, masked if none is
+    shown.
 
     Args:
         values, counted: [L, L]
@@ -131,7 +133,7 @@ def pooled(values: torch.Tensor, counted: torch.Tensor, side: int, shown: torch.
 
 
 def _range(values: torch.Tensor) -> tuple[float, float]:
-    """Low and high, apart even where all are equal."""
+    """Returns low and high, which differ even if all values are equal."""
     low, high = float(values.min()), float(values.max())
     return low, high if high > low else low + 1e-6
 
@@ -149,7 +151,7 @@ def _label_tokens(ax: Axes, tokens: Sequence[str]) -> None:
 
 
 def _printable(token: str) -> str:
-    """White space as signs; matplotlib would read dollars as formulas."""
+    """Make white space visible, and escape dollars, which matplotlib reads as formulas."""
     shown = token.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u21e5").replace("$", r"\$")
     return shown if shown.isprintable() else repr(token)[1:-1]
 
@@ -158,7 +160,7 @@ def _printable(token: str) -> str:
 
 
 def draw_sink(record: AttentionRecord, title: str) -> Figure:
-    """A table of layers and heads, and the mean of each layer."""
+    """Draw a table of layers and heads, and the mean of each layer."""
     shares = np.array(record.sink)
     figure, (table, bars) = _figure(
         title, _size_of_table(len(shares), shares.shape[1], beside=4.5), 2, [3, 2]
@@ -180,7 +182,7 @@ def draw_sink(record: AttentionRecord, title: str) -> Figure:
 
 
 def draw_gates(gates: dict[str, list[Gate]], title: str) -> Figure:
-    """Of each gate a table of layers and heads, and its openings in bins."""
+    """Draw for each gate a table of layers and heads, and a histogram of its openings."""
     layers, heads = len(next(iter(gates.values()))), max(len(found[0].means) for found in gates.values())
     width, height = _size_of_table(layers, heads, beside=4.5)
     figure = Figure(figsize=(width, 0.6 + height * len(gates)), dpi=110, layout="constrained")
@@ -211,7 +213,7 @@ def draw_gates(gates: dict[str, list[Gate]], title: str) -> Figure:
 
 
 def draw_keys(keys: Sequence[list[int] | None], title: str) -> Figure:
-    """Mean over the sparse layers, the range between them, and how many keys there are to see."""
+    """Draw the mean number of selected keys over the sparse layers, its range, and the number of causal keys."""
     table = np.array([each for each in keys if each is not None])
     figure, (ax,) = _figure(title, (11, 5), 1)
     positions = np.arange(table.shape[1])
@@ -246,7 +248,7 @@ def _figure(
 
 
 def _write_title(figure: Figure, title: str) -> None:
-    """Its first line on top, what it is of below."""
+    """Write the first line of the title on top, the rest below."""
     first, _, about = title.partition("\n")
     width = int(11 * figure.get_size_inches()[0])  # characters of this size
     figure.suptitle(first, fontsize=13, fontweight="bold")
@@ -254,7 +256,7 @@ def _write_title(figure: Figure, title: str) -> None:
 
 
 def _size_of_table(layers: int, heads: int, beside: float) -> tuple[float, float]:
-    """Of a figure, in inches."""
+    """Returns the size of a figure with a table, in inches."""
     return min(20.0, max(7.0, 2 + 0.45 * heads) + beside), min(9.0, max(3.8, 1.8 + 0.3 * layers))
 
 
@@ -267,7 +269,7 @@ def _draw_table(
     norm: Normalize | None = None,
     percent: bool = False,
 ) -> None:
-    """A row a layer."""
+    """Draw a table with a row for each layer."""
     norm = norm or Normalize(0, max(float(values.max()), 1e-6))
     image = ax.imshow(values, cmap="viridis", norm=norm, aspect="auto", interpolation="nearest")
     bar = figure.colorbar(image, ax=ax, label=meaning, pad=0.02)

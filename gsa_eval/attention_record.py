@@ -1,4 +1,4 @@
-"""What the attention of a model does on one text: read from a forward pass of the model, by plain torch.
+"""Records the attention of a model on one text, from a forward pass in plain torch.
 
 Letters in shapes: L tokens, H query heads, D their size, Hkv key-value heads.
 """
@@ -16,29 +16,30 @@ from gsa_hf.gates_gsa import opening
 from gsa_train.model.probes.measured_queries import LEAST_KEYS
 
 BOUNDED = ("sigmoid", "ns_sigmoid")
-"""`gsa.gate_activation` of gates that are more or less open; the others have no bounds, and are not recorded."""
+"""Values of `gsa.gate_activation` with outputs from 0 to 1; other gates are unbounded, and not recorded."""
 GATE_BINS = 20
-"""Of equal width, from 0 to 1."""
+"""Number of equal bins from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """One head of one layer: [L, L] on the CPU, a row a query. 0 or False where a key is after the query."""
+    """Maps of one head of one layer: [L, L] on the CPU, a row for each query. 0 or False if a key is after the
+    query."""
 
     weights: torch.Tensor
-    """fp32: what the head attends with."""
+    """fp32: the head's attention weights."""
     full: torch.Tensor
-    """fp32: its softmax over all keys up to the query; of a dense layer the same."""
+    """fp32: its softmax over all causal keys; equals `weights` in a dense layer."""
     scores: torch.Tensor | None = None
-    """fp32: of the indexer that selects for the layer; None for a dense layer."""
+    """fp32: scores of the indexer that selects for the layer; None for a dense layer."""
     selected: torch.Tensor | None = None
     """bool"""
     indexer_layer: int | None = None
-    """Whose indexer that is: with `gsa.selection_reuse` an earlier layer's."""
+    """Layer of that indexer: an earlier one with `gsa.selection_reuse`."""
 
     @property
     def recall(self) -> float | None:
-        """Share of `full` on the selected keys, mean over the queries that leave keys out; None where none does."""
+        """Returns the share of `full` on the selected keys, mean over the queries that omit keys; None if none does."""
         if self.selected is None:
             return None
         leaves_out = self.selected.sum(-1) < torch.arange(1, len(self.selected) + 1)
@@ -51,37 +52,37 @@ class Gate:
     """One gate of one layer."""
 
     means: list[float]
-    """Of each head, over its channels and all tokens; one where all heads share the gate."""
+    """Mean opening of each head over its channels and all tokens; one value if all heads share the gate."""
     histogram: list[int]
-    """How many openings, of a channel and a token, fall into each of `GATE_BINS`."""
+    """Number of openings, for each channel and token, in each of `GATE_BINS`."""
 
 
 @dataclass
 class AttentionRecord:
     least_keys: int
-    """Queries that see fewer keys count in no `sink`."""
+    """Queries with fewer causal keys do not count in `sink`."""
     maps: HeadMaps | None = None
     sink: list[list[float]] = field(default_factory=list)
     """[layers][H]: attention on the first token, mean over the counted queries."""
     keys: list[list[int] | None] = field(default_factory=list)
-    """[layers][L]: how many each query attends to; None for a dense layer, which attends to all."""
+    """[layers][L]: number of keys that each query attends to; None for a dense layer, which attends to all."""
     output_gates: list[Gate] = field(default_factory=list)
-    """G1 of each layer; empty where the model has none, or one without bounds."""
+    """G1 of each layer; empty if the model has none, or an unbounded one."""
     value_gates: list[Gate] = field(default_factory=list)
-    """G2, of key-value heads."""
+    """G2 of each layer, by key-value heads."""
 
 
 @torch.no_grad()
 def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head: int) -> AttentionRecord:
-    """Runs the model once.
+    """Run the model once and record its attention.
 
     Args:
         model: with `attn_implementation` "eager", which alone returns its probabilities.
-        tokens: of one document.
-        layer, head: of the maps, from 0.
+        tokens: token ids of one document.
+        layer, head: place of the maps, from 0.
 
     Raises:
-        ValueError: there is no such layer or head.
+        ValueError: the layer or head does not exist.
     """
     check_place(model, layer, head)
     assert model.config._attn_implementation == "eager"
@@ -101,7 +102,7 @@ def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head:
 def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
     """
     Raises:
-        ValueError: there is no such layer or head.
+        ValueError: the layer or head does not exist.
     """
     for name, number, count in (
         ("layer", layer, model.config.num_hidden_layers),
@@ -112,13 +113,13 @@ def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
 
 
 class _Recorder:
-    """Its hooks read what an attention layer was given and what it returned."""
+    """Hooks that read an attention layer's inputs and outputs."""
 
     def __init__(self, model: GSAForCausalLM, count: int, layer: int, head: int) -> None:
         self.layer, self.head = layer, head
         self.leader = model.config.indexer_layer(layer)
         self.scores: torch.Tensor | None = None
-        # As in training. A shorter text has no such query: its later half counts.
+        # As in training. A shorter text has no such query: then its second half counts.
         self.record = AttentionRecord(LEAST_KEYS if count >= LEAST_KEYS else max(1, count // 2))
 
     def of_layer(self, number: int) -> Callable[..., None]:
@@ -187,7 +188,7 @@ def full_attention(
 def gate_of(logits: torch.Tensor, config: GSAConfig) -> Gate:
     """
     Args:
-        logits: [L, rows]: of each head and channel, or fewer, where heads or channels share a gate.
+        logits: [L, rows]: one for each head and channel, or fewer if heads or channels share a gate.
     """
     opened = opening(logits, config)
     channels = 1 if config.gate_granularity == "headwise" else config.head_dim

@@ -1,4 +1,4 @@
-"""An evaluation from top to bottom."""
+"""Runs an evaluation from the command line's arguments to its results."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Path, str]:
-    """The folder of results and their table.
+    """Run an evaluation; returns the folder of results and their table.
 
     Args:
-        arguments: of gsa_eval.commands.evaluate.
+        arguments: parsed by gsa_eval.commands.evaluate.
         words: the command line, for the record.
 
     Raises:
@@ -76,8 +76,8 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         _score(subject, arguments, results)
         text = write_results(folder, results)
     except BaseException:
-        if results["tables"] or results.get("data"):  # of hours, perhaps
-            print(f"{table(results)}\n{folder} was not written; this is what was finished")
+        if results["tables"] or results.get("data"):  # perhaps the work of hours
+            print(f"{table(results)}\n{folder} was not written; these results were finished")
         raise
     del results["tables"]
     if subject.config is not None:
@@ -89,7 +89,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     """Refuse now what would be refused after hours of scoring.
 
     Raises:
-        ValueError, WandbRefused: as of `run_evaluation`.
+        ValueError, WandbRefused: as in `run_evaluation`.
     """
     wandb_mode(arguments.wandb or config.logging.wandb, os.environ)
     asks_for_other = arguments.data or arguments.tasks or arguments.ruler
@@ -101,7 +101,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _warn_of_length(subject: Subject, arguments: argparse.Namespace) -> None:
-    """Where the model has seen no such positions in training, and nothing is asked of its rotary embedding."""
+    """Warn if the model has seen no such positions in training, and its rotary embedding is not scaled."""
     length = max([arguments.context_length or 0, *arguments.ruler])
     rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
     if length > subject.trained_length and not rotary:
@@ -114,7 +114,7 @@ def _warn_of_length(subject: Subject, arguments: argparse.Namespace) -> None:
 
 
 def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Put what was asked for into `results`, part by part, so that a failure leaves those before it."""
+    """Add the requested scores to `results` one by one, so that a failure keeps the earlier ones."""
     tables = results["tables"]
     files = [task for task in arguments.tasks if is_request_file(task)]
     tasks = [task for task in arguments.tasks if task not in files]
@@ -149,7 +149,7 @@ def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, A
 
 
 def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
-    """Task -> its scores, and of how much."""
+    """Returns task -> its scores and their counts."""
     found = {}
     for task in read_tasks(files, arguments.limit):
         length = arguments.context_length or subject.trained_length
@@ -173,7 +173,7 @@ def _nats(
 
 
 def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name of a text, and its scores."""
+    """Yields (name, scores) of each text."""
     places = named_places(arguments.data)
     max_tokens: int | None = arguments.max_tokens
     context_length: int = arguments.context_length or subject.trained_length
@@ -197,10 +197,10 @@ def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[st
 
 
 def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str, Reading]:
-    """Field of the text, and limits of reading it: both decide which text a folder holds.
+    """Returns the text's field and reading limits, which together decide which text a folder holds.
 
     Args:
-        config: of the run whose own text it is; None: it is of no run.
+        config: config of the run whose text it is; None: it belongs to no run.
     """
     if config is None:
         return arguments.text_field or "text", READING
@@ -208,7 +208,7 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
 
 
 def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All tasks for which there is text, or those that were asked for."""
+    """Score all tasks that have text, or the requested ones."""
     model, tokenizer = subject.model, subject.tokenizer
     haystack: str | None = arguments.haystack
     how = _reading(arguments, None)
@@ -249,10 +249,10 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def named_places(words: Sequence[str]) -> dict[str, str]:
-    """name -> place, of `[NAME=]PLACE`; without a name the place's last part.
+    """Parse `[NAME=]PLACE` to name -> place; the default name is the place's last part.
 
     Raises:
-        ValueError: two of one name, or no place, as of a shell variable that is not set: that would be this folder.
+        ValueError: two have the same name, or the place is empty, as from an unset shell variable.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -263,6 +263,6 @@ def named_places(words: Sequence[str]) -> dict[str, str]:
         if not place.strip():
             raise ValueError(f"--data {word!r}: names no place; give the folder of a text, or leave it out")
         if name in found:
-            raise ValueError(f"--data {word}: {name} is there already; give NAME={place}")
+            raise ValueError(f"--data {word}: {name} is used already; give NAME={place}")
         found[name] = place
     return found

@@ -14,11 +14,11 @@ from gsa_eval.trained_model import TrainedModel
 from gsa_hf import GSAForCausalLM
 
 PROMPT_TAIL_TOKENS = 32
-"""Of a prompt, what a continuation is decoded with: of its own first token some tokenizers leave out the space."""
+"""Tokens of the prompt that are decoded with a continuation: some tokenizers drop the space of a first token."""
 
 
 class _AtStops(StoppingCriteria):
-    """Ends a sequence whose continuation spells one of some texts."""
+    """Ends a sequence whose continuation contains one of the stop texts."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt_length: int) -> None:
         self._tokenizer, self._stops, self._prompt_length = tokenizer, stops, prompt_length
@@ -42,19 +42,21 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """The text of each continuation up to a token of `tokenizer.stop_ids`, or up to where it first spells one of
-    `stops`, which is left out. A stop may name a special token; of those that are written the text has none. No token
-    is written that the tokenizer does not have, as the end of a padded vocabulary.
+    """Returns the text of each continuation up to a token of `tokenizer.stop_ids`, or up to the first of
+    `stops`, excluded. A stop may name a special token; the text has no special tokens. No token
+    outside the tokenizer's, as in a padded vocabulary, is generated.
 
     Args:
-        prompts: token ids, each at least one. Shorter ones of a batch have padding in front.
-        sampling: of transformers' `generate`; greedy without.
+        prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.
+        sampling: options of transformers' `generate`; greedy without.
     """
     stops = [stop for stop in stops if stop]
     ends = _ends(tokenizer, stops)
     if isinstance(model, TrainedModel):
         if sampling.get("do_sample"):
-            raise ValueError("a model that gsa_hf does not have continues greedily alone; leave sampling out")
+            raise ValueError(
+                "a model that gsa_hf does not have can only continue greedily; leave sampling out"
+            )
         return [_without_cache(model, tokenizer, prompt, max_new_tokens, stops) for prompt in prompts]
     settings = {"do_sample": False, **sampling}
     left_out = [
@@ -95,7 +97,7 @@ def _without_cache(
     max_new_tokens: int,
     stops: Sequence[str],
 ) -> str:
-    """A forward pass over everything for each token."""
+    """Generate with a forward pass over the whole text for each token."""
     tokens, ends = list(prompt), _ends(tokenizer, stops)
     for _ in range(max_new_tokens):
         hidden = model.hidden_states(torch.tensor([tokens], device=model.device), None)
@@ -108,7 +110,7 @@ def _without_cache(
 
 
 def _ends(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:
-    """The tokens at which a text ends: an EOS, and special tokens that `stops` names."""
+    """Returns the tokens that end a text: an EOS, and special tokens named in `stops`."""
     named = [tokenizer.encode_chat(stop, [])[0].tolist() for stop in stops if tokenizer.has_token(stop)]
     special = [each[0] for each in named if len(each) == 1 and tokenizer.token_bytes[each[0]] == 0]
     return list(dict.fromkeys([*tokenizer.stop_ids, *special]))
@@ -121,7 +123,7 @@ def continuation_text(
     ends: Sequence[int],
     stops: Sequence[str] = (),
 ) -> str:
-    """What new tokens spell after a prompt, up to one of the tokens `ends` or of the texts `stops`."""
+    """Returns the text of new tokens after a prompt, up to one of the tokens `ends` or texts `stops`."""
     until = next((place for place, token in enumerate(new) if token in ends), len(new))
     spelled = [token for token in new[:until] if tokenizer.token_bytes[token] > 0]
     text = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), spelled)

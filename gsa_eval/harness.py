@@ -27,18 +27,18 @@ from gsa_eval.text import Piece, windows
 from gsa_train.validation.harness_tasks import EncodingLM, find_tasks, task_errors
 
 MAX_GENERATED_TOKENS = 256
-"""Where a task does not say; the harness' own default."""
+"""Default if a task gives none, as in the harness."""
 
 
 @register_model("gsa_train")
 class GSATrainLM(EncodingLM):
     """
     Args:
-        run, step, checkpoint, hf: one of three: `Source`.
-        settings: `gsa.k_base=512` and the like, with `;` between.
-        attention, dtype, device: `Execution`.
-        max_length: tokens of context and continuation; as in training if None.
-        subject: instead of all these, a model that is loaded already.
+        run, step, checkpoint, hf: fields of `Source`; one of run, checkpoint and hf.
+        settings: overrides such as `gsa.k_base=512`, separated by `;`.
+        attention, dtype, device: fields of `Execution`.
+        max_length: tokens of context and continuation; None: as in training.
+        subject: a loaded model instead of all these.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GSATrainLM(EncodingLM):
     ) -> None:
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: give a number of sequences")
-        execution.pop("max_batch_size", None)  # of batch_size=auto
-        execution.pop("trust_remote_code", None)  # no code of a model's folder runs here
+        execution.pop("max_batch_size", None)  # passed with batch_size=auto
+        execution.pop("trust_remote_code", None)  # code in a model's folder never runs here
         known = [each.name for each in dataclasses.fields(Execution)]
         if unknown := sorted(execution.keys() - set(known)):
             names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
@@ -79,7 +79,7 @@ class GSATrainLM(EncodingLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Contexts that are too long lose their beginning."""
+        """Score requests; contexts that are too long lose their beginning."""
         pieces = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -157,17 +157,17 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """Scores of tasks, with their versions and numbers of examples, as the harness has them.
+    """Returns scores of tasks, with versions and numbers of examples, in the harness' form.
 
     Args:
-        tasks: the harness' names, or YAML files of one's own.
+        tasks: the harness' names, or the user's YAML files.
 
     Raises:
-        ValueError: there is no such task, or it has a mistake in it.
+        ValueError: a task does not exist, or is faulty.
     """
     manager, wanted = find_tasks(tasks)
     model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
-    with task_errors(", ".join(tasks), (TemplateError,)):  # of a field that the data do not have
+    with task_errors(", ".join(tasks), (TemplateError,)):  # for a field that the data lack
         found: Any = simple_evaluate(
             model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
         )
@@ -177,7 +177,7 @@ def run_tasks(
 
 
 def task_table(found: dict[str, Any]) -> dict[str, Any]:
-    """For results.table."""
+    """Returns the table of scores for results.table."""
     rows = []
     for task, scores in found["results"].items():
         for key, value in scores.items():

@@ -1,7 +1,7 @@
-"""What a model retrieves when its attention reads only the keys that a perfect indexer selects.
+"""Retrieval of a model whose attention reads only the keys that a perfect indexer selects.
 
-The selection is made of the model's own attention probabilities, so that it is the ceiling of every learned indexer of
-the same form: how many neighbouring queries share a selection, how many neighbouring keys are selected as one.
+The selection uses the model's own attention probabilities, so it is the upper bound of every learned indexer of
+the same form: the number of queries that share a selection, and of keys that are selected together.
 Letters in shapes: H query heads, Hkv key-value heads, G heads that share a selection, D their size, L tokens, C queries
 of a chunk.
 """
@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "oracle"
-"""Of the attention in transformers' registry, which knows one form at a time."""
+"""Name in transformers' registry of attention, which holds one form at a time."""
 
 CHUNK_QUERIES = 512
 """Queries whose probabilities are in memory at once."""
@@ -27,24 +27,24 @@ FORM = re.compile(r"q(\d+)k(\d+)(?:h(all|kv))?")
 
 @dataclass(frozen=True)
 class Form:
-    """Of a selection."""
+    """The form of a selection."""
 
     queries: int = 1
-    """Neighbouring queries that share the selection of the first one."""
+    """Number of neighbouring queries that share the selection of the first one."""
     keys: int = 1
-    """Neighbouring keys that are selected as one, by the best of them."""
+    """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """A selection for each key-value head; else one for all heads, by their mean probability."""
+    """Whether each key-value head has its own selection; else one for all heads, by their mean probability."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")
 
     @staticmethod
     def parse(text: str) -> Form:
-        """Of `q1k16`, `q32k1`, `q1k16hkv`.
+        """Parse forms such as `q1k16`, `q32k1`, `q1k16hkv`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not a form.
         """
         found = FORM.fullmatch(text)
         if found is None or "0" in found.groups()[:2]:
@@ -56,13 +56,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Budget:
-    """Of each query, in tokens."""
+    """The budget of each query, in tokens."""
 
     selected: int
     window: int = 64
-    """The latest keys, which are attended to beside the selected ones."""
+    """Number of latest keys, attended to in addition to the selected ones."""
     first: int = 0
-    """The sequence's first keys, likewise."""
+    """Number of the sequence's first keys, likewise."""
 
 
 class OracleAttention:
@@ -71,7 +71,7 @@ class OracleAttention:
     def __init__(self, form: Form, budget: Budget) -> None:
         if budget.selected % form.keys:
             raise ValueError(
-                f"form {form}: {budget.selected} keys are no multiple of {form.keys}; give such a budget"
+                f"form {form}: {budget.selected} keys are not a multiple of {form.keys}; give such a budget"
             )
         self.form, self.budget = form, budget
         self.kept = 0.0
@@ -88,7 +88,8 @@ class OracleAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Query [1, H, L, D], key and value [1, Hkv, L, D] -> [1, L, H, D]. No padding: the mask is not read."""
+        """Returns [1, L, H, D] for query [1, H, L, D], key and value [1, Hkv, L, D]. No padding: the mask is
+        ignored."""
         assert query.shape[0] == 1, "one sequence at a time"
         length, kv_heads = query.shape[2], key.shape[1]
         queries = query[0].unflatten(0, (kv_heads, -1))
@@ -112,16 +113,17 @@ class OracleAttention:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Queries [Hkv, G, C, D] at the places `rows`, keys [Hkv, L, D] -> causal softmax in fp32 [Hkv, G, C, L]."""
+    """Returns the causal softmax, fp32 [Hkv, G, C, L], of queries [Hkv, G, C, D] at positions `rows` and keys [Hkv, L,
+    D]."""
     logits = torch.einsum("ngcd,nkd->ngck", queries, keys).float() * scaling
     places = torch.arange(keys.shape[1], device=keys.device)
     return logits.masked_fill(places > rows[:, None], float("-inf")).softmax(-1)
 
 
 def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
-    """Probabilities [Hkv, G, C, L] of the queries at `rows` -> bool [Hkv or 1, C, L].
+    """Returns the selection, bool [Hkv or 1, C, L], for probabilities [Hkv, G, C, L] of the queries at `rows`.
 
-    `rows` begin at a multiple of `form.queries`. Of a group of keys that the query does not see whole, the part that it
+    `rows` begin at a multiple of `form.queries`. If a query sees only a part of a group of keys, the part that it
     sees is selected.
     """
     length = probs.shape[-1]
@@ -141,14 +143,14 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Of the answers to some prompts."""
+    """Scores of the answers to some prompts."""
 
     exact: float
-    """Share of the prompts all of whose answer's tokens are the most probable ones, from 0 to 100."""
+    """Percentage of prompts for which all tokens of the answer are the most probable ones."""
     log_probability: float
     """Mean over the answers' tokens, in nats."""
     kept_mass: float | None
-    """Share of the attention probability that the selection keeps, mean over queries, heads and layers; None: dense."""
+    """Share of attention probability that the selection keeps, mean over queries, heads and layers; None: dense."""
 
 
 @torch.no_grad()
@@ -157,7 +159,7 @@ def retrieve(
     prompts: Iterable[tuple[Sequence[int], Sequence[int]]],
     how: OracleAttention | None,
 ) -> Retrieved:
-    """Score answers that are given to the model token by token (teacher forcing).
+    """Score given answers by teacher forcing.
 
     Args:
         prompts: token ids of each prompt and its answer

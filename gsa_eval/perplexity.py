@@ -19,13 +19,14 @@ from gsa_hf import GSAForCausalLM
 
 ScoredModel = Union[GSAForCausalLM, TrainedModel]  # noqa: UP007 - read at run time
 LOGIT_ROWS = 4096
-"""Labels whose logits are calculated at once: [rows, vocabulary] in bf16 is 1 GB with 128K tokens."""
+"""Number of labels whose logits, [rows, vocabulary], are computed at once."""
 FIRST_BUCKET_TOKENS = 16
 
 
 def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`, `word_perplexity` (exp(nats of
-    all labels / words)), and `loss_by_position`, by how many tokens the model sees when it predicts."""
+    """Returns entries of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
+    `word_perplexity` (exp(nats of all labels / words)), and `loss_by_position`, by the number of tokens that the model
+    sees."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
     labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
@@ -54,7 +55,7 @@ class Scored(NamedTuple):
     """The scored labels of one piece."""
 
     number: int
-    """Of the piece, from 0."""
+    """Number of the piece, from 0."""
     nats: NDArray[np.float32]
     """[labels] cross-entropy"""
     greedy: NDArray[np.bool_]
@@ -63,7 +64,7 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """The longest pieces first.
+    """Yields the scores of each piece, the longest first.
 
     Padding follows a sequence, where no query of it looks.
 
@@ -86,7 +87,7 @@ def token_losses(model: ScoredModel, pieces: Sequence[Piece], batch_size: int) -
         places = [row * length + np.flatnonzero(piece.scored) for row, piece in enumerate(batch)]
         labels = np.concatenate([piece.tokens[1:][piece.scored] for piece in batch]).astype(np.int64)
         begun = numbers, [len(each) for each in places], _score_labels(model, hidden, places, labels)
-        # The device goes on with this batch while the host reads the one before.
+        # The device computes this batch while the host reads the previous one.
         if under_way is not None:
             yield from _read(*under_way)
         under_way = begun
@@ -105,7 +106,7 @@ def hidden_states(model: ScoredModel, tokens: torch.Tensor, positions: torch.Ten
 
 
 class LabelScores(NamedTuple):
-    """Of a batch's labels, on the device."""
+    """Scores of a batch's labels, on the device."""
 
     nats: torch.Tensor
     greedy: torch.Tensor
@@ -114,11 +115,11 @@ class LabelScores(NamedTuple):
 def _score_labels(
     model: ScoredModel, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
 ) -> LabelScores:
-    """The host does not wait for the device.
+    """Score labels without waiting for the device.
 
     Args:
         hidden: [B, L, d]
-        places: of the labels' inputs in the flattened batch
+        places: positions of the labels' inputs in the flattened batch
     """
     flat, targets = hidden.flatten(0, 1), _on_device(labels, hidden.device)
     rows = _on_device(np.concatenate(places), hidden.device)
@@ -131,7 +132,7 @@ def _score_labels(
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """In fp32, of logits [N, V]. On a GPU in one pass over them: torch would write them twice in fp32."""
+    """Returns the fp32 cross-entropy of logits [N, V]. On a GPU in one pass: torch would write them twice in fp32."""
     if logits.is_cuda and len(logits) > 0:
         from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton
 
@@ -148,16 +149,16 @@ def _read(numbers: list[int], counts: list[int], scores: LabelScores) -> Iterato
 
 def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    # From pageable memory the host would wait until the device has done all before it.
+    # A copy from pageable memory would wait for all queued work.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Mean loss in buckets of 1-16, 17-32, 33-64, ... tokens that the model sees.
+    """Returns the mean loss in buckets of 1-16, 17-32, 33-64, ... tokens that the model sees.
 
     Args:
         nats: [labels]
-        seen: [labels] tokens, the last one included.
+        seen: [labels] number of tokens seen, the input included.
     """
     bucket = np.maximum(np.ceil(np.log2(seen / FIRST_BUCKET_TOKENS)), 0).astype(np.int64)
     counts = np.bincount(bucket)
@@ -175,7 +176,7 @@ def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict
 
 
 def exp(loss: float) -> float:
-    """Infinite where a float cannot hold it."""
+    """Returns exp(loss), or infinity on overflow."""
     return math.inf if loss >= 700 else math.exp(loss)
 
 
@@ -189,7 +190,7 @@ def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[
 
 
 def _check_may_pack(model: ScoredModel) -> None:
-    """In training blocks of queries are aligned to the sequence, in transformers to each document."""
+    """Refuse packing if it changes blocks: training aligns them to the sequence, transformers to each document."""
     if not isinstance(model, TrainedModel) and model.config.selection_block > 1:
         raise ValueError(
             f"gsa.selection_block = {model.config.selection_block} with isolated documents in one sequence: blocks of "

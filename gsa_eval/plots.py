@@ -1,4 +1,4 @@
-"""Pictures of an evaluation's results: PNG files beside them."""
+"""Draws an evaluation's results as PNG files in its folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from matplotlib.figure import Figure
 from gsa_eval.perplexity import exp
 
 DEPTHS = 10
-"""Rows of the needle's picture."""
+"""Number of rows of the needle's picture."""
 HARNESS_SCORES = ("acc,none", "acc_norm,none", "exact_match,none")
 SCORES = ("accuracy", "length_normalised_accuracy")
 
 
 def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Those for which there are results.
+    """Draw the plots that have results, and return their paths.
 
     Args:
-        results: of results.json.
+        results: content of results.json.
     """
     written = []
     ruler = results.get("ruler", {})
@@ -38,7 +38,7 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def task_bars(results: dict[str, Any]) -> dict[str, float]:
-    """Task and score -> value from 0 to 1, of request files and of lm-evaluation-harness."""
+    """Returns task and score -> value from 0 to 1, for request files and lm-evaluation-harness."""
     found = {
         f"{task}: {key.replace('_', ' ')}": each[key]
         for task, each in results.get("requests", {}).items()
@@ -66,7 +66,7 @@ def _perplexity_by_position(texts: dict[str, Any], path: Path) -> Path:
 
 
 def _needles(needles: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Mean score by length and depth of one needle, over all tasks with one."""
+    """Draw the mean score by length and depth of a needle, over all tasks with a single one."""
     lengths = sorted({each["tokens"] for each in needles})
     sums, counts = np.zeros((DEPTHS, len(lengths))), np.zeros((DEPTHS, len(lengths)))
     for each in needles:
@@ -114,7 +114,7 @@ def _heat_map(figure: Figure, ax: Axes, values: Any, rows: Sequence[str], column
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """Without pyplot: no display, no global state."""
+    """Make a figure without pyplot, which would need a display and global state."""
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     return figure, figure.add_subplot()
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation: a folder of its own, whole or not there."""
+"""Writes results of an evaluation to a separate folder, atomically."""
 
 from __future__ import annotations
 
@@ -25,30 +25,28 @@ PACKAGES = ("torch", "transformers", "lm-eval", "triton", "numpy")
 
 
 def result_folder(name: str, run_dir: Path | None, out: Path | None, kind: str = "evaluations") -> Path:
-    """`<run>/<kind>/<name>`, or `<out>/<name>`.
+    """Returns `<run>/<kind>/<name>`, or `<out>/<name>`.
 
     Raises:
-        ValueError: the name is in use or cannot be one, or there is no place for it.
+        ValueError: the name is in use or invalid, or no folder is given.
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"--name {name}: give letters, digits, _, - and . only")
     if out is None and run_dir is None:
-        raise ValueError("the model is of no run: give --out DIR, where the results go")
+        raise ValueError("the model belongs to no run: give --out DIR for the results")
     assert out is not None or run_dir is not None
     folder = (out if out is not None else Path(str(run_dir)) / kind) / name
     if folder.exists():
         raise ValueError(f"--name {name}: {folder} exists; give another name, or remove the folder")
     above = next(path for path in folder.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(
-            f"{folder}: {above} is no folder that can be written to; give another one by --out DIR"
-        )
+        raise ValueError(f"{folder}: {above} is not a writable folder; give another one by --out DIR")
     return folder
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table. Numbers that
-    are not finite are in the file as in metrics.jsonl."""
+    """Write results.json, table.md and pictures; a kill leaves no folder of that name. Returns the table. Numbers that
+    are not finite are written as in metrics.jsonl."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:
@@ -61,7 +59,7 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
 
 
 def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
-    """Versions, commit, command and time."""
+    """Returns versions, commit, command and time."""
     versions = {"gsa_train": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -79,7 +77,7 @@ def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> di
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown, readable as it is."""
+    """Returns the results as a Markdown table."""
     model = results["model"]
     lines = [f"# {results['name']}", "", f"{model.get('checkpoint') or model['hf']}"]
     facts = [

@@ -1,6 +1,6 @@
-"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, in words of our own.
+"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, with our own texts.
 
-A task makes a prompt with `size` units of filling; `fill` finds the most that a length has room for.
+A task makes a prompt with `size` units of filling; `fill` finds the largest size that fits a length.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Sample:
     prompt: str
     answers: list[str]
     depth: float | None = None
-    """Of a single needle: its place, from 0, the beginning of the text, to 1, its end; in an essay the end of a
+    """Place of a single needle, from 0 (the text's beginning) to 1 (its end); in an essay the end of a
     sentence."""
     tokens: tuple[int, ...] = ()
-    """Of the prompt, where `samples` fitted it into a length."""
+    """Tokens of the prompt, if `samples` fitted it into a length."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """What is not generated."""
+    """Texts that are not generated."""
 
     essay: list[str] = field(default_factory=list)
-    """Words of the text that needles are hidden in."""
+    """Words of the text that hides needles."""
     questions: dict[str, list[Question]] = field(default_factory=dict)
-    """Of qa_1 and qa_2."""
+    """Questions of qa_1 and qa_2."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a sample is made for."""
+    """The setting of a sample."""
 
     length_tokens: int
-    """Of the prompt and its answer: some frequencies depend on it."""
+    """Tokens of the prompt and its answer: some frequencies depend on it."""
     material: Material
 
 
 Make = Callable[[random.Random, int, Setting], Sample]
-"""The seed's numbers, units of filling, setting -> a sample."""
+"""(random numbers, units of filling, setting) -> a sample."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Task:
     new_tokens: int
     """Tokens of an answer."""
     needs: str = ""
-    """Field of `Material`."""
+    """Field of `Material` that the task needs."""
     any_answer: bool = False
-    """One of the answers is enough; else the score is the share of those that are named."""
+    """Whether one of the answers is enough; else the score is the share of answers that are named."""
 
 
 def niah(
     haystack: str, keys: str, values: str, num_keys: int = 1, num_values: int = 1, num_queries: int = 1
 ) -> Make:
-    """Needle in a haystack.
+    """Make a needle-in-a-haystack task.
 
     Args:
         haystack: `noise`, `essay`, or `needles` with other keys.
@@ -116,7 +116,7 @@ def _needle(kind: str, key: str, value: str) -> str:
 
 
 def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
-    """`size` words from a random place on, from the beginning again where the text ends."""
+    """Returns `size` words from a random place on, wrapping around at the end of the text."""
     start = rng.randrange(len(words))
     return [words[(start + place) % len(words)] for place in range(size)]
 
@@ -124,8 +124,8 @@ def _essay(rng: random.Random, size: int, words: Sequence[str]) -> list[str]:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """The units with needles at their shares of the length, in an essay after the sentence there; and how many units
-    stand before each needle."""
+    """Insert needles at their shares of the length, in an essay after the sentence there; also returns the number of
+    units before each needle."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
     for needle, share in zip(needles, places, strict=True):
@@ -142,7 +142,7 @@ def _hide(
 
 
 def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
-    """Noise with variables that take their value from each other: text, value, names."""
+    """Returns noise with variables that take their value from each other: text, value, names."""
     value = str(rng.randrange(10**4, 10**5))
     names: list[str] = []
     while len(names) < hops + 1:
@@ -156,7 +156,7 @@ def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list
 
 
 def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
-    """With an example in front."""
+    """Make a variable-tracking prompt, with an example in front."""
 
     def asked(text: str, value: str, names: Sequence[str]) -> str:
         return (
@@ -171,18 +171,18 @@ def variable_tracking(rng: random.Random, size: int, _: Setting) -> Sample:
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Of a list of words: ten common ones, each `common` times, and others, each `other` times."""
+    """Frequencies in a list of words: ten common ones, each `common` times, and others, each `other` times."""
 
     common: int
     other: int
 
 
 SHORT_TOKENS = 4096
-"""Below it the list of `cwe` repeats its words less often."""
+"""Below this length the list of `cwe` repeats its words less often."""
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """A numbered list with ten common words and `size` others, after an example with its answer.
+    """Make a numbered list with ten common words and `size` others, after an example with its answer.
 
     Frequencies, and the 10 or 30 other words of the example, follow RULER's `common_words_extraction.py`.
     """
@@ -217,7 +217,7 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Coded words whose frequency falls with the square of their rank; the first rank is dots.
+    """Make coded words whose frequency falls with the square of their rank; the first rank is dots.
 
     The number of codes, a 50th of the length in tokens, and the rounding down are RULER's (`freq_words_extraction.py`).
     """
@@ -237,7 +237,7 @@ def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
 
 
 def questions(name: str) -> Make:
-    """A question on one of many documents."""
+    """Make a question about one of many documents."""
 
     def make(rng: random.Random, size: int, setting: Setting) -> Sample:
         found = setting.material.questions[name]
@@ -278,10 +278,10 @@ TASKS: dict[str, Task] = {
 def samples(
     name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, material: Material
 ) -> list[Sample]:
-    """As long as `length_tokens` has room for, the answer's tokens included.
+    """Make samples as long as fit `length_tokens`, the answer's tokens included.
 
     Raises:
-        ValueError: not even the empty task has room.
+        ValueError: not even the empty task fits.
     """
     task, setting = TASKS[name], Setting(length_tokens, material)
     found = []
@@ -299,16 +299,16 @@ def samples(
 
 
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""How far a prompt's tokens may be from the line through two other sizes' tokens: a share of the difference, as prose
-and code alternate in essays, and a long word."""
+"""How far a prompt's tokens may deviate from the line through two other sizes' tokens: a share of the difference, as
+prose and code alternate in essays, and a long word."""
 
 
 def fill(
     make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
 ) -> tuple[int, Sample]:
-    """The most units, to 1%, with which a prompt has at most `room_tokens`; and that sample, with its tokens.
+    """Returns the most units, to 1%, with which a prompt has at most `room_tokens`; and that sample, with its tokens.
 
-    Prompts far from the room are judged by the line through two that were tokenized: tokenizing is what takes time.
+    Prompts far from the limit are judged by linear extrapolation from two tokenized ones, since tokenizing is slow.
     """
     made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}
@@ -318,7 +318,7 @@ def fill(
             try:
                 sample = make(units)
                 made[units] = replace(sample, tokens=tuple(tokenizer.encode_prompt(sample.prompt).tolist()))
-            except TooFewWords as error:  # the search may go further than it has to
+            except TooFewWords as error:  # the search may try more words than exist
                 without_words[units] = error
         return units in made and len(made[units].tokens) <= room_tokens
 
@@ -343,16 +343,16 @@ def fill(
             low, high = (middle, high) if judge(middle) else (low, middle)
         if fits(low):
             break
-    if high in without_words:  # with all words there is room left
+    if high in without_words:  # all words fit
         raise without_words[high]
     return low, made[low]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Of a file in SQuAD's format; questions without an answer are left out.
+    """Read a file in SQuAD's format; questions without an answer are skipped.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
     """
     text = read_named("--qa", path)
     try:

@@ -1,4 +1,4 @@
-"""RULER on a model: scores of tasks by length, and the length to which it holds."""
+"""Scores a model on RULER: tasks by length, and the effective length."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ THRESHOLD = 85.6
 
 MOST_PROCESSES = 8
 IN_PROCESS_TOKENS = 200_000
-"""Of all prompts; fewer are made before the processes would have started."""
+"""Tokens of all prompts below which worker processes do not pay."""
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
-"""Samples, and tokens of an answer -> answers."""
+"""(samples, tokens of an answer) -> answers."""
 Score = Callable[[Sequence[tuple[str, str]], int], Sequence[float]]
-"""Prompts with their answers, and tokens of both -> nats of each answer."""
+"""(prompts with answers, tokens of both) -> nats of each answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,14 @@ class RulerOptions:
 
 
 def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
-    """Share of the expected strings that the answer holds, case apart; of `any_answer` 1 where one is there."""
+    """Returns the share of expected strings in the answer, ignoring case; with `any_answer` 1 if any is in it."""
     found = [each.lower() in answer.lower() for each in expected]
     return float(any(found)) if any_answer else sum(found) / len(found)
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """`scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest with a
-    mean of at least `THRESHOLD`, None where there is none. `needles`: score and depth of each single needle.
+    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest
+    with a mean of at least `THRESHOLD`, or None. `needles`: score and depth of each single needle.
 
     Raises:
         ValueError: an unknown task, one whose material is missing, or a length too short for one.
@@ -82,14 +82,14 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 
 
 def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """`bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass for each
-    sample, which also tells models apart that are too small to answer.
+    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass
+    for each sample, which also distinguishes models that are too small to answer.
 
     Args:
-        score: prompts and their answers, whose nats it returns; and the length of the prompts.
+        score: returns the nats of answers, for prompts with answers and their length.
 
     Raises:
-        ValueError: as of `score_ruler`.
+        ValueError: as in `score_ruler`.
     """
     bits: dict[str, dict[str, float]] = {}
     for length, name, asked in _asked(tokenizer, options):
@@ -111,13 +111,13 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
 
 
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
-    """Length, task and its samples, the shortest first.
+    """Yields (length, task, samples), the shortest length first.
 
-    Other processes make them while the model answers earlier ones: the tokenizations by which a prompt is fitted into
-    its length take longer than its answer on a GPU, and let no other thread run.
+    Other processes make them while the model answers earlier ones: fitting a prompt into its length by tokenization
+    takes longer than its answer on a GPU, and holds the interpreter's lock.
 
     Raises:
-        ValueError: as of `score_ruler`.
+        ValueError: as in `score_ruler`.
     """
     _check(options)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
@@ -144,7 +144,7 @@ def _leave_interrupts_to_the_parent() -> None:
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:
-    """For results.table."""
+    """Returns the table of `score_gold` for results.table."""
     return {
         "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
         "head": ["tokens", *found["tasks"], "mean"],
@@ -156,7 +156,7 @@ def gold_table(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
-    """For results.table."""
+    """Returns the table of `score_ruler` for results.table."""
     effective = found["effective_length"] or "below all of these"
     return {
         "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",

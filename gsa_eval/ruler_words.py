@@ -1,4 +1,4 @@
-"""What RULER's texts are made of: words, numbers, uuids, noise. The same seed gives the same."""
+"""Generates the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ piano
 """.split()  # noqa: SIM905
 FIRST = (*ADJECTIVES, *NOUNS)
 USABLE = 0.9
-"""Share of the words that is drawn from before it takes long to find new ones."""
+"""Share of the words to draw at random before finding new ones takes long."""
 NOISE = (
     "Rain falls on the hills.",
     "The wind comes from the west.",
@@ -42,7 +42,7 @@ def word(rng: random.Random) -> str:
 
 
 def list_words(rng: random.Random, count: int) -> list[str]:
-    """Different words in random order, single ones as long as they last: a list of pairs would be twice as long.
+    """Returns different words in random order, single words while they last, since pairs are longer.
 
     Raises:
         TooFewWords: there are fewer words.
@@ -54,7 +54,7 @@ def list_words(rng: random.Random, count: int) -> list[str]:
 
 
 def number(rng: random.Random) -> str:
-    """Of seven digits."""
+    """Returns a number of seven digits."""
     return str(rng.randrange(10**6, 10**7))
 
 
@@ -70,7 +70,7 @@ KINDS = {"words": word, "numbers": number, "uuids": uuid_of}
 
 
 def distinct(rng: random.Random, kind: str, count: int, without: set[str] | None = None) -> list[str]:
-    """Different ones, and none of `without`.
+    """Returns different ones, none of them in `without`.
 
     Raises:
         TooFewWords: there are fewer words than needed.

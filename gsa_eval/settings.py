@@ -1,4 +1,4 @@
-"""What an evaluation may change of a trained model: how it attends, not what its weights are."""
+"""Settings that an evaluation may change in a trained model: its attention, not its weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "model.rope_scaling.beta_slow": float,
     "model.rope_scaling.attention_factor": float,
 }
-"""Fields of the run's config, as `key=value`."""
+"""Fields of the run's config, set as `key=value`."""
 SCALING = "model.rope_scaling."
 CHOICES = {
     "gsa.attention": ("dense", "sparse"),
@@ -44,7 +44,7 @@ MOST_KEYS = 2**31 - 1
 
 
 def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
-    """A copy of `config` with `gsa.k_base=512` and the like.
+    """Returns a copy of `config` with settings such as `gsa.k_base=512`.
 
     Raises:
         ValueError: an unknown field or value.
@@ -68,16 +68,16 @@ def apply_settings(config: GSAConfig, settings: Sequence[str]) -> GSAConfig:
         )
     try:
         changed: GSAConfig = GSAConfig.from_dict(content)
-    except StrictDataclassError as error:  # of several lines; its cause has the field and its value
+    except StrictDataclassError as error:  # it has several lines; its cause names field and value
         raise ValueError(f"{' '.join(settings)}: {error.__cause__ or error}") from error
     return changed
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Field -> value.
+    """Parse settings to field -> value.
 
     Raises:
-        ValueError: an unknown field, or no such value.
+        ValueError: an unknown field, or an invalid value.
     """
     found: dict[str, Any] = {}
     for setting in settings:
@@ -100,8 +100,8 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """The same of a run's config; its checks say what does not fit. `gsa.attention` is not of the config: a model keeps
-    its indexer when it attends to all keys.
+    """Apply settings to a run's config, which is then checked. `gsa.attention` is not a field of the config: a model
+    keeps its indexer when it attends to all keys.
 
     Raises:
         ValueError: an unknown field or value.
@@ -127,7 +127,7 @@ def attends_densely(config: Config, settings: Sequence[str]) -> bool:
     """Whether `gsa.attention=dense` is set.
 
     Raises:
-        ValueError: it is set to `sparse`, of a model without an indexer.
+        ValueError: it is set to `sparse`, but the model has no indexer.
     """
     value = parse_settings(settings).get("gsa.attention")
     if value == "sparse" and config.gsa.attention == "dense":
@@ -136,8 +136,8 @@ def attends_densely(config: Config, settings: Sequence[str]) -> bool:
 
 
 def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` with what is set of `model.rope_scaling`. The model's length is what YaRN extends unless the
-    model or a setting says else."""
+    """Returns `rope_parameters` with the settings of `model.rope_scaling`. YaRN extends the model's length unless the
+    model or a setting gives another."""
     rope: dict[str, Any] = {**content["rope_parameters"], **scaling}
     if not scaling:
         return rope
@@ -166,7 +166,7 @@ def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(config: GSAConfig, value: str) -> list[str]:
-    """Of gsa.attention=dense, or of `sparse`, which is as the model was built."""
+    """Returns `layer_types` for gsa.attention=dense, or for `sparse`, which keeps the model's."""
     types = list(config.layer_types or ())
     if value == "dense":
         return [DENSE_LAYER] * len(types)

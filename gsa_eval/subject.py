@@ -1,4 +1,4 @@
-"""What is evaluated: a model in memory, of a run, a checkpoint or a folder of transformers."""
+"""Loads the evaluated model, from a run, a checkpoint or a transformers folder."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """One of the three."""
+    """The source of a model: one of run, checkpoint and hf."""
 
     run: Path | None = None
     checkpoint: Path | None = None
     hf: Path | None = None
     step: int | None = None
-    """Of the run; None: the newest."""
+    """Step of the run's checkpoint; None: the newest."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """On what the model runs."""
+    """Device, attention and dtype of the model."""
 
     device: str = ""
-    """Empty: cuda where there is one."""
+    """Empty: cuda if available."""
     attention: str = ""
     """`gsa`: our kernels. `sdpa`, `eager`: plain torch. Empty: `gsa` on CUDA devices, else `sdpa`."""
     dtype: str = ""
-    """`bf16`, `fp32`; empty: as the weights are."""
+    """`bf16`, `fp32`; empty: the weights' dtype."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +61,27 @@ class Subject:
     model: GSAForCausalLM | TrainedModel
     tokenizer: Tokenizer
     trained_length: int
-    """Tokens of a sequence in training."""
+    """Length of a training sequence in tokens."""
     attend_across_documents: bool
-    """In training; False for a folder of transformers, which does not say."""
+    """As in training; False for a transformers folder, which does not record it."""
     run_dir: Path | None
     config: Config | None
-    """Of the run; None for a folder of transformers."""
+    """Config of the run; None for a transformers folder."""
     about: dict[str, Any]
-    """For results.json."""
+    """Entries for results.json."""
     wandb_run_id: str | None = None
-    """Of the training."""
+    """W&B run of the training."""
     chat_template: ChatTemplate | None = None
-    """Of the conversations that it was trained on."""
+    """Template of the training conversations."""
 
 
 def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
     """
     Args:
-        settings: of `apply_settings`.
+        settings: settings for `apply_settings`.
 
     Raises:
-        ValueError: there is no such model, or it cannot run so.
+        ValueError: the model does not exist, or cannot run with these settings.
     """
     execution = execution or Execution()
     device = _device(execution.device)
@@ -153,7 +153,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device {name}: models run on cpu and cuda alone; give cpu, cuda or cuda:N")
+            raise ValueError(f"--device {name}: models run only on cpu and cuda; give cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
@@ -170,7 +170,7 @@ def _checkpoints_model(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> GSAForCausalLM | TrainedModel:
-    """Of transformers; or, where that does not have what the config asks for, the one that training builds."""
+    """Load the transformers model; or, if that lacks a feature of the config, the model that training builds."""
     if problems := not_in_hf(config):
         logger.info("the training's own model runs, without a cache: %s", "; ".join(problems))
         return load_trained_model(
@@ -186,7 +186,7 @@ def _checkpoints_model(
 
 
 def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
-    """As it was scored, for results.json."""
+    """Returns the scored configuration, for results.json."""
     if isinstance(subject.model, TrainedModel):
         assert subject.config is not None
         config = with_settings(subject.config, settings)

@@ -1,4 +1,4 @@
-"""Text to score a model on, cut into sequences: packed as in training, or each document by itself in windows."""
+"""Text for scoring a model, cut into sequences: packed as in training, or each document by itself in windows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gsa_train.validation.requests import Request
 
 READING = Reading()
 MOST_TEXT_BYTES = 1 << 32
-"""Of one file of WikiText, which is read whole: eight times its largest."""
+"""Size limit of a WikiText file, which is read whole."""
 WIKITEXT = "wikitext:"
 TITLE = re.compile(r"^ = (?!= )(?:.* )?= *$")
-"""An article's: ` = Title = `. Its sections have ` = = Title = = ` and so on."""
+"""Title line of an article, ` = Title = `. Its sections have ` = = Title = = ` and so on."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Piece:
     """One sequence of a forward pass."""
 
     tokens: Tokens
-    """int32 [m + 1]: m inputs, and the labels one further on."""
+    """int32 [m + 1]: m inputs, and the labels, shifted by one."""
     scored: NDArray[np.bool_]
-    """[m] which labels count"""
+    """[m] whether each label counts"""
     positions: NDArray[np.int64]
-    """[m] of each input in what it sees: where they start again, a new document does."""
+    """[m] position of each input in its document: positions restart at a new document."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Text:
     text_bytes: int
     """UTF-8 bytes of the scored labels' text."""
     words: int | None = None
-    """Between white space, where a perplexity per word is usual."""
+    """Number of words between white space, if perplexity per word is usual."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class TextOptions:
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
     """
     Args:
-        place: folder or address of what training can read, or `wikitext:` and a file or folder.
+        place: folder or address that training can read, or `wikitext:` and a file or folder.
 
     Raises:
-        ValueError, DataFault: it cannot be read so.
+        ValueError, DataFault: it cannot be read.
     """
     if place.startswith(WIKITEXT):
         return _wikitext(Path(place.removeprefix(WIKITEXT)), tokenizer, options)
@@ -107,7 +107,7 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
 def words_of(
     place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading = READING
 ) -> list[str]:
-    """The first words, `count` or fewer, of what `read_text` can read: what white space separates.
+    """Returns at most the first `count` words, separated by white space, of a place that `read_text` can read.
 
     Raises:
         ValueError, DataFault: it cannot be read, or has none.
@@ -128,7 +128,7 @@ def words_of(
 
 
 def packed(text: ScoredText, eos_id: int, options: TextOptions) -> list[Piece]:
-    """Blocks of a validation set, their documents isolated unless training crosses them."""
+    """Returns blocks of a validation set, with isolated documents unless training attends across them."""
     scored = is_scored(text.blocks, text.lengths, eos_id, options.attend_across_documents)
     places = np.arange(text.blocks.shape[1] - 1)
     pieces = []
@@ -142,13 +142,13 @@ def packed(text: ScoredText, eos_id: int, options: TextOptions) -> list[Piece]:
 
 
 def as_piece(request: Request) -> Piece:
-    """Of one forward pass by itself."""
+    """Returns the request as a piece for a separate forward pass."""
     places = np.arange(len(request.tokens) - 1)
     return Piece(request.tokens, places >= len(places) - request.scored, places)
 
 
 def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> Iterator[Piece]:
-    """Windows of one document, which an EOS opens; every token of it is scored once.
+    """Yields windows of one document, preceded by an EOS; each of its tokens is scored once.
 
     Args:
         document: [tokens], without EOS.
@@ -179,10 +179,10 @@ def _wikitext(path: Path, tokenizer: Tokenizer, options: TextOptions) -> Text:
 
 
 def wikitext_articles(path: Path) -> list[str]:
-    """The articles of WikiText as published: wiki.*.tokens, wiki.*.raw, or Parquet with a line a row.
+    """Read the articles of WikiText as published: wiki.*.tokens, wiki.*.raw, or Parquet with one line per row.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     lines: list[str] = []
@@ -196,10 +196,10 @@ def wikitext_articles(path: Path) -> list[str]:
             try:
                 lines += read_whole(file, MOST_TEXT_BYTES).decode().split("\n")
             except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: no UTF-8 text ({error}); download it again") from error
+                raise ValueError(f"{file}: not UTF-8 text ({error}); download it again") from error
         else:
             raise ValueError(
-                f"{file}: no WikiText; give a file wiki.*.tokens, wiki.*.raw or *.parquet, or a folder of such"
+                f"{file}: not WikiText; give a file wiki.*.tokens, wiki.*.raw or *.parquet, or a folder of such"
             )
     if not any(line.strip() for line in lines):
         raise ValueError(f"{path}: no text in it; give a file wiki.*.tokens, wiki.*.raw or *.parquet")

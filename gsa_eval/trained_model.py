@@ -1,4 +1,4 @@
-"""A checkpoint as the model that training built, on one rank: for what `gsa_hf` has not."""
+"""Loads a checkpoint as the model that training builds, on one rank, for features that `gsa_hf` lacks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PRECISIONS: dict[torch.dtype, Literal["bf16", "fp32"]] = {torch.bfloat16: "bf16"
 
 
 class TrainedModel:
-    """In evaluation, without a cache."""
+    """Training's model in evaluation mode, without a cache."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._gpt = model.gpt
-        self._gpt.post_process = False  # its forward pass ends with the hidden states
+        self._gpt.post_process = False  # its forward pass returns hidden states
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +46,8 @@ class TrainedModel:
 
         Args:
             tokens: int64 [B, L]
-            positions: int64 [B, L]; where they do not go on by one, a document begins. None: each row is one.
+            positions: int64 [B, L]; a document begins where they do not increase by one. None: each row is one
+                document.
         """
         documents = None
         if positions is not None:
@@ -59,7 +60,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def lm_head(self, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, d] -> logits [N, V]."""
+        """Returns logits [N, V] of hidden states [N, d]."""
         tied = self._gpt.share_embeddings_and_output_weights
         weight = self._gpt.shared_embedding_or_output_weight() if tied else None
         logits: torch.Tensor = self._gpt.output_layer(rows[:, None], weight=weight)[0]
@@ -71,12 +72,12 @@ def load_trained_model(
 ) -> TrainedModel:
     """
     Args:
-        config: the checkpoint's, or that with other budgets.
+        config: the checkpoint's config, perhaps with other budgets.
         dense: attend to all keys.
-        kernels: run attention by the fused kernels where they can; else in plain torch.
+        kernels: run attention with the fused kernels if they support it; else in plain torch.
 
     Raises:
-        ValueError: it cannot run so, or there.
+        ValueError: it cannot run with these arguments or on this device.
     """
     config = dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""An evaluation as a W&B run of its own, next to the training's run."""
+"""Logs an evaluation as a separate W&B run, next to the training's run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
-    """Its id; None where W&B is disabled or did not start, which is said. The training's run is not opened.
+    """Log an evaluation; returns the W&B id, or None if W&B is disabled or did not start (logged). The training's run
+    stays closed.
 
     It has the training's project, owner, group and tags, and the training's W&B id in its config.
 
     Args:
-        results: of results.json.
-        folder: of the results, whose tables and pictures go along; W&B's own files lie there.
-        choice: as `logging.wandb`, which it overrides where it is not empty.
+        results: content of results.json.
+        folder: folder of the results, whose tables and pictures are uploaded; also for W&B's files.
+        choice: like `logging.wandb`, which it overrides unless empty.
 
     Raises:
         WandbRefused: WANDB_MODE has no mode of W&B.
@@ -55,7 +56,7 @@ def log_to_wandb(
             group=config.logging.wandb_group or config.run.name,
             tags=list(config.logging.wandb_tags),
             name=f"{config.run.name} {folder.name}",
-            id=secrets.token_hex(4),  # whatever WANDB_RUN_ID says
+            id=secrets.token_hex(4),  # regardless of WANDB_RUN_ID
             job_type=JOB_TYPE,
             dir=str(folder),
             config=without_credentials({**about, LINK: training_id}),
@@ -80,7 +81,7 @@ def log_to_wandb(
         known = {key: value for key, value in place.items() if value is not None}
         run.log({**scores, **known, **pictures, "eval/scores": table})
     except (wandb.Error, OSError) as error:
-        logger.warning("W&B does not get this evaluation: %s; its results are in %s", error, folder)
+        logger.warning("W&B lacks this evaluation: %s; its results are in %s", error, folder)
         return None
     why = wandb_outage.finish(run, exit_code=0)
     if why:

@@ -1,4 +1,4 @@
-"""Attention of one layer: projections, gates, rotary embedding, and attention over what the indexer selects."""
+"""Attention of one layer: projections, gates, rotary embedding, and attention over the selected keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ class GSARotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [B, L] -> [B, L, rotated channels] twice, in the dtype of x."""
+        """Returns cosines and sines [B, L, rotated channels] of positions [B, L], in the dtype of x."""
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
@@ -73,8 +73,8 @@ class GSARotaryEmbedding(nn.Module):
 def indexer_angles(
     rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, pool: int
 ) -> tuple[torch.Tensor, ...]:
-    """Cosines and sines [B, L, DI] for the indexer; with groups of keys, which turn as their first key, also cosines
-    and sines of the keys: so a group's mean has turned, too, whatever the cache still lacks of it."""
+    """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key,
+    also cosines and sines of the keys, so that a group's mean is rotated before the group is complete."""
     angles = rotary(x, position_ids)
     return angles if pool == 1 else (*angles, *rotary(x, position_ids - position_ids % pool))
 
@@ -89,7 +89,8 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query [B, H, L, D], key and value [B, Hkv, Lk, D], mask bool [B, 1, L, Lk] -> [B, L, H, D], probabilities."""
+    """Returns output [B, L, H, D] and probabilities, for query [B, H, L, D], key and value [B, Hkv, Lk, D], mask bool
+    [B, 1, L, Lk]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     logits = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -148,14 +149,14 @@ class GSAAttention(nn.Module):
         Args:
             hidden_states: [B, L, d], normalised
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
-            attention_mask: bool [B, 1, L, Lk], the keys that each query may see; None for the kernels
+            attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None for the kernels
             position_ids: int64 [B, L]
-            indexer_embeddings: of `indexer_angles`, where the indexer has a rotary embedding
-            selection: what an earlier layer selected for this one, too; bool [B, L, Lk], the kernels have their own
-            kernel_pass: where the tokens stand, for the kernels
+            indexer_embeddings: result of `indexer_angles`, if the indexer has a rotary embedding
+            selection: selection of an earlier layer for this one; bool [B, L, Lk], or the kernels' type
+            kernel_pass: places of the tokens, for the kernels
 
         Returns:
-            output [B, L, d]; probabilities, by "eager" only; the selection, for later layers; the indexer loss.
+            output [B, L, d]; probabilities, only with "eager"; the selection, for later layers; the indexer loss.
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = self.project(hidden_states, position_embeddings, shape)
@@ -221,7 +222,7 @@ class GSAAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         shape: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
+        """Returns Q [B, H, L, D], K and gated V [B, Hkv, L, D]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(hidden_states).view(shape) for projection in projections)
         if self.value_gate_proj is not None:
@@ -239,11 +240,11 @@ class GSAAttention(nn.Module):
     def _leave(
         self, out: torch.Tensor, logits: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        """From attention [B, L, H, D] to the layer's output [B, L, d].
+        """Returns the layer's output [B, L, d] for attention's [B, L, H, D].
 
         Args:
-            logits: of G1, where it is still to be applied
-            hidden_states: what attention came from
+            logits: logits of G1, if it is not applied yet
+            hidden_states: the layer's input
         """
         if logits is not None:
             out = gate_heads(out, logits, self.config)
@@ -278,7 +279,7 @@ class GSAAttention(nn.Module):
 
 
 def check_no_past(queries: int, keys: int) -> None:
-    """The indexer loss is of whole sequences."""
+    """Raise ValueError if there is a past, since the indexer loss needs whole sequences."""
     if keys != queries:
         raise ValueError(
             f"the cache holds {keys} keys for {queries} queries in training; pass use_cache=False"

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TYPE_MAPPING)
-"""What this version of transformers calls a layer whose cache also holds the keys of an indexer; since 5.18 or so
+"""transformers' name for a layer whose cache also holds an indexer's keys; newer versions use
 `indexed_attention`. A configuration may have either name."""
 DENSE_LAYER = "full_attention"
 SIZES = (
@@ -27,7 +27,7 @@ SIZES = (
     "max_position_embeddings",
     "moe_intermediate_size",
 )
-"""Fields that are at least 1."""
+"""Fields that must be at least 1."""
 RENAMED = {
     "index_topk_min": "k_min",
     "index_topk_max": "k_max",

@@ -1,4 +1,4 @@
-"""One token of each sequence through a model, for `Generator`: by the model's own forward pass, or fused.
+"""Decodes one token of each sequence, for `Generator`: by the model's own forward pass, or fused.
 
 `FusedDecoder` multiplies with joined projections, by torch or by kernels for few rows (row_layers.py), writes into a
 static cache in place and reads nothing back from the device, so that its step can be captured in a CUDA graph. Letters
@@ -31,19 +31,20 @@ PRODUCTS = ("auto", "torch", "rows")
 
 
 class ModelDecoder:
-    """By the model's forward pass with a growing cache: any device and `attn_implementation`."""
+    """Decodes by the model's forward pass with a growing cache, on any device and `attn_implementation`."""
 
     def __init__(self, model: GSAForCausalLM) -> None:
         self.model = model
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Prompts int64 [B, L], mask [B, L] with 0 for the padding in front -> logits of the next tokens [B, vocab]."""
+        """Returns logits [B, vocab] of the tokens after prompts int64 [B, L], with mask [B, L], 0 at padding in
+        front."""
         self.mask = mask
         self.cache = DynamicCache(config=self.model.config)
         return self._forward(tokens)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [B] -> logits of those after them [B, vocab]."""
+        """Returns logits [B, vocab] of the tokens after `tokens`, int64 [B]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
         return self._forward(tokens[:, None])
 
@@ -58,12 +59,12 @@ _FUSED = (
     *(GSAModel, GSADecoderLayer, GSAAttention, GSAIndexer, GSAMLP, GSARMSNorm, GSARotaryEmbedding),
     *(nn.Linear, nn.Embedding, nn.RMSNorm, nn.ModuleList, nn.Identity, type(ACT2FN["silu"])),
 )
-"""Fused steps read the weights of these modules and do not call them. Each must be of this very class: what adapters,
-quantisation and parametrisation put in its place, or derive from it, calculates something else."""
+"""Fused steps read the weights of these modules and do not call them. Each must be of exactly this class: modules that
+adapters, quantisation and parametrisation put in its place, or derive from it, compute something else."""
 
 
 def not_fused(model: GSAForCausalLM) -> str | None:
-    """What of a model fused steps do not have, `field is value`; None: nothing."""
+    """Returns a feature of the model that fused steps lack, as `field is value`; None if there is none."""
     config: Any = model.config
     other = {"num_experts": 0, "sandwich_norm": False, "selection_query": "first", "indexer_pool": 1}
     for name, value in other.items():
@@ -82,15 +83,15 @@ def not_fused(model: GSAForCausalLM) -> str | None:
 
 
 def _class_of(found: object) -> str:
-    """With its module: peft's are called `Linear`, too."""
+    """Returns the class name with its module, since peft's classes are also called `Linear`."""
     return f"{type(found).__module__}.{type(found).__qualname__}"
 
 
 class FusedDecoder:
-    """By joined projections and, in sparse layers, the kernels of gsa_kernels.
+    """Decodes with joined projections and, in sparse layers, the kernels of gsa_kernels.
 
-    A selection that a block of tokens shares is made at the block's first token: `step` is told whether any sequence
-    stands there, which the host knows without asking the device.
+    A selection that a block of tokens shares is made at the block's first token: the caller tells `step` whether any
+    sequence is there, which the host knows without a synchronization.
     """
 
     def __init__(self, model: GSAForCausalLM, compile: bool = False, products: str = "auto") -> None:
@@ -98,13 +99,14 @@ class FusedDecoder:
         Args:
             model: `attn_implementation` "gsa", or all its layers dense. Its current weights are used: projections are
                 copied.
-            compile: with torch's products, fuse what is between them by torch.compile; the first step takes longer
-            products: "torch"; "rows", kernels for few sequences; "auto", the faster one by measurement. `open` writes
+            compile: with torch's products, fuse the operations between them by torch.compile; the first step takes
+                longer
+            products: "torch"; "rows", kernels for few sequences; "auto", the faster one. `open` writes
                 which into the attribute `products`, and into the log.
 
         Raises:
-            ValueError: the model has sparse layers and another `attn_implementation`, something that is decoded by its
-                own forward pass alone, or products is none of these.
+            ValueError: the model has sparse layers and another `attn_implementation`, a feature that needs the model's
+                own forward pass, or products is none of these.
         """
         if products not in PRODUCTS:
             raise ValueError(f"products is {products!r}; pass one of {PRODUCTS}")
@@ -121,13 +123,13 @@ class FusedDecoder:
         self._compile, self._wanted_products = compile, products
         self.products = products
         self.visible_from_mask = True
-        """False: dense layers take all slots of the cache for filled, which benchmarks fill."""
+        """False: dense layers treat all slots of the cache as filled, for benchmarks."""
 
     def open(self, batch: int, room: int) -> None:
-        """An empty cache of `room` slots for each of `batch` sequences.
+        """Allocate an empty cache of `room` slots for each of `batch` sequences.
 
         Raises:
-            ValueError: the kernels that products "rows" asks for do not take this model or batch.
+            ValueError: products is "rows", but its kernels do not support this model or batch.
         """
         self._choose_products(batch)
         config, weight = self.config, self.model.model.embed_tokens.weight
@@ -177,7 +179,7 @@ class FusedDecoder:
         rows = self._wanted_products == "rows"
         if self._wanted_products == "auto":
             faster = batch <= kernel_module("limits").ROW_PRODUCT_FASTER_ROWS
-            # Measured on Hopper, where kernels can start before the one in front ends.
+            # Faster on Hopper, where kernels can start before the previous one ends.
             measured = kernel_module("devices").can_chain(weight) and weight.dtype == torch.bfloat16
             rows = obstacle is None and faster and measured
         self.products = "rows" if rows else "torch"
@@ -195,7 +197,7 @@ class FusedDecoder:
             )
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """As `ModelDecoder.prefill`. The cache is open, and forgets what it held."""
+        """Like `ModelDecoder.prefill`. The cache must be open; its old content is discarded."""
         self.cache.reset()
         held: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
         logits = self.model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **held).logits[
@@ -206,9 +208,9 @@ class FusedDecoder:
         return logits
 
     def place(self, filled: int, starts: torch.Tensor) -> None:
-        """The next token goes to slot `filled`; int32 [B] `starts` slots in front of each sequence are padding.
+        """Set the next slot to `filled`; int32 [B] `starts` slots in front of each sequence are padding.
 
-        Selections of blocks that began in the filled slots are made.
+        Also makes the selections of blocks that began in the filled slots.
         """
         self.slot.fill_(filled)
         self.starts.copy_(starts)
@@ -231,7 +233,8 @@ class FusedDecoder:
             self._select(place, queries, weights, lengths)
 
     def step(self, refresh: bool = True) -> torch.Tensor:
-        """`tokens` one slot further -> logits of those after them [B, vocab]. Advances `slot` and `lengths`.
+        """Decode `tokens` at the next slot; returns logits [B, vocab] of the tokens after them. Advances `slot` and
+        `lengths`.
 
         Args:
             refresh: with `selection_block` b, whether some sequence is at a multiple of b tokens; the other sequences
@@ -265,7 +268,7 @@ class FusedDecoder:
         return logits
 
     def _angle_table(self) -> Any:
-        """Rotary angles of all slots' positions; None where they depend on the longest sequence."""
+        """Returns rotary angles of all slots' positions; None if they depend on the longest sequence."""
         model = self.model.model
         if model.rotary_emb.rope_type in ("dynamic", "longrope"):
             return None
@@ -279,8 +282,8 @@ class FusedDecoder:
         return formats.AngleTable(torch.cat(found, -1), self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Of the tokens' positions: cosines and sines [B, channels], of heads and of the indexer's. The table of all
-        positions where a kernel takes them from there."""
+        """Returns cosines and sines [B, channels] of the tokens' positions, for heads and for the indexer; the table
+        of all positions if a kernel reads from it."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
         model, positions = self.model.model, (self.lengths - 1)[:, None]
@@ -344,7 +347,7 @@ class FusedDecoder:
         return (out.float() * torch.sigmoid(projected.gate.float())).to(out.dtype)
 
     def _visible(self) -> torch.Tensor | None:
-        """bool [B, 1, 1, Lk]; None where no layer is dense."""
+        """Returns bool [B, 1, 1, Lk]; None if no layer is dense."""
         if all(layer.self_attn.is_sparse for layer in self.model.model.layers):
             return None
         slots = torch.arange(self.room, device=self.slot.device)

@@ -20,7 +20,8 @@ class GSARouter(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, d] -> the experts of each token, int64 [T, k], and the weights of their outputs, fp32 [T, k]."""
+        """Returns the experts of each token, int64 [T, k], and the weights of their outputs, fp32 [T, k], for hidden
+        [T, d]."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = nn.functional.linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.config.scoring_func == "softmax" else logits.sigmoid()
@@ -45,7 +46,7 @@ class GSAExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, d], int64 [T, k], [T, k] -> [T, d]."""
+        """Returns [T, d] for hidden [T, d], experts int64 [T, k] and weights [T, k]."""
         out = torch.zeros_like(hidden)
         for expert in experts.unique().tolist():
             token, place = torch.where(experts == expert)
@@ -61,7 +62,7 @@ class GSASparseMLP(nn.Module):
     def __init__(self, config: GSAConfig, shared_experts: nn.Module | None) -> None:
         """
         Args:
-            shared_experts: which all tokens go through.
+            shared_experts: applied to all tokens.
         """
         super().__init__()
         self.gate = GSARouter(config)

@@ -15,9 +15,9 @@ FORM = {
     "gate_activation": "sigmoid",
     "gate_input": "query_dependent",
 }
-"""Of the paper's gates: field of the configuration -> value."""
+"""The paper's gates: field of the configuration -> value."""
 BESIDE = {"key_gate": False, "query_gate": False, "projection_gate": False, "output_transform": "none"}
-"""What the paper has not: field -> value."""
+"""Fields of features that the paper lacks -> value without them."""
 
 
 class GSAGateBias(nn.Module):
@@ -33,7 +33,7 @@ class GSAGateBias(nn.Module):
 
 
 def make_gate(config: Any, rows: int) -> nn.Module:
-    """What makes the logits [B, L, rows] of hidden states [B, L, d]."""
+    """Returns the module from hidden states [B, L, d] to logits [B, L, rows]."""
     if config.gate_input == "input_independent":
         return GSAGateBias(rows)
     return nn.Linear(config.hidden_size, rows)
@@ -50,7 +50,7 @@ def has_paper_form(config: Any) -> bool:
 
 
 def other_gates(config: Any) -> str | None:
-    """`field is value` of the first one that the paper's gates have otherwise; None: it has the paper's."""
+    """Returns `field is value` of the first field that differs from the paper's gates; None if all are equal."""
     for name, value in {**FORM, **BESIDE}.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
@@ -58,20 +58,20 @@ def other_gates(config: Any) -> str | None:
 
 
 def gate_heads(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """x [..., heads, D], gated by logits [..., rows]: of each head and channel, or of all heads or channels alike."""
+    """Gate x [..., heads, D] by logits [..., rows], one for each head and channel, or shared by heads or channels."""
     channels = 1 if config.gate_granularity == "headwise" else config.head_dim
     return gate(x, logits.unflatten(-1, (-1, channels)), config)
 
 
 def gate(x: torch.Tensor, logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """x * g(logits) or x + g(logits), calculated in fp32; the logits are broadcast to x."""
+    """Returns x * g(logits) or x + g(logits), computed in fp32; the logits are broadcast to x."""
     opened = opening(logits, config)
     gated = x.float() * opened if config.gate_form == "multiplicative" else x.float() + opened
     return gated.to(x.dtype)
 
 
 def opening(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """g(logits), fp32."""
+    """Returns g(logits), fp32."""
     logits = logits.float()
     if config.gate_activation == "sigmoid":
         return logits.sigmoid()

@@ -1,4 +1,4 @@
-"""Texts from prompts: prefill, then one token of each sequence at a time, in a CUDA graph where the model is on a GPU.
+"""Generates tokens after prompts: prefill, then one token of each sequence at a time, in a CUDA graph on a GPU.
 
     generator = Generator(model)                        # model.config._attn_implementation "gsa" on a GPU
     result = generator.generate([[1, 5, 7], [1, 9]], max_new_tokens=64)
@@ -25,19 +25,19 @@ from .modeling_gsa import GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 ROOM_SLOTS = 256
-"""Caches have a multiple of this many slots, so that the next prompts mostly fit the graph at hand."""
+"""Caches have a multiple of this many slots, so that the next prompts mostly fit the existing graph."""
 
 LOOK_STEPS = 16
-"""Steps between two looks at which sequences have ended: each waits for the device."""
+"""Steps between checks for ended sequences, each of which waits for the device."""
 
 
 NO_TOKENS = torch.LongTensor()
-"""Of the prompts, which the warpers do not look at."""
+"""Stands for the prompts, which the warpers ignore."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn; without, the most probable is taken."""
+    """How a token is drawn; without it, the most probable is taken."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -61,34 +61,34 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """What `Generator.generate` made."""
+    """Result of `Generator.generate`."""
 
     tokens: list[list[int]]
-    """New tokens of each prompt, up to its end-of-sequence token and with it."""
+    """New tokens of each prompt, up to and including its end-of-sequence token."""
     prompt_tokens: int
-    """Of all prompts, without padding."""
+    """Tokens of all prompts, without padding."""
     prefill_seconds: float
     prepare_seconds: float
-    """Of capturing the CUDA graphs, where that was needed."""
+    """Time of capturing CUDA graphs, if needed."""
     decode_steps: int
     decode_seconds: float
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens per second, of all prompts together."""
+        """Returns tokens per second, over all prompts."""
         return self.prompt_tokens / self.prefill_seconds
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second, of all sequences together, ended ones included; 0 if the first token was the last."""
+        """Returns tokens per second, over all sequences, ended ones included; 0 if the first token was the last."""
         return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
 
 
 class Generator:
     """Generates from batches of prompts with one model and its current weights.
 
-    On a CUDA device, where sparse layers are on the kernels, steps are fused and captured in CUDA graphs; on others,
-    with `attn_implementation` "sdpa" or "eager" for sparse layers, for experts, gates and norms that the paper has not,
+    On a CUDA device, if sparse layers use the kernels, steps are fused and captured in CUDA graphs. On other devices,
+    with `attn_implementation` "sdpa" or "eager" for sparse layers, for experts, gates and norms that the paper lacks,
     for adapters, quantised layers and weights on several devices, they are the model's own forward pass.
     """
 
@@ -101,9 +101,11 @@ class Generator:
     ) -> None:
         """
         Args:
-            context_tokens: of the longest prompt and its continuation; None: the model's `max_position_embeddings`
-            vocab_size: tokens from there on, which a tokenizer does not have, are not chosen
-            compile: of CUDA steps, also fuse by torch.compile what is between matrix products; the first takes longer
+            context_tokens: length of the longest prompt and its continuation; None: the model's
+                `max_position_embeddings`
+            vocab_size: tokens from this one on, which a tokenizer lacks, are not chosen
+            compile: also fuse the operations between matrix products of CUDA steps by torch.compile; the first step
+                takes longer
         """
         self.model, self.device = model.eval(), model.device
         sparse = any(layer.self_attn.is_sparse for layer in model.model.layers)
@@ -121,7 +123,7 @@ class Generator:
 
     @property
     def eos_ids(self) -> set[int]:
-        """Tokens at which a sequence ends."""
+        """Returns the tokens that end a sequence."""
         given = self.model.generation_config
         found = None if given is None else given.eos_token_id
         return set() if found is None else {found} if isinstance(found, int) else set(found)
@@ -130,7 +132,8 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling | None = None
     ) -> Generated:
-        """Up to `max_new_tokens` for each prompt; a sequence stops at a token of `generation_config.eos_token_id`.
+        """Generate up to `max_new_tokens` for each prompt; a sequence stops at a token of
+        `generation_config.eos_token_id`.
 
         Raises:
             ValueError: a prompt is empty, or a sequence would be longer than the model's context.
@@ -190,11 +193,11 @@ class Generator:
 
     def _open(self, decoder: FusedDecoder, batch: int, slots: int) -> None:
         if self._graphs is None or (batch, slots <= decoder.room) != (decoder.batch, True):
-            self._graphs = None  # the cache of before goes first
+            self._graphs = None  # free the previous cache first
             decoder.open(batch, -(-slots // ROOM_SLOTS) * ROOM_SLOTS)
 
     def _stepper(self, lengths: list[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """(step from 0, tokens) -> logits."""
+        """Returns a function (step from 0, tokens) -> logits."""
         decoder = self.decoder
         if isinstance(decoder, ModelDecoder):
             return lambda _, tokens: decoder.step(tokens)
@@ -219,15 +222,13 @@ class DecodingGraphs:
     not."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
-        """The decoder stands where its next token goes; after this it stands there again, as if nothing had run."""
+        """Capture the graphs; the decoder must be placed for its next token, and is in the same state afterwards."""
         filled, starts = int(decoder.slot), decoder.starts.clone()
         self._captured = {}
         kinds = (True, False) if decoder.config.selection_block > 1 else (True,)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(
-            side
-        ):  # kernels are compiled, and libraries get their memory, before a capture
+        with torch.cuda.stream(side):  # compile kernels and allocate libraries' memory before a capture
             for refresh in kinds:
                 for _ in range(2):
                     decoder.step(refresh)
@@ -241,14 +242,14 @@ class DecodingGraphs:
         decoder.place(filled, starts)
 
     def step(self, refresh: bool) -> torch.Tensor:
-        """As `FusedDecoder.step`. The next step overwrites the logits."""
+        """Like `FusedDecoder.step`. The next step overwrites the logits."""
         graph, logits = self._captured[refresh or len(self._captured) == 1]
         graph.replay()
         return logits
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts with padding in front, and the mask that is 0 there: int64 [B, L] both."""
+    """Returns prompts padded in front, and the mask that is 0 at padding: int64 [B, L] both."""
     length = max(len(prompt) for prompt in prompts)
     rows = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -258,7 +259,7 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
 def _chooser(
     sampling: Sampling | None, vocab_size: int, device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Logits [B, vocab] -> tokens int64 [B], on the device."""
+    """Returns a function from logits [B, vocab] to tokens int64 [B], on the device."""
     if sampling is None:
         return lambda logits: logits[:, :vocab_size].argmax(-1)
     warpers = LogitsProcessorList()

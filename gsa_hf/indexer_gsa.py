@@ -1,7 +1,7 @@
-"""The lightning indexer and what follows from its scores, in plain torch: budgets, selections, the indexer's loss.
+"""The lightning indexer in plain torch, with budgets, selections and the indexer loss from its scores.
 
 Letters in shapes: B sequences, L queries of this forward pass, Lk keys (the cache's included), HI indexer heads of size
-DI. A slot is a place in the cache; a position is what `position_ids` says, which padding on the left shifts.
+DI. A slot is a place in the cache; a position comes from `position_ids`, which padding on the left shifts.
 """
 
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ import torch
 from torch import nn
 
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
-"""Of head weights that are 1, by activation: the sigmoid of 64 is 1 to the last bit."""
+"""Logits of constant head weights 1, by activation: the sigmoid of 64 rounds to 1."""
 
 
 class IndexedTokens(NamedTuple):
-    """What the indexer makes of tokens, before scores."""
+    """The indexer's projections of tokens, before scores."""
 
     queries: torch.Tensor
     """[B, L, HI, DI]"""
     keys: torch.Tensor
     """[B, L or Lk, DI]"""
     weights: torch.Tensor
-    """[B, L, HI], before the bias and the sigmoid; constant where the indexer has no head weights."""
+    """[B, L, HI], before the bias and the sigmoid; constant if the indexer has no head weights."""
 
 
 class KeyGroups(NamedTuple):
-    """Neighbouring keys that are scored and selected together; a group's values stand at its first key."""
+    """Neighbouring keys that are scored and selected together; a group's values are stored at its first key."""
 
     size: int
     of_keys: torch.Tensor
@@ -34,7 +34,7 @@ class KeyGroups(NamedTuple):
     """int64 [B, L], of each query's own group"""
 
     def mean(self, keys: torch.Tensor) -> torch.Tensor:
-        """[B, Lk, DI], of whole groups, at their first keys; summed in fp32."""
+        """Returns the means of whole groups at their first keys, [B, Lk, DI], summed in fp32."""
         sums = torch.zeros_like(keys, dtype=torch.float32)
         sums = sums.scatter_add(1, self.of_keys[..., None].expand_as(keys), keys.float())
         return (sums / self.size).to(keys.dtype)
@@ -72,7 +72,7 @@ def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
         visible: bool [B, L, Lk], the keys that each query may see
         slots: int64 [L], of the tokens of this forward pass
     """
-    # With a cache a row is one document, whose last token is no padding; without, padding does not see itself.
+    # With a cache a row is one document, whose last token is not padding; without, padding does not see itself.
     whole = visible.shape[-1] == len(slots)
     real = visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]
     return TokenOrder((~real).sort(dim=-1, stable=True).indices, real.cumsum(-1) - 1, real)
@@ -124,11 +124,11 @@ class GSAIndexer(nn.Module):
         self.score_bias = nn.Parameter(torch.zeros(self.heads)) if biased else None
         learned = self.temperature == "learned"
         self.log_inverse_temperature = nn.Parameter(torch.zeros(1)) if learned else None
-        # Moving average of the score variance, from pre-training; it does not move here. 0: budgets do not adapt.
+        # Moving average of the score variance, from pre-training; constant here. 0: budgets do not adapt.
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
 
     def forward(self, hidden_states: torch.Tensor, rotary: tuple[torch.Tensor, ...] | None) -> IndexedTokens:
-        """Of the tokens [B, L, d] of this forward pass.
+        """Returns the projections of the tokens [B, L, d] of this forward pass.
 
         Args:
             hidden_states: detached here, so that only the indexer's own loss trains it
@@ -154,13 +154,13 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Is c added to the head weights in fp32, as training does. A projection that quantisation or an adapter
-        has replaced has no weight to be read: it is called, and adds its bias itself."""
+        """Whether c is added to the head weights in fp32, as in training. A projection that quantisation or an adapter
+        has replaced is called instead, and adds its bias itself."""
         return type(self.weights_proj) is nn.Linear
 
     @property
     def weight_bias(self) -> torch.Tensor | None:
-        """c, [HI]; 0 where the head weights have it in."""
+        """Returns c, [HI]; 0 if the head weights already include it."""
         if self.weights_proj is None:
             return None
         if self._bias_comes_later:
@@ -169,11 +169,11 @@ class GSAIndexer(nn.Module):
 
     @property
     def bias_of_scores(self) -> torch.Tensor | None:
-        """b, [HI]"""
+        """Returns b, [HI]."""
         return parameter_of(self, "score_bias")
 
     def scores(self, tokens: IndexedTokens) -> torch.Tensor:
-        """I of every query and key, visible or not: fp32 [B, L, Lk], under autocast, too."""
+        """Returns I for all pairs of query and key, causal or not: fp32 [B, L, Lk], also under autocast."""
         with torch.autocast(tokens.keys.device.type, enabled=False):
             return self._scores(tokens)
 
@@ -187,23 +187,23 @@ class GSAIndexer(nn.Module):
         if self.activation == "sigmoid":
             weights = torch.sigmoid(weights)
         scores = keys.new_zeros(*weights.shape[:2], keys.shape[-1])
-        for head in range(self.heads):  # one [L, Lk] product is alive at a time
+        for head in range(self.heads):  # only one [L, Lk] product is held at a time
             product = tokens.queries[:, :, head].float() @ keys * self.head_dim**-0.5
             product = torch.relu(product) if score_bias is None else torch.sigmoid(product + score_bias[head])
             scores = scores + weights[:, :, head, None] * product
         return scores
 
     def inverse_temperature(self) -> float | torch.Tensor:
-        """beta of softmax(beta * I) in the loss."""
+        """Returns beta of softmax(beta * I) in the loss."""
         if self.log_inverse_temperature is not None:
             return parameter_of(self, "log_inverse_temperature").float().exp()[0]
         return float(self.temperature)
 
-    # What the cache holds of a token. With blocks also what makes the selection of its block again, should the token
-    # be its first: exact after every reordering and cropping of the cache.
+    # The cache's content for a token. With blocks it also recomputes the selection of a block, should the token
+    # be its first: exact after reordering and cropping of the cache.
 
     def cache_row(self, tokens: IndexedTokens) -> torch.Tensor:
-        """[B, L, width] to be put in the cache, in the dtype of the keys: its keys first."""
+        """Returns the rows [B, L, width] for the cache, in the dtype of the keys: keys first."""
         keys = tokens.keys
         if self.block_size == 1:
             return keys
@@ -219,12 +219,12 @@ class GSAIndexer(nn.Module):
         in_first_block: torch.Tensor | None = None,
         order: TokenOrder | None = None,
     ) -> IndexedTokens:
-        """Rows of the cache [B, Lk, width] -> its keys, and what each query selects with.
+        """Returns the keys in the cache's rows [B, Lk, width], and the projections with which each query selects.
 
         Args:
             tokens: of this forward pass
-            leaders: int64 [B, L], number of the first query of each query's block; None where blocks are of one
-            in_first_block: bool [B, L], of a sequence; what `selection_query: previous_mean` asks for
+            leaders: int64 [B, L], number of the first query of each query's block; None without blocks
+            in_first_block: bool [B, L], of a sequence; for `selection_query: previous_mean`
             order: of the tokens; None: their numbers are their slots
         """
         if leaders is None:
@@ -248,7 +248,7 @@ class GSAIndexer(nn.Module):
         return IndexedTokens(queries, rows[..., :first], weights)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GSAIndexer":
-        """Follow a move to another device, but keep the average in fp32: budgets are made of it."""
+        """Follow a move to another device, but keep the average in fp32, since budgets depend on it."""
         before = self.variance_ema
         super()._apply(fn, recurse)
         if self.variance_ema.dtype != torch.float32:
@@ -257,8 +257,8 @@ class GSAIndexer(nn.Module):
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """A parameter, or None, read outside of its module's forward pass: weights that accelerate offloads (`device_map`)
-    are on the device during that alone."""
+    """Returns a parameter, or None, outside of its module's forward pass: weights that accelerate offloads
+    (`device_map`) are on the device only during that pass."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         return getattr(module, name)
@@ -290,11 +290,11 @@ def select_keys(
     """Returns S_t: the k_t causal keys of highest score, ties to the lower slot, and the local window: bool [B, L, Lk].
 
     Args:
-        config: its fields of indexer and selection
-        scores: fp32 [B, L, Lk]; of the first query of each query's block, where blocks share
-        visible: bool [B, L, Lk], the keys that each query itself may see
+        config: with the fields of indexer and selection
+        scores: fp32 [B, L, Lk]; scores of the first query of each block, if blocks share
+        visible: bool [B, L, Lk], the causal keys of each query itself
         leaders: int64 [B, L], slot of that first query, or None
-        groups: of keys, where they are selected together; the scores are theirs
+        groups: groups of keys, if they are selected together; then scores are per group
     """
     candidates = visible if groups is None else groups.before_own(visible)
     if leaders is not None:
@@ -320,14 +320,14 @@ def select_keys(
 def budgets(
     scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any, count: torch.Tensor
 ) -> torch.Tensor:
-    """k_t of equation 8: int64 [B, L], at most the number of causal keys; all of fewer than `dense_below`.
+    """Returns k_t of equation 8: int64 [B, L], at most the number of causal keys; all of fewer than `dense_below`.
 
-    The population variance is over what is scored, in two passes, summed in fp64: it neither cancels nor depends on how
-    many later keys there are.
+    The population variance is over the scored keys, in two passes, summed in fp64: it neither cancels nor depends on
+    the number of later keys.
 
     Args:
-        visible: bool [B, L, Lk], what is scored: causal keys, or groups of them
-        count: int64 [B, L], causal keys
+        visible: bool [B, L, Lk], the scored keys: causal keys, or groups of them
+        count: int64 [B, L], number of causal keys
     """
     size = visible.sum(-1).clamp(min=1)
     mean = (torch.where(visible, scores, 0).sum(-1, dtype=torch.float64) / size).float()
@@ -347,7 +347,7 @@ def budgets(
 
 @torch.no_grad()
 def mean_attention(q: torch.Tensor, k: torch.Tensor, attended: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention probabilities on the attended keys, averaged over the heads: fp32 [B, L, Lk].
+    """Returns attention probabilities on the attended keys, averaged over the heads: fp32 [B, L, Lk].
 
     Args:
         q: [B, H, L, D]
@@ -371,14 +371,15 @@ def indexer_loss(
     leaders: torch.Tensor | None,
     inverse_temperature: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the queries that select (GSA, equations 14 and 15).
+    """Returns the mean of KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the queries that select (GSA, equations 14
+    and 15).
 
-    Padding, which does not see itself, and queries that see one key alone have nothing to learn from and do not count.
-    Where a block shares a selection, p is the mean over its queries, and its first query counts alone.
+    Padding, which does not see itself, and queries with one causal key carry no signal and do not count.
+    Where a block shares a selection, p is the mean over its queries, and only its first query counts.
 
     Args:
         scores: fp32 [B, L, L], with graph
-        probs: fp32 [B, L, L], of `mean_attention`
+        probs: fp32 [B, L, L], from `mean_attention`
         attended: bool [B, L, L], S_t
         visible: bool [B, L, L]
         leaders: int64 [B, L], or None
@@ -416,11 +417,11 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_indexer_loss(activations: torch.Tensor, loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The activations as they are; their backward pass also differentiates `weight * loss`, whatever loss is made of
+    """Return the activations unchanged; their backward pass also differentiates `weight * loss`, for any loss of
     them.
 
     Raises:
-        ValueError: a scaler of fp16 gradients would divide by a factor that this gradient does not have.
+        ValueError: a scaler of fp16 gradients would divide this unscaled gradient.
     """
     kind = activations.device.type
     scaled = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16

@@ -1,4 +1,4 @@
-"""A layer's part of `FusedDecoder`'s step in plain torch, with joined projections; row_layers.py has it by kernels.
+"""A layer's share of `FusedDecoder`'s step in plain torch, with joined projections; row_layers.py has it with kernels.
 
 Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size, d the hidden size.
 """
@@ -12,11 +12,11 @@ from .indexer_gsa import rotate
 
 
 class LayerWeights(NamedTuple):
-    """What a step reads of a layer."""
+    """A layer's weights for a step."""
 
     norm: torch.Tensor
     joined: torch.Tensor
-    """[rows, d]: all that is multiplied with the normalised hidden state; `Sizes.parts` says which rows are what."""
+    """[rows, d]: all projections of the normalised hidden state; `Sizes.parts` gives the rows of each."""
     bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -31,7 +31,7 @@ class LayerWeights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one layer."""
+    """Sizes of one layer."""
 
     parts: tuple[int, ...]
     """Rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and of nothing."""
@@ -42,11 +42,11 @@ class Sizes(NamedTuple):
     eps: float
     index_heads: int = 0
     index_weight_logit: float | None = None
-    """Of all head weights, where they are no rows of `parts`."""
+    """Logit of all head weights, if they are not rows of `parts`."""
 
 
 class Buffers(NamedTuple):
-    """Of one layer's cache."""
+    """Tensors of one layer's cache."""
 
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""
@@ -56,7 +56,7 @@ class Buffers(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What attention takes of a layer's new tokens; keys and values are in the cache."""
+    """Attention's inputs for a layer's new tokens; keys and values are in the cache."""
 
     q: torch.Tensor
     """[B, H, D]"""
@@ -72,7 +72,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | N
 
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
-    """The weights of a `GSADecoderLayer`, projections of one input in one tensor: a copy of these."""
+    """Returns the weights of a `GSADecoderLayer`, with copies of projections of one input in one tensor."""
     attention, mlp = layer.self_attn, layer.mlp
     indexer = attention.indexer
     named = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -89,7 +89,7 @@ def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
     else:
         weights += [None, None, None]
     parts = [0 if weight is None else len(weight) for weight in weights]
-    parts.append(-sum(parts) % 64)  # rows of nothing, with which matrix products are fastest
+    parts.append(-sum(parts) % 64)  # empty rows, with which matrix products are fastest
     first = attention.q_proj.weight.detach()
     joined = torch.cat(
         [*(w.detach() for w in weights if w is not None), first.new_zeros(parts[-1], first.shape[1])]
@@ -138,7 +138,8 @@ def enter(
     slot: torch.Tensor,
     rotary: Rotary,
 ) -> Projected:
-    """From the residual stream [B, d] to attention. Writes keys and values into the cache at `slot`, int64 [1]."""
+    """Compute attention's inputs from the residual stream [B, d]. Writes keys and values into the cache at `slot`,
+    int64 [1]."""
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.norm, sizes.eps)
     projected = nn.functional.linear(x, layer.joined, layer.bias)
     q, k, v, value_gate, gate, index_k, index_q, index_w, _ = projected.split(sizes.parts, -1)
@@ -174,7 +175,7 @@ def enter(
 
 
 def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
-    """Attention's gated output [B, H, D] through W_O and the MLP, into the residual stream [B, d]."""
+    """Apply W_O and the MLP to attention's gated output [B, H, D], and add to the residual stream [B, d]."""
     h = h + nn.functional.linear(attended.flatten(1), layer.out)
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
     gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)
@@ -190,7 +191,7 @@ def pass_on(
     slot: torch.Tensor,
     rotary: Rotary,
 ) -> tuple[torch.Tensor, Projected]:
-    """`leave`, and `enter` of the next layer."""
+    """Run `leave`, and `enter` of the next layer."""
     h = leave(h, attended, *left)
     return h, enter(h, *entered, cache, slot, rotary)
 
@@ -202,6 +203,6 @@ def finish(
     norm: torch.Tensor,
     head: torch.Tensor,
 ) -> torch.Tensor:
-    """`leave`, and the logits [B, vocab]."""
+    """Run `leave`, and return the logits [B, vocab]."""
     h = leave(h, attended, *left)
     return nn.functional.linear(nn.functional.rms_norm(h, h.shape[-1:], norm, left[1].eps), head)

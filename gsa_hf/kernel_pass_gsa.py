@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand, and what is kept between passes, for the kernels of gsa_kernels.
+"""Places of a forward pass's tokens, and state kept between passes, for the kernels of gsa_kernels.
 
 Letters in shapes are as in indexer_gsa.py.
 """
@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 
 
 class KernelMemory:
-    """What the kernels keep between layers and steps, beside transformers' cache. Not part of a model's state: all of
-    it is made again from the cache where it is not there, or not of this cache."""
+    """State of the kernels between layers and steps, in addition to transformers' cache. Not part of a model's state:
+    all of it is recomputed from the cache if it is missing, or belongs to another cache."""
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[Any, ...], Any] = {}
@@ -30,7 +30,7 @@ class KernelMemory:
         key = (batch, heads, kv_heads, size, device)
         held = self._workspaces.get(key)
         if held is None or held.scores.shape[1] < length:
-            room = 1 << (length - 1).bit_length()  # a growing cache asks again and again
+            room = 1 << (length - 1).bit_length()  # a growing cache asks repeatedly
             made = kernel_module("decode.state").new_workspace(
                 batch, room, heads=heads, kv_heads=kv_heads, head_size=size, device=device
             )
@@ -38,7 +38,7 @@ class KernelMemory:
         return held
 
     def selection(self, batch: int, keys: int, device: Any) -> Any:
-        """Room for a selection that serves this step alone."""
+        """Returns memory for a selection used only in this step."""
         key = (batch, device)
         held = self._selections.get(key)
         if held is None or held.indices.shape[1] < keys:
@@ -60,7 +60,8 @@ class KernelMemory:
         return self._of_blocks[rows]
 
     def forget_block(self, rows: torch.Tensor) -> None:
-        """Several tokens were written at once: the running block may be another one."""
+        """Forget the block's selection, since several tokens were written at once, and the running block may have
+        changed."""
         if rows in self._of_blocks:
             self._of_blocks[rows][1].fill_(-1)
 
@@ -73,16 +74,16 @@ class KernelMemory:
 
 @dataclass
 class KernelPass:
-    """Where the tokens of one forward pass stand; for all its layers."""
+    """Places of the tokens of one forward pass, for all its layers."""
 
     memory: KernelMemory
     length: int
     past: int
-    """Slots filled before; not known in decoding, where a static cache has it on the device alone."""
+    """Slots filled before; unknown in decoding, where a static cache has it only on the device."""
     decodes: bool = False
-    """One token of each sequence, by the decoding kernels."""
+    """Whether it is one token of each sequence, for the decoding kernels."""
     static: bool = False
-    """The cache's tensors stay where they are."""
+    """Whether the cache's tensors keep their memory."""
     lengths: torch.Tensor | None = None
     """In decoding, int32 [B]: tokens of each sequence, the new one included."""
     starts: torch.Tensor | None = None
@@ -95,11 +96,11 @@ class KernelPass:
     """Queries that count in the indexer loss."""
 
     def arranged(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, L, ...] in that order."""
+        """Returns x [B, L, ...] in that order."""
         return x if self.order is None else _take(x, self.order)
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
-        """And back."""
+        """Inverts `arranged`."""
         return x if self.order is None else _take(x, self.order.argsort(1))
 
 
@@ -112,15 +113,16 @@ def make_kernel_pass(
     memory: KernelMemory,
     layer_idx: int = 0,
 ) -> KernelPass:
-    """Where the tokens of `inputs` [B, L, d] stand. One token with a cache: nothing is read back from the device.
+    """Returns the places of the tokens of `inputs` [B, L, d]. For one token with a cache nothing is read back from the
+    device.
 
     Args:
         padding: [B, slots], 0 where there is padding, in front or at the end; or None
-        position_ids: as the caller gave them; where they start again, a new document does
+        position_ids: as given by the caller; a document begins where they restart
         layer_idx: a layer that has not seen these tokens yet
 
     Raises:
-        ValueError: the kernels cannot run it; it says what can.
+        ValueError: the kernels cannot run it; names an alternative.
     """
     if config.indexer_pool > 1:
         raise ValueError(
@@ -192,7 +194,7 @@ def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:
 
 
 def _place_documents(found: KernelPass, position_ids: torch.Tensor, block: int) -> None:
-    """Positions that start again are documents, packed."""
+    """Find packed documents, which begin where positions restart."""
     begins = position_ids.diff(dim=1) != 1
     if not bool(begins.any()):
         return
@@ -230,7 +232,7 @@ def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_module(name: str) -> Any:
-    """A module of gsa_kernels, imported when a forward pass asks for it: a model's folder runs without by "sdpa"."""
+    """A module of gsa_kernels, imported when a forward pass needs it: a model's folder runs without it with "sdpa"."""
     try:
         return import_module(f"gsa_kernels.{name}")
     except ModuleNotFoundError as missing:

@@ -15,15 +15,15 @@ from .kernel_pass_gsa import KernelPass, kernel_module
 
 @dataclass
 class KernelCall:
-    """One layer's call, and what it leaves beside attention's output."""
+    """One layer's call, and its results in addition to attention's output."""
 
     kernel_pass: KernelPass
     tokens: Any
     """IndexedTokens of this forward pass, or None."""
     rows: torch.Tensor | None
-    """Of the cache: [B, Lk, width]."""
+    """Rows of the cache: [B, Lk, width]."""
     selection: Any
-    """Of an earlier layer; of this one, where it has an indexer."""
+    """Selection of an earlier layer, or of this one if it has an indexer."""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool
@@ -59,7 +59,7 @@ def _attend(
     q = place.arranged(query.transpose(1, 2))
     k, v = (x[:, :end] if place.past else place.arranged(x[:, :end]) for x in (k, v))
     gate = None if call.gate_logits is None else place.arranged(call.gate_logits)
-    # Where every query selects all that it sees, only the indexer's loss needs the scores.
+    # If every query selects all causal keys, only the indexer loss needs the scores.
     sparse = module.is_sparse and (call.learns or end >= config.dense_below)
     block = config.selection_block if sparse else 1
     window = config.local_window if sparse else 0
@@ -97,7 +97,7 @@ def _attend(
 def _decode(
     module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall
 ) -> torch.Tensor:
-    """As `_attend`, for one token of each sequence; without gradient, and nothing is read back from the device."""
+    """Like `_attend`, for one token of each sequence, without gradient; nothing is read back from the device."""
     if torch.is_grad_enabled() and module.training:
         raise ValueError(
             "one token with a cache in training with attn_implementation 'gsa'; pass use_cache=False"
@@ -140,10 +140,10 @@ def _decode(
 
 
 def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor, Any]:
-    """Lengths with which the running blocks select, and the indexer as of their first queries.
+    """Returns the lengths with which the running blocks select, and the indexer's state at their first queries.
 
-    A static cache's blocks select once: where the selection at hand is of the same block, the length is one at which
-    the kernels do not select. Selections are of a cache's tensors, which reordering replaces.
+    A static cache's blocks select once: if the existing selection is of the same block, the length is one at which
+    the kernels do not select. Selections belong to a cache's tensors, which reordering replaces.
     """
     place, block, rows = call.kernel_pass, module.config.selection_block, call.rows
     assert place.lengths is not None
@@ -163,7 +163,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
 
 
 def _decode_dense(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: KernelCall) -> torch.Tensor:
-    """All of a sequence's tokens, by torch."""
+    """Attend to all tokens of a sequence, with torch."""
     place = call.kernel_pass
     assert place.lengths is not None
     slots = torch.arange(k.shape[1], device=k.device)
@@ -195,7 +195,7 @@ def kernel_rule(config: Any) -> Any:
 
 
 def _padding_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor | None:
-    """Of transformers' masks the kernels take the padding alone, [B, slots]."""
+    """Returns the padding, [B, slots], the only mask of transformers that the kernels use."""
     return attention_mask
 
 

@@ -2,7 +2,7 @@
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-Runs on torch and transformers alone, with tensors of [queries, keys], as `attn_implementation` "eager" or "sdpa". With
+Needs only torch and transformers, with tensors of [queries, keys], as `attn_implementation` "eager" or "sdpa". With
 "gsa" the kernels of the package gsa_kernels run, on a CUDA device.
 """
 
@@ -33,19 +33,19 @@ from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""What this version of transformers calls the cache in arguments and outputs; `cache` since 5.20 or so."""
+"""transformers' name of the cache in arguments and outputs, which depends on its version."""
 
 
 @dataclass
 class GSAModelOutputWithPast(BaseModelOutputWithPast):
     indexer_loss: torch.Tensor | None = None
-    """fp32, 0-d: mean KL over the queries and the layers that have an indexer; None where it was not asked for."""
+    """fp32, 0-d: mean KL over the queries and the layers that have an indexer; None if it was not requested."""
 
 
 @dataclass
 class GSACausalLMOutputWithPast(CausalLMOutputWithPast):
     indexer_loss: torch.Tensor | None = None
-    """As in `GSAModelOutputWithPast`; `loss` has it in, times `indexer_loss_coef`."""
+    """As in `GSAModelOutputWithPast`; `loss` includes it, times `indexer_loss_coef`."""
 
 
 class GSAMLP(nn.Module):
@@ -74,7 +74,7 @@ class GSADecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """[B, L, d] -> the same, the selection and the indexer loss. Arguments as for `GSAAttention`."""
+        """Returns the output [B, L, d], the selection and the indexer loss. Arguments as for `GSAAttention`."""
         out, _, selection, loss = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + self.attention_output_norm(out)
         out = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(hidden_states)))
@@ -102,12 +102,12 @@ class GSAPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": GSADecoderLayer, "attentions": GSAAttention}  # noqa: RUF012
 
     def __init__(self, config: GSAConfig) -> None:
-        config.validate()  # `from_pretrained` sets the fields that it is given without
+        config.validate()  # `from_pretrained` sets fields without validation
         super().__init__(config)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for its decorator of experts in this file, and they are in another."""
+        """Override, since transformers looks for its decorator of experts in this file, but they are in another."""
         return True
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class GSAModel(GSAPreTrainedModel):
         self.gradient_checkpointing = False
         if (
             not config.indexer_loss_coef
-        ):  # idle: DistributedDataParallel waits for gradients of what is trainable
+        ):  # unused: DistributedDataParallel waits for gradients of all trainable parameters
             for module in self.modules():
                 if isinstance(module, GSAIndexer):
                     module.requires_grad_(False)
@@ -226,7 +226,7 @@ class GSAModel(GSAPreTrainedModel):
         if joins:
             assert indexer_loss is not None
             hidden_states = with_indexer_loss(hidden_states, indexer_loss, float(coefficient))
-            indexer_loss = indexer_loss.detach()  # to be shown: added to a loss it must not count twice
+            indexer_loss = indexer_loss.detach()  # for display: added to a loss it must not count twice
         return GSAModelOutputWithPast(
             last_hidden_state=hidden_states,
             indexer_loss=indexer_loss,
@@ -264,7 +264,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """`generate` compiles static caches' steps, but not the kernels: they are compiled, and can be captured."""
+        """Let `generate` compile steps of static caches, except with the kernels, which are compiled already."""
         if self.config._attn_implementation == "gsa":
             return False
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
@@ -328,7 +328,7 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
 
 
 def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None) -> torch.Tensor:
-    """[B or 1, L]: from the first real token of each sequence on, where a 2-d mask says which that is."""
+    """Returns positions [B or 1, L], counted from the first real token of each sequence if a 2-d mask is given."""
     length = inputs_embeds.shape[1]
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
@@ -337,8 +337,8 @@ def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | 
 
 
 def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
-    """The configuration of the indexer's rotary embedding: all channels of its heads, and no attention factor, which is
-    made for the logits of a softmax."""
+    """Returns the configuration of the indexer's rotary embedding: all channels of its heads, and no attention factor,
+    which is meant for softmax logits."""
     config = copy.deepcopy(config)
     config.head_dim = config.index_head_dim
     own = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
@@ -349,14 +349,14 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """What this forward pass is of an optimizer step's batch. 1 where the caller averages over forward passes itself;
-    Trainer passes the number of labels of all of them, by which the language model's loss is divided, too."""
+    """Returns this forward pass's share of an optimizer step's batch. 1 if the caller averages over forward passes
+    itself; Trainer passes their total number of labels, by which it also divides the language model's loss."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
-# `AutoModelForCausalLM.register` leaves this list alone, and Trainer smooths shifted labels only for the classes in it:
+# `AutoModelForCausalLM.register` does not extend this list, and Trainer smooths shifted labels only for classes in it:
 # the model would learn to repeat each token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("gsa", GSAForCausalLM.__name__)
 

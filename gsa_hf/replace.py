@@ -1,4 +1,4 @@
-"""Gated Sparse Attention in a transformers model that is in memory: its weights, new gates and indexers."""
+"""Replaces attention in a loaded transformers model by Gated Sparse Attention: its weights, new gates and indexers."""
 
 import copy
 import inspect
@@ -25,19 +25,19 @@ HOSTS = ("llama", "mistral", *_WITH_MASKS_BY_TYPE)
 def replace_attention_with_gsa(
     model: PreTrainedModel, config: GSAConfig, layers: Literal["all"] | Sequence[int] = "all"
 ) -> None:
-    """Replace the attention of some layers, in place: projections and norms stay, gates and indexers are new.
+    """Replace the attention of some layers in place: projections and norms stay, gates and indexers are new.
 
-    The model's own caches hold the indexers' keys from then on, and `generate` goes on working. Without gates and with
-    `"full_attention"` in `config.layer_types` its outputs are what they were.
+    The model's caches then also hold the indexers' keys, and `generate` keeps working. Without gates and with
+    `"full_attention"` in `config.layer_types` its outputs are unchanged.
 
     Args:
         model: Llama, Mistral, Qwen2 or Qwen3, without sliding windows
         config: gates, indexer and selection; sizes are the model's. `layer_types` of the model's length says which
-            layers are sparse; left out, all that are replaced
+            layers are sparse; default: all replaced ones
         layers: numbers of the layers
 
     Raises:
-        ValueError: it cannot be done; it names the field, its value and the remedy.
+        ValueError: it is not possible; names the field, its value and the remedy.
     """
     host: Any = model.config
     base: Any = model.base_model
@@ -67,9 +67,9 @@ def replace_attention_with_gsa(
 
 
 def collected_indexer_loss(model: nn.Module) -> torch.Tensor:
-    """Mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d, to be shown.
+    """Returns the mean indexer loss of the replaced layers in the last forward pass, fp32, 0-d, for display.
 
-    It is there in training, where `indexer_loss_coef` of the configuration is above 0. It has no gradient: the model's
+    It exists in training, if `indexer_loss_coef` of the configuration is above 0. It has no gradient: the model's
     backward pass differentiates that multiple of it already.
     """
     losses = [
@@ -104,7 +104,7 @@ class ReplacedAttention(GSAAttention):
         weight = old.get_parameter("q_proj.weight")
         self.to(device=weight.device, dtype=weight.dtype)
         if self.indexer is not None and not config.indexer_loss_coef:
-            self.indexer.requires_grad_(False)  # idle
+            self.indexer.requires_grad_(False)  # unused
         for name, module in old.named_children():
             setattr(self, name, module)
         self.train(old.training)
@@ -119,7 +119,7 @@ class ReplacedAttention(GSAAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As decoder layers of transformers call their attention, by either name of the cache."""
+        """Called by transformers' decoder layers, with either name of the cache."""
         cache = cache if cache is not None else past_key_values
         self.config._attn_implementation = self.host_config._attn_implementation
         visible = kernel_pass = None
@@ -154,7 +154,7 @@ class ReplacedAttention(GSAAttention):
 
 
 def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
-    """The configuration with the host's sizes."""
+    """Returns the configuration with the host's sizes."""
     if config.index_topk_freq != 1:
         raise ValueError(
             f"index_topk_freq is {config.index_topk_freq}; pass 1: the layers of another model hand on no selection"
@@ -177,18 +177,18 @@ def _merged(config: GSAConfig, host: Any, count: int) -> GSAConfig:
     for name in (*names, "initializer_range", "max_position_embeddings", "rope_parameters"):
         setattr(merged, name, getattr(host, name))
     merged.head_dim = getattr(host, "head_dim", None) or host.hidden_size // host.num_attention_heads
-    merged.qkv_bias = merged.qk_norm = False  # what the host has of them is taken over whole
+    merged.qkv_bias = merged.qk_norm = False  # the host's modules are kept as they are
     merged.validate()
     return merged
 
 
 def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    """Before the host's forward pass: masks in the form in which it takes them, for its new kinds of layers, too."""
+    """Prepare masks before the host's forward pass, also for its new kinds of layers."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     mask = given.get("attention_mask")
     if module.config.model_type not in _WITH_MASKS_BY_TYPE:
-        if isinstance(mask, dict):  # of `generate`, which asks the configuration for kinds of layers
+        if isinstance(mask, dict):  # from `generate`, by the configuration's kinds of layers
             given["attention_mask"] = mask.get(INDEXED_LAYER, next(iter(mask.values())))
         return (), given
     if not isinstance(mask, dict):
@@ -208,7 +208,7 @@ def _prepare_masks(module: PreTrainedModel, args: Any, kwargs: Any) -> tuple[tup
 def _visible(
     mask: torch.Tensor | None, hidden_states: torch.Tensor, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """bool [B, 1, L, Lk] of the host's mask: bool, or added to logits, or None where it is causal alone."""
+    """Returns bool [B, 1, L, Lk] for the host's mask: bool, or additive, or None if it is only causal."""
     batch, length = hidden_states.shape[:2]
     if mask is None:
         past: int | torch.Tensor = 0

@@ -1,9 +1,9 @@
-"""Layers of `FusedDecoder`'s step by gsa_kernels' products of few rows.
+"""Layers of `FusedDecoder`'s step with gsa_kernels' products for few rows.
 
-Where a sparse layer selects, it has eight launches for one sequence without norms of q and k, else nine.
+A sparse layer that selects has eight launches for one sequence without norms of q and k, else nine.
 
-Each starts while the one in front of it ends, so that the weights stream without a gap. Functions of the same names and
-arguments as in joined_layers.py, where what they calculate is written in plain torch.
+Each starts while the previous one ends, so that the weights stream without a gap. Functions with the same names and
+arguments as in joined_layers.py, which computes the same in plain torch.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class Attended(NamedTuple):
     out: torch.Tensor
     gate: torch.Tensor
     awaited: Any
-    """`Awaited`: when the output is there, which the gate's kernel, the last one, does not wait for."""
+    """`Awaited`: marks when the output is ready, since the gate's kernel, the last one, does not wait for it."""
 
 
 class Parts(NamedTuple):
-    """Sections of a layer's joined product, by when they are launched, where `enters_at_once`."""
+    """Sections of a layer's joined product, in order of launch, if `enters_at_once`."""
 
     front: tuple[str, ...]
     beside_selection: tuple[str, ...]

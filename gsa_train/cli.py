@@ -21,13 +21,13 @@ from gsa_train.reliability.last_words import say_last
 from gsa_train.reliability.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
-"""Of rank 0 in a start that is refused on every rank."""
+"""Time in which rank 0 alone reports a start that is refused on every rank."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Arguments of `pretrain.py`; wrong use prints why and exits with code 2.
+    """Parse the arguments of `pretrain.py`; wrong use prints the cause and exits with code 2.
 
-    The overrides themselves are judged by `load_config`, together with the file.
+    `load_config` checks the overrides, together with the file.
 
     Args:
         argv: the words after the script's name; None: `sys.argv[1:]`.
@@ -46,12 +46,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser.add_argument(
         "--resume-after-stop",
         action="store_true",
-        help="go on although the monitor stopped the run at a spike (monitor_stop.json in its folder)",
+        help="continue although the monitor stopped the run at a spike (monitor_stop.json in its folder)",
     )
     parser.add_argument(
         "--accept-new-data",
         action="store_true",
-        help="if the checkpoint is of other data or another order, go on at its step from the start of the config's",
+        help="if the checkpoint has other data or another order, continue at its step from the start of the config's",
     )
     parser.add_argument("--dry-run", action="store_true", help="print layout, sizes and costs, and stop")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to plan for, with --dry-run")
@@ -110,13 +110,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def program_name() -> str:
-    """What stands in messages for this program: pretrain.py, gsa-pretrain or python -m gsa_train."""
+    """Returns the program's name in messages: pretrain.py, gsa-pretrain or python -m gsa_train."""
     name = Path(sys.argv[0]).name
     return "python -m gsa_train" if name == "__main__.py" else name
 
 
 def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """`--model.num_layers=2` ends the program with the right form; other wrong words are argparse's."""
+    """Refuse `--model.num_layers=2` and print the right form; argparse reports other unknown words."""
     words = list(sys.argv[1:] if argv is None else argv)
     for word, following in zip(words, [*words[1:], ""], strict=False):
         dashed = re.fullmatch(r"--([a-z_]+\.[^=]+)(?:=(.*))?", word)
@@ -126,7 +126,7 @@ def refuse_dashed_fields(parser: argparse.ArgumentParser, argv: Sequence[str] | 
 
 
 def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Why these are not understood, each with the option or form that may be meant."""
+    """Returns the error for unknown words, each with the option or form that may be meant."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     reasons = []
     for word in words:
@@ -147,10 +147,10 @@ def unknown_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
 
 
 def announced_world_size(needs_rank: bool = True) -> int:
-    """Ranks of this job by torchrun's environment; 1 for a plain `python` start.
+    """Returns the number of ranks in torchrun's environment; 1 for a plain `python` start.
 
     Raises:
-        ValueError: not a number, or no rank beside several.
+        ValueError: it is not a number, or RANK is missing with several ranks.
     """
     announced = os.environ.get("WORLD_SIZE", "1")
     if not announced.isdecimal():
@@ -165,11 +165,11 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    Mostly all ranks find the same, and torchrun ends the others when the first one ends: that is rank 0, which speaks
-    for them. A rank that is let live for longer has found what rank 0 did not, such as its node's missing tokenizer.
+    Mostly all ranks find the same error, and torchrun ends the others when the first one ends, so rank 0 reports
+    for them. A rank that lives longer has found an error that rank 0 has not, such as a tokenizer missing on its node.
 
     Args:
-        request: what takes note of a signal to end, if something does; else the signal ends this process.
+        request: records a signal to end, if given; else the signal ends this process.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":

@@ -1,4 +1,4 @@
-"""Small files that are whole whatever happens."""
+"""Small files that stay intact through crashes and full disks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 from gsa_data.whole_files import MOST_BYTES, parse_json, read_whole
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems say that have no POSIX locks."""
+"""Errors of file systems without POSIX locks."""
 
 
 def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file that the user names by an option, without a byte order mark.
+    """Read the text of a file that the user names by an option, without a byte order mark.
 
     Raises:
-        ValueError: there is none, it is no text, no regular file, or too large; says the option and the remedy.
+        ValueError: it is missing, not text, not a regular file, or too large; names the option and the remedy.
     """
     try:
         return read_whole(path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path}: no UTF-8 text ({error}); give a text file") from error
+        raise ValueError(f"{option} {path}: not UTF-8 text ({error}); give a text file") from error
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
     except OSError as error:
@@ -37,11 +37,11 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def own_file(path: str, flags: int) -> int:
-    """`opener` of `open` for a file that a run keeps: a plain file of its own, never what a link leads to, which may be
-    any file of the user's, nor a pipe, which would wait for a reader. Folders on the way may be links.
+    """`opener` of `open` for a file that a run keeps: a plain file, never the target of a link, which may be
+    any file of the user's, nor a pipe, which would wait for a reader. Parent folders may be links.
 
     Raises:
-        OSError: it is a link, or no plain file.
+        OSError: it is a link, or not a plain file.
     """
     what = "no plain file"
     try:
@@ -59,11 +59,11 @@ def own_file(path: str, flags: int) -> int:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Without a buffer, also to be read; a last line that a kill or a full disk has cut off is ended. What has another
-    name, too (a hard link, as in a copy by `cp -l`), becomes a file of its own: the other name keeps its content.
+    """Open unbuffered for reading and appending; ends a last line that a kill or a full disk has cut off. A file with
+    another name (a hard link, as from `cp -l`) is copied first: the other name keeps its content.
 
     Raises:
-        OSError: see `own_file`; or it cannot be written.
+        OSError: see `own_file`; or the file cannot be written.
     """
     file = FileIO(path, "a+b", opener=own_file)
     if os.fstat(file.fileno()).st_nlink > 1:
@@ -84,13 +84,13 @@ def append_line(path: Path, line: str) -> None:
     """
     with open_to_append(path) as file:
         content = (line + "\n").encode()
-        while content:  # on an almost full disk a write takes a part, and the next one fails
+        while content:  # on an almost full disk a write may be partial, and the next one fails
             content = content[file.write(content) :]
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """After a crash at any moment the file has its old content or the new one, never a part of it. A link in its place
-    is replaced, and what it leads to stays as it is."""
+    """Replace a file so that after a crash at any moment it has its old content or the new one, never a part. A link
+    in its place is replaced, and its target stays unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:
@@ -101,15 +101,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """JSON with the checksum of its content."""
+    """Write JSON with the checksum of its content."""
     write_atomically(path, json.dumps({**content, "crc32": _checksum(content)}, indent=2) + "\n")
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """What `write_checked` wrote, with these keys; also one from before there were checksums.
+    """Read what `write_checked` wrote, with these keys; old files may lack the checksum.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the content is something else.
     """
     content = parse_json(read_whole(path))
     if not isinstance(content, dict):

@@ -57,9 +57,9 @@ def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
-    """Freeze what the phase does not train, and say what kind of pass its steps make.
+    """Freeze what the phase does not train, and set the kind of pass that its steps make.
 
-    train=indexer: the base runs without a graph, so the indexer is all that can be trained.
+    train=indexer: the base runs without autograd, so only the indexer can be trained.
     """
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)

@@ -52,7 +52,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each is imported when it is asked for: a tokenizer alone needs no torch, whose import takes seconds."""
+    """Import names lazily: a tokenizer alone does not need torch, whose import is slow."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"gsa_data.{module}"), name)

@@ -30,10 +30,10 @@ from gsa_data.pack import FILLER, AnyTokens, Cursor, Tokens
 
 MIN_POOL_BLOCKS = 4
 """The pool takes more documents than requested until it holds this many blocks of text: with less choice
-the last places of a block stay empty (a quarter of 131072 tokens with 32 documents of 3600)."""
+the last places of a block stay empty when documents are short."""
 
 Pool = NDArray[np.int64]
-"""[documents, fields of Cursor] their cursors, oldest first; each stands for what follows in its document."""
+"""[documents, fields of Cursor] cursors of documents, oldest first; each refers to the rest of its document."""
 
 TOKEN_OFFSET = Cursor._fields.index("token_offset")
 EMPTY_POOL: Pool = np.empty((0, len(Cursor._fields)), np.int64)
@@ -51,9 +51,9 @@ class PackedBlock(NamedTuple):
     tokens: Tokens
     """int32 [seq_len_tokens + 1]; FILLER at the end where no document fitted."""
     next_cursor: Cursor
-    """Of the first slot of the lane that was not read into the pool."""
+    """First slot of the lane that was not read into the pool."""
     pool: Pool
-    """After this block."""
+    """The pool after this block."""
     counters: dict[str, int]
 
 
@@ -65,14 +65,14 @@ def best_fit(
     seq_len_tokens: int,
     pool_documents: int,
 ) -> Iterator[PackedBlock]:
-    """Blocks of whole documents, each with the position after it.
+    """Yields blocks of whole documents, each with the position after it.
 
     Args:
         documents: the lane's documents with their EOS from `start` on, each with its cursor. Endless.
         waiting: the pool of a saved position, or nothing.
-        block_number: blocks of the lane before this position.
+        block_number: number of the lane's blocks before this position.
         seq_len_tokens: L; a block has room for documents of L + 1 tokens together.
-        pool_documents: documents to choose from (more while they are less than MIN_POOL_BLOCKS blocks).
+        pool_documents: number of documents to choose from (more while they are less than MIN_POOL_BLOCKS blocks).
     """
     room = seq_len_tokens + 1
     held = list(waiting)
@@ -93,13 +93,13 @@ def best_fit(
             next_cursor = held[-1][0]._replace(token_offset=0, copy=held[-1][0].copy + 1)
 
         counters = Counter({BLOCKS: 1, LABELS: seq_len_tokens})
-        longest = int(np.argmax(lengths > room))  # the oldest of those that are longer than a block, else 0
+        longest = int(np.argmax(lengths > room))  # the oldest one longer than a block, else 0
         if lengths[longest] > room:
             offset = pool[longest, TOKEN_OFFSET]
             counters[PIECES] += 1
             counters.update({name: 1 for name in (DOCUMENTS, CUT_DOCUMENTS) if offset == 0})
             block = texts[longest][:room].astype(np.int32)
-            pool = pool.copy()  # the one before belongs to the last block
+            pool = pool.copy()  # the previous array belongs to the last block
             pool[longest, TOKEN_OFFSET] += seq_len_tokens
             lengths[longest] -= seq_len_tokens
             texts[longest] = texts[longest][seq_len_tokens:]
@@ -117,7 +117,7 @@ def best_fit(
 
 
 def _choose(lengths: NDArray[np.int64], room: int) -> list[int]:
-    """Places of the documents of one block, in their order in it: the oldest, then the largest that fit."""
+    """Returns the pool's indices of one block's documents, in order: the oldest, then the largest that fit."""
     chosen = [0]
     free = lengths.copy()
     while True:
@@ -131,12 +131,12 @@ def _choose(lengths: NDArray[np.int64], room: int) -> list[int]:
 
 
 def pool_of(rows: Iterable[Sequence[int]]) -> Pool:
-    """The pool whose cursors a state holds."""
+    """Returns the pool for the cursors in a saved state."""
     return np.array([Cursor(*row) for row in rows], np.int64).reshape(-1, len(Cursor._fields))
 
 
 def packing_shares(counters: Mapping[str, int]) -> dict[str, float | None]:
-    """Share of filler among the labels, share of the documents that were cut, and documents per block, parts of
+    """Returns the share of filler among labels, the share of documents that were cut, and documents per block, parts of
     documents included. None before the first block."""
 
     def ratio(part: str, whole: str) -> float | None:

@@ -31,7 +31,7 @@ CHAT_VERSION = 2
 """Raise it with any change to the tokens or marks of a conversation: saved cursors then no longer fit. 1: sentencepiece
 encoded an answer by itself, and the document's end did not count."""
 NAMED_LINES = 5
-"""Lines of a shard that the log names with what is wrong with them; the others it counts."""
+"""Number of faulty lines of a shard that the log names; the others are counted."""
 
 
 class WrongLine(NamedTuple):
@@ -42,7 +42,7 @@ class WrongLine(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatFolder:
-    """Shards of conversations, and how they are written."""
+    """Shards of conversations, and the chat template that formats them."""
 
     manifest: Manifest
     template: ChatTemplate
@@ -53,7 +53,7 @@ class ChatFolder:
 
 
 class ChatReader:
-    """Writes conversations by a chat template and tokenizes them as they are read.
+    """Formats conversations with a chat template and tokenizes them as they are read.
 
     Raises TokenizerError where the template does not fit the tokenizer.
     """
@@ -100,8 +100,8 @@ class _ChatLines(TextLines):
 def read_conversations(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Every line or row of one shard, faults included, as documents.read_documents; a Document's text is a JSON object
-    with `messages` and `tools`. The log names the first bad lines."""
+    """Returns every line or row of one shard, faults included, like documents.read_documents; a Document's text is a
+    JSON object with `messages` and `tools`. The log names the first bad lines."""
     limit = reading.max_document_bytes
     parsed: list[Document | WrongLine]
     if relpath.endswith(".parquet"):
@@ -125,20 +125,20 @@ def read_conversations(
 
 
 def parse_chat_line(line: bytes, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
-    """The conversation of one line of JSON, or what is wrong with it.
+    """Returns the conversation of one line of JSON, or what is wrong with it.
 
-    Beside the faults of `parse_conversation`: empty_text (a blank line), bad_utf8 and bad_json.
+    In addition to the faults of `parse_conversation`: empty_text (a blank line), bad_utf8 and bad_json.
     """
     if not line.strip():
         return WrongLine("empty_text", "as it is blank")
     try:
         return parse_conversation(orjson.loads(line), max_document_bytes)
     except orjson.JSONDecodeError as error:
-        return WrongLine("bad_json" if is_utf8(line) else "bad_utf8", f"as it is no JSON ({error})")
+        return WrongLine("bad_json" if is_utf8(line) else "bad_utf8", f"as it is not JSON ({error})")
 
 
 def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
-    """The conversation of one JSON object or row, or what is wrong with it.
+    """Returns the conversation of one JSON object or row, or what is wrong with it.
 
     Faults: missing_messages (no list `messages`, or an empty one), bad_message (no object, an unknown role, content
     that is no text, tools that are no list, fields nested more than 250 deep), empty_text (a message without content;
@@ -156,7 +156,7 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
             return WrongLine(wrong.fault, f"as message {number} {wrong.reason}")
     if not any(message["role"] == "assistant" for message in messages):
         return WrongLine("no_assistant", "as no message is the assistant's")
-    if isinstance(tools, str):  # as tables hold them, whose columns have one type
+    if isinstance(tools, str):  # as in tables, whose columns have one type
         try:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:
@@ -166,7 +166,7 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         text_utf8 = orjson.dumps({FIELD: kept, "tools": tools or None}, default=str)
-    except orjson.JSONEncodeError as error:  # fields within fields, more than 250 of them
+    except orjson.JSONEncodeError as error:  # fields nested more than 250 deep
         return WrongLine("bad_message", f"as it cannot be written as JSON ({error})")
     if len(text_utf8) > max_document_bytes:
         return WrongLine("huge_document", f"as it has {len(text_utf8)} bytes, over {max_document_bytes}")

@@ -1,4 +1,4 @@
-"""How a conversation is written for a model: a Jinja chat template, as transformers renders it (the extra `hf`)."""
+"""Formats conversations for a model with a Jinja chat template, as transformers renders it (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gsa_data.marks import mark
 from gsa_data.tokenize import Part, Tokenizer, TokenizerError
 from gsa_data.whole_files import MOST_BYTES, parse_json
 
-if TYPE_CHECKING:  # it loads torch, which a dry run does without
+if TYPE_CHECKING:  # it imports torch, which a dry run does not need
     from gsa_data.pack import Tokens
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-"""As transformers names them beside a tokenizer's file."""
+"""transformers' names of the files next to a tokenizer's."""
 
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -31,15 +31,15 @@ SPECIAL_TOKENS = (
 """Variables of a template that transformers fills from the tokenizer's config."""
 
 TOKEN_NAME = re.compile(r"<(?:\||\uff5c)[^<>\s'\"{}]+?(?:\||\uff5c)>")
-"""Text that is meant as one token in the templates that are around: `<|im_start|>`, DeepSeek's with wide bars."""
+"""Text that common templates mean as one token: `<|im_start|>`, DeepSeek's with wide bars."""
 
 RENDER_ERRORS = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, MemoryError,
 )  # fmt: skip
-"""What a template may raise of a conversation that it does not expect, beside Jinja's own errors: a division by zero, a
+"""Errors that a template may raise for an unexpected conversation, in addition to Jinja's: a division by zero, a
 recursion, ..."""
 RENDER_SECONDS = 20.0
-"""CPU time for one conversation, which takes milliseconds."""
+"""Limit of CPU time for one conversation, which normally takes milliseconds."""
 
 TRIAL = [
     {"role": "user", "content": "alpha"},
@@ -47,17 +47,17 @@ TRIAL = [
     {"role": "user", "content": "gamma"},
     {"role": "assistant", "content": "delta"},
 ]
-"""What every template must be able to write."""
+"""A conversation that every template must be able to format."""
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefused(ValueError):
-    """The template cannot write this conversation; the message is its own."""
+    """The template cannot format this conversation; the message is the template's."""
 
 
 class NoPrefix(ValueError):
-    """What the template writes of the first messages is not how it begins the whole conversation."""
+    """The template's text of the first messages is not a prefix of the whole conversation."""
 
 
 class TemplateEndless(ValueError):
@@ -69,12 +69,12 @@ class ChatTemplate:
     source: str
     """Jinja."""
     origin: str
-    """The file it is from."""
+    """The template's file."""
     special_tokens: Mapping[str, str]
-    """Those that tokenizer_config.json names."""
+    """Special tokens named in tokenizer_config.json."""
 
     def mentions(self, name: str) -> bool:
-        """Whether it writes the special token of this name, such as eos_token."""
+        """Whether the template uses the special token of this name, such as eos_token."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
     @property
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """What a tokenizer_config.json names: bos_token, pad_token, ..."""
+    """Returns the special tokens in a tokenizer_config.json: bos_token, pad_token, ..."""
     named = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -94,14 +94,14 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def beside(tokenizer_path: str, name: str) -> str:
-    """The address of a file in the folder of the tokenizer's file."""
+    """Returns the address of a file in the folder of the tokenizer's file."""
     return f"{tokenizer_path[: tokenizer_path.rfind('/') + 1]}{name}"
 
 
 def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading) -> ChatTemplate:
-    """The template in `template_path`; where that is empty, the one beside the tokenizer's file.
+    """Returns the template in `template_path`, or if that is empty, the one next to the tokenizer's file.
 
-    Raises TokenizerError when there is none, several, or a file cannot be read.
+    Raises TokenizerError if there is none, several, or a file cannot be read.
     """
     origin, found, special_tokens = _read_template(tokenizer_path, template_path, reading)
     if isinstance(found, list):
@@ -119,7 +119,7 @@ def find_chat_template(tokenizer_path: str, template_path: str, reading: Reading
 
 
 def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplate | None:
-    """The template beside the tokenizer's file, if there is one; of several the one that transformers takes."""
+    """Returns the template next to the tokenizer's file, or None; of several, transformers' choice."""
     origin, found, special_tokens = _read_template(tokenizer_path, "", reading)
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -130,7 +130,7 @@ def look_for_chat_template(tokenizer_path: str, reading: Reading) -> ChatTemplat
 def _read_template(
     tokenizer_path: str, template_path: str, reading: Reading
 ) -> tuple[str, Any, dict[str, str]]:
-    """Its file, what that says (text, or a list of several), and the tokenizer's special tokens."""
+    """Returns the template's file, its content (text, or a list of several), and the tokenizer's special tokens."""
     config_file = beside(tokenizer_path, CONFIG_FILE)
     config = read_object(config_file, reading)
     special_tokens = special_tokens_of(config)
@@ -144,10 +144,10 @@ def _read_template(
 
 
 class ChatEncoder:
-    """Conversations to tokens with marks. Can be pickled into data workers.
+    """Encodes conversations to tokens with marks. Can be pickled into data workers.
 
     The assistant's tokens are the ones in the template's `{% generation %}` blocks. In a template without any they are
-    what the assistant's message adds to the messages before it with their generation prompt: from its first character
+    what the assistant's message adds to the previous messages with their generation prompt: from its first character
     to the end of its turn.
 
     Raises TokenizerError when the template cannot be used with this tokenizer, or transformers is not installed.
@@ -156,7 +156,7 @@ class ChatEncoder:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, trains: bool = True) -> None:
         """
         Args:
-            trains: False: only to write what a trained model reads, so that less is asked of the template.
+            trains: False: only format prompts for a trained model, which needs less of the template.
         """
         self.template, self.tokenizer = template, tokenizer
         self._variables = {**tokenizer.special_tokens, **template.special_tokens}
@@ -167,12 +167,12 @@ class ChatEncoder:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The special tokens that the template writes, by their names in it."""
+        """Returns the special tokens that the template uses, by their names in it."""
         return self._variables
 
     def turn_end(self) -> int | None:
-        """The special token after what the assistant says, at which a model that learned from this template stops. None
-        where the template writes none, or no conversation of user and assistant.
+        """Returns the special token after the assistant's text, at which a model trained with this template stops. None
+        if the template has none, or cannot format a conversation of user and assistant.
         """
         answer = TRIAL[-1]["content"]
         try:
@@ -182,14 +182,14 @@ class ChatEncoder:
         return self.tokenizer.symbol_in(text.rpartition(answer)[2]) if answer in text else None
 
     def encode(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[Tokens, int]:
-        """A conversation with an EOS after it, unless it ends with one: marked tokens (marks.py), and the bytes of its
-        text. That EOS counts where the assistant has the last word: a model stops at it (Tokenizer.stop_ids), so it is
-        taught, as the end of a turn is.
+        """Encode a conversation, with an EOS after it unless it ends with one; returns marked tokens (marks.py), and
+        the bytes of its text. That EOS counts in the loss if the last message is the assistant's: a model stops at it
+        (Tokenizer.stop_ids), so it is trained, like the end of a turn.
 
         Raises:
-            TemplateRefused: the template cannot write it.
-            NoPrefix: where the assistant's tokens are, a template without generation blocks does not show.
-            TemplateEndless: it takes too long.
+            TemplateRefused: the template cannot format it.
+            NoPrefix: a template without generation blocks does not show the assistant's tokens.
+            TemplateEndless: formatting takes too long.
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)
@@ -200,11 +200,11 @@ class ChatEncoder:
         return mark(tokens, is_scored, eos_id), len(text.encode())
 
     def render_text(self, messages: Messages) -> str:
-        """Raises TemplateRefused when the template cannot write them."""
+        """Returns the formatted text. Raises TemplateRefused if the template cannot format the messages."""
         return self._render(messages, None)[0]
 
     def render(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Part]]:
-        """A conversation's text, and where in it the assistant's parts are."""
+        """Returns a conversation's text, and the places of the assistant's parts."""
         if self._has_blocks:
             return self._render(messages, tools, tracks=True)
         text = self._render(messages, tools)[0]
@@ -224,10 +224,10 @@ class ChatEncoder:
         return text, parts
 
     def prompt(self, messages: Messages, opens_answer: bool = True) -> str:
-        """What a model is to go on with: with the beginning of an answer, or with the last message left open.
+        """Returns the prompt for a model: with the beginning of an answer, or with the last message left open.
 
         Raises:
-            TemplateRefused: the template cannot write it.
+            TemplateRefused: the template cannot format it.
         """
         return self._render(messages, None, prompts=opens_answer, open_end=not opens_answer)[0]
 
@@ -329,12 +329,12 @@ def _read_text(address: str, reading: Reading) -> str | None:
 
 
 def read_object(address: str, reading: Reading) -> dict[str, Any]:
-    """Of a JSON file; empty where there is none."""
+    """Read the object of a JSON file; empty if there is none."""
     text = _read_text(address, reading)
     try:
         content = parse_json(text) if text is not None else {}
     except ValueError as error:
-        raise TokenizerError(f"{address} is no JSON ({error}); restore it") from error
+        raise TokenizerError(f"{address} is not JSON ({error}); restore it") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{address} holds no object; restore it")
     return content

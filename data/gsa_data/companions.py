@@ -1,7 +1,7 @@
-"""What stands beside a tokenizer's file and says how a model is spoken to: the chat template, the special tokens, and
-generation_config.json. Of these and the tokenizer the one list of tokens is made at which a model stops.
+"""Files next to a tokenizer's file that define a model's conversations: the chat template, the special tokens, and
+generation_config.json. These and the tokenizer determine the tokens at which a model stops.
 
-The files have the names that transformers gives them, in its folders and in checkpoints alike.
+The files have transformers' names, in its folders and in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from gsa_data.tokenize import Tokenizer, TokenizerError
 
 GENERATION_FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that are kept, beside the tokens at which a text ends."""
+"""Fields of generation_config.json that are kept, in addition to the tokens that end a text."""
 
 
 @dataclass(frozen=True)
 class Companions:
     template: ChatTemplate | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Of tokenizer_config.json: pad_token and the like."""
+    """From tokenizer_config.json: pad_token and the like."""
     eos_ids: tuple[int, ...] = ()
-    """Of generation_config.json."""
+    """From generation_config.json."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The same file's, of SAMPLING."""
+    """From the same file: fields in SAMPLING."""
 
     def files(self) -> dict[str, bytes]:
-        """To stand beside a copy of the tokenizer's file: `read_companions` reads the same of them."""
+        """Returns files to write next to a copy of the tokenizer's file; `read_companions` reads them."""
         contents: dict[str, Any] = {}
         if self.special_tokens:
             contents[CONFIG_FILE] = dict(self.special_tokens)
@@ -57,7 +57,7 @@ def read_companions(
 ) -> Companions:
     """
     Args:
-        template: a run's template; None: the one beside the tokenizer's file, if there is one.
+        template: a run's template; None: the one next to the tokenizer's file, if any.
 
     Raises:
         TokenizerError: a file is damaged.
@@ -81,7 +81,7 @@ def _generation(address: str, reading: Reading) -> tuple[tuple[int, ...], dict[s
 
 
 def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
-    """Let it know at which tokens a model stops, and whether it reads conversations: the one list, for exports,
+    """Set the tokens at which a model stops, and whether it reads conversations, for exports,
     generation, samples and evaluation."""
     found = [tokenizer.eos_id, *companions.eos_ids]
     if companions.template is not None:

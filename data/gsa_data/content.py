@@ -1,8 +1,8 @@
-"""What the files of a corpus hold, by small samples: so a resume names the file that is another one than before.
+"""Fingerprints of a corpus's files by small samples, so that a resume can name a changed file.
 
 Sizes alone do not show a shard that was replaced by one of its size, and modification times are the copy's. A sample
-is a file's beginning, middle and end; a file of up to three samples is read whole. Damage between the samples of a
-larger file is not seen here.
+is a file's beginning, middle and end; a file of up to three samples is read whole. Changes between the samples of a
+larger file are not detected.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from gsa_data.shards import Manifest
 from gsa_data.token_files import TokenFolder
 
 SAMPLE_BYTES = 1 << 14
-"""Three of them cost a disk three seeks, whatever is between."""
+"""Bytes of a sample."""
 FILES_AT_ONCE = 32
 """Number of files read concurrently."""
 NAMED = 3
-"""Files that a message names."""
+"""Number of files that a message names."""
 
 
 def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
     """`kind` of the corpus, and `files`: path -> size in bytes and hash of the samples, as text.
 
-    Of prepared tokens the checksums of their manifest stand in the samples' place: their readers compare them.
+    For prepared tokens the manifest's checksums replace the samples: their readers compare them.
 
     Raises DataFault when a file cannot be read.
     """
@@ -55,7 +55,7 @@ def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
 
 
 def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Which files are others than before, in a line; "" for none, and where nothing can be said: a state of an early
+    """Returns one line that names the changed files; "" for none, or if they cannot be compared: a state of an early
     version, or text before and tokens now."""
     if before is None or before["kind"] != now["kind"]:
         return ""
@@ -92,10 +92,10 @@ def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse)
 
 
 class _LocalParts(threading.Thread):
-    """Reads the samples of one file, which is opened once."""
+    """Reads the samples of one file, opening it once."""
 
     def __init__(self, path: str, parts: list[tuple[int, int]]) -> None:
-        # A daemon, as in fetch.in_time: nothing can stop a read that hangs.
+        # A daemon, as in fetch.in_time: a hanging read cannot be stopped.
         super().__init__(name="gsa_data samples", daemon=True)
         self._path, self._wanted = path, parts
         self.contents: list[bytes] = []
@@ -112,7 +112,7 @@ class _LocalParts(threading.Thread):
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Samples of files, which are read together as remote ones are: fsspec's own way for local files opens one after
+    """Read samples of files concurrently, like remote ones: fsspec opens local files one after
     another, three times each, and on a network file system each opening waits for a server."""
     readers = [_LocalParts(path, parts) for path, parts in files]
     for reader in readers:
@@ -125,7 +125,7 @@ def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
-    """Beginning and end of each sample of a file."""
+    """Returns begin and end of each sample of a file."""
     if size <= 3 * SAMPLE_BYTES:
         return [(0, size)] if size else []
     middle = (size - SAMPLE_BYTES) // 2

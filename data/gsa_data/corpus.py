@@ -1,4 +1,5 @@
-"""What a data folder holds, and the reader for it: the one place that tells shards of text and of tokens apart."""
+"""Opens a data folder with the reader for its content: the only place that distinguishes shards of text and of
+tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from gsa_data.token_files import JOURNAL_NAME, MANIFEST_NAME, TokenFolder, Token
 from gsa_data.tokenize import Tokenizer
 
 LARGE_SHARD_BYTES = 1 << 30
-"""A reader that opens a shard of compressed text holds about seven times its size (measured with zstd)."""
+"""Warn above this size, since a reader holds a decompressed shard in memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ Corpus = Manifest | ChatFolder | TokenFolder | IndexedFolder
 
 
 def open_corpus(root: str, text_field: str = "text", reading: Reading | None = None) -> Corpus:
-    """The corpus of a folder; the log says when it holds tokens instead of text.
+    """Open the corpus of a folder; the log says if it holds tokens instead of text.
 
     It holds tokens when tokens.json (or the journal of an unfinished `prepare.py tokens`) lies in it, and
     megatron-core's datasets when .idx files lie in it; else its shards are text.
@@ -70,7 +71,7 @@ def open_corpus(root: str, text_field: str = "text", reading: Reading | None = N
 
 
 def open_chat(root: str, template: ChatTemplate, reading: Reading | None = None) -> ChatFolder:
-    """The conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
+    """Open the conversations of a folder: JSON lines or Parquet with `messages` (chat.py).
 
     Raises DataFault for a missing or empty folder, and for one of tokens, which hold no conversations.
     """
@@ -104,7 +105,7 @@ def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
 
 
 def check_not_mixed(files: Mapping[str, int], root: str) -> None:
-    """Raises DataFault where text and indexed datasets, or some of the datasets, would be passed over."""
+    """Raises DataFault if text and indexed datasets, or some of the datasets, would be ignored."""
     datasets = sorted(
         path
         for path in files
@@ -125,8 +126,8 @@ def check_not_mixed(files: Mapping[str, int], root: str) -> None:
 
 
 def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> ShardReader:
-    """Raises DataFault for tokens made by another tokenizer, or with other limits than `reading` has, and
-    TokenizerError for a chat template that does not fit the tokenizer."""
+    """Returns the reader. Raises DataFault for tokens made by another tokenizer, or with other limits than `reading`,
+    and TokenizerError for a chat template that does not fit the tokenizer."""
     if isinstance(corpus, ChatFolder):
         return ChatReader(corpus, tokenizer, reading)
     if isinstance(corpus, TokenFolder):
@@ -137,7 +138,7 @@ def shard_reader(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Shar
 
 
 def check_sources(corpus: Corpus, weights: Mapping[str, float]) -> None:
-    """Whether a corpus can be read with these weights, as far as it is known before reading.
+    """Check that a corpus can be read with these weights, as far as is known before reading.
 
     Raises ValueError for a bad weight, and DataFault for a corpus that knows no sources and for names that none of
     its documents has. Text is only known when read: there a wrong name shows as a source without tokens.

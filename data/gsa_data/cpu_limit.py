@@ -1,4 +1,4 @@
-"""A limit of CPU time for code of others that may never end, such as a chat template with nested loops."""
+"""A limit of CPU time for untrusted code that may never end, such as a chat template with nested loops."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ POLL_SECONDS = 0.5
 
 
 class OverLimit(BaseException):
-    """The block used up its time. No Exception, so that the code inside the block cannot catch it by accident."""
+    """The block used up its time. Not an Exception, so that the code inside the block cannot catch it by accident."""
 
 
 class CpuLimit:
-    """Ends blocks that take too long. CPU time does not depend on what else the machine does.
+    """Ends blocks that take too long. CPU time does not depend on the machine's other load.
 
-    One thread looks at the blocks now and then, so that a block costs microseconds. Can be pickled and forked. A single
-    call of C code is not cut short.
+    One thread polls all blocks, so a block costs microseconds. Can be pickled and forked. A single
+    call of C code is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class CpuLimit:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._turn = threading.Lock()
-        self._end_of: dict[int, tuple[int, float]] = {}  # of a thread: its clock of CPU time, and when to end
+        self._end_of: dict[int, tuple[int, float]] = {}  # thread -> its CPU clock, and its deadline
         self._is_watched = False
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Ends the block with OverLimit after so much CPU time of this thread."""
-        if self._process != os.getpid():  # a fork has no threads, and may have copied a lock that is held
+        """Ends the block with OverLimit after this much CPU time of this thread."""
+        if self._process != os.getpid():  # a fork has no threads, and may have copied a held lock
             self._begin()
         thread = threading.get_ident()
         with self._turn:
@@ -52,7 +52,7 @@ class CpuLimit:
             with self._turn:
                 is_over = self._end_of.pop(thread, None) is None
             if is_over:
-                _raise_in(thread, None)  # where the block ended by itself just before
+                _raise_in(thread, None)  # in case the block ended by itself just before
 
     def _watch(self) -> None:
         while True:
@@ -70,7 +70,7 @@ class CpuLimit:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """None takes back one that was not raised yet."""
+    """Raise an error in a thread; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error else None
     )

@@ -1,4 +1,4 @@
-"""From a shard to its documents. Bad lines are counted and left out; too many make the shard a bad one."""
+"""Reads the documents of a shard. Bad lines are counted and skipped; too many make the shard a bad one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_data.parquet import parquet_rows
 from gsa_data.shards import Manifest, check_damage, read_lines, read_shard, refuse
 
 NO_JSON = re.compile(r"NaN|Infinity")
-"""What Python's json writes and reads all the same."""
+"""Invalid JSON that Python's json reads and writes anyway."""
 
 
 class Document(NamedTuple):
@@ -24,7 +24,7 @@ class Document(NamedTuple):
 def read_documents(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Every line or row of one shard, faults included, so that each keeps its place.
+    """Returns every line or row of one shard, faults included, so that each keeps its index.
 
     A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves it out as a
     whole. Other faults of shards are as in shards.read_lines.
@@ -47,14 +47,14 @@ def read_documents(
 
 
 def first_bad_json(lines: list[bytes]) -> str:
-    """Which line of a shard is the first that is no JSON, and why."""
+    """Returns the first line of a shard that is not JSON, and why."""
     for number, line in enumerate(lines, start=1):
         try:
             orjson.loads(line or b"0")
         except orjson.JSONDecodeError as error:
             if is_utf8(line):
                 found = NO_JSON.match(line.decode(), error.pos)
-                remedy = f"; {found[0]} is no JSON, write null" if found else ""
+                remedy = f"; {found[0]} is not JSON, write null" if found else ""
                 return f"; line {number}: {error.msg} at character {error.pos + 1}{remedy}"
     return ""
 
@@ -68,10 +68,10 @@ def check_bad_lines(
     counters: Counter[str],
     first: str = "",
 ) -> bool:
-    """Whether a shard with these faults may be used; raises DataFault when it may not and nothing is skipped.
+    """Whether a shard with these faults may be used; raises DataFault if it may not and nothing is skipped.
 
     Args:
-        first: where the first of them is, and why, for the message.
+        first: place and cause of the first fault, for the message.
     """
     if not faults:
         return True
@@ -91,7 +91,7 @@ def check_bad_lines(
 
 
 def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 1 << 25) -> Document | str:
-    """The document of one line of JSON, or the name of what is wrong with it.
+    """Returns the document of one line of JSON, or the name of its fault.
 
     A line is {"text": ..., "meta": {"redpajama_set_name": ...}}, as in SlimPajama; "meta" is optional. Faults:
     bad_utf8, bad_json (also a lone surrogate), missing_text (no "text", null, or not a string), empty_text
@@ -117,7 +117,7 @@ def parse_line(line: bytes, text_field: str = "text", max_document_bytes: int = 
 
 
 def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int = 1 << 25) -> Document | str:
-    """The document of one row of Parquet, or the name of what is wrong with it, as in `parse_line`."""
+    """Returns the document of one row of Parquet, or the name of its fault, as in `parse_line`."""
     if text is None:
         return "missing_text"
     if not is_utf8(text):
@@ -130,7 +130,7 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
 
 
 def is_utf8(line: bytes) -> bool:
-    """Whether it can be decoded."""
+    """Whether the line is valid UTF-8."""
     try:
         line.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What may go wrong with text, what it is called in the counters, and what is done about it."""
+"""Faults of text, their names in the counters, and the policy for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAD_LINES = ("bad_utf8", "bad_json", "missing_text", "missing_messages", "bad_me
 """Faults that count towards `max_bad_line_fraction`."""
 HARMLESS_LINES = ("empty_text", "huge_document", "no_assistant", "template_refused")
 LOST_LINES = "lost_lines"
-"""Lines of a shard that were there when a lane opened it, and are not at a resume within it."""
+"""Lines of a shard that existed when a lane opened it, and are missing at a resume within it."""
 FAILED_READINGS = ("shards_missing", "shards_unreadable")
 BAD_SHARDS = (
     *FAILED_READINGS,
@@ -28,18 +28,18 @@ logger = logging.getLogger("gsa_data")
 
 
 def printable(word: str) -> str:
-    """A word of someone's data, as the name of a source, for a line on a terminal: what is no visible character stands
-    as in a program's text, so that it begins no new line and moves no cursor."""
+    """Escape invisible characters of untrusted text, such as the name of a source, for a line on a terminal,
+    so that it cannot break the line or move the cursor."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in word)
 
 
 class DataFault(RuntimeError):
-    """The corpus cannot be read as asked; the message names the shard, the value and the remedy."""
+    """The corpus cannot be read; the message names the shard, the value and the remedy."""
 
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """What is wrong with the value of this option of a command is said with its name.
+    """Prefix errors about the value of a command's option with its name.
 
     Raises:
         DataFault: the block raised one, or a ValueError.
@@ -64,7 +64,7 @@ class Reading:
     retries: int = 5
     """Times that a read which failed or timed out is tried again."""
     timeout_seconds: float = 60.0
-    """A read, an opening, a listing or a connection that brings nothing for so long has failed."""
+    """A read, an opening, a listing or a connection without progress for this time has failed."""
     backoff_seconds: float = 0.5
     """Wait before the first retry; doubles each time up to a minute: 0.5, 1, 2, 4, 8."""
     may_skip: bool = True
@@ -86,28 +86,28 @@ class Reading:
 
     @property
     def waits_seconds(self) -> list[float]:
-        """Before each retry."""
+        """Returns the waits before each retry."""
         return [min(60.0, self.backoff_seconds * 2.0 ** min(retry, 60)) for retry in range(self.retries)]
 
     @property
     def longest_wait_seconds(self) -> float:
-        """From the first try of one read to its last failure."""
+        """Returns the time from the first try of a read to its last failure."""
         return (self.retries + 1) * self.timeout_seconds + sum(self.waits_seconds)
 
     def for_validation(self) -> Reading:
-        """The same, where a bad shard always fails."""
+        """Returns the same policy, except that a bad shard always fails."""
         return replace(self, on_bad_shard="fail", may_skip=False)
 
     @property
     def or_skip(self) -> str:
-        """Ends the remedies of a message."""
+        """Returns the end of a message's remedy."""
         if not self.may_skip:
             return " (on_bad_shard=skip leaves no validation text out)"
         return ", or set on_bad_shard=skip"
 
 
 def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
-    """What was left out, and how often reads were tried again, under the names that runs log."""
+    """Returns what was skipped, and the number of read retries, under the names that runs log."""
     return {
         "data_skipped_documents": sum(
             counters.get(name, 0) for name in (*BAD_LINES, *HARMLESS_LINES, LOST_LINES)
@@ -119,5 +119,6 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning in one line, once per process: small corpora read a shard many times, and it may quote them."""
+    """Log a warning in one line, once per process, since small corpora read a shard many times. Its text may be
+    untrusted."""
     logger.warning("%s", printable(message))

@@ -59,7 +59,7 @@ LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryE
 
 
 class Pulse:
-    """With which an action that takes long shows that it goes on, so that only its standstill is limited."""
+    """A long action beats its pulse to show progress, so that only the time without progress is limited."""
 
     def __init__(self) -> None:
         self.last_seconds = time.monotonic()
@@ -69,7 +69,7 @@ class Pulse:
 
 
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it. Some connect for it, which is tried again where no
+    """Returns the fsspec file system of an address, and the path in it. Some need a connection, which is retried if no
     answer comes.
 
     Not for a thread that ends soon: one connection, and a thread that holds it, are kept per thread.
@@ -92,7 +92,7 @@ def file_system(address: str, reading: Reading) -> tuple[Any, str]:
 
 
 def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
-    """One try of `file_system`: OSError when there is no connection."""
+    """Try once to connect for `file_system`: OSError if there is no connection."""
     protocol = fsspec.utils.get_protocol(address)
     try:
         if protocol in LocalFileSystem.protocol:
@@ -108,7 +108,8 @@ def connected(address: str, limit_seconds: float) -> tuple[Any, str]:
 def read_bytes(
     address: str, reading: Reading, counters: Counter[str], most_bytes: int | None = None
 ) -> bytes:
-    """The whole file, or OSError when it is missing, no regular file, larger than `most_bytes`, or all tries failed."""
+    """Read the whole file; OSError if it is missing, not a regular file, larger than `most_bytes`, or all tries
+    failed."""
     limit = reading.timeout_seconds
 
     def read() -> bytes:
@@ -135,9 +136,9 @@ def read_bytes(
 
 
 def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """The result of an action that beats its pulse at every sign of life; tried again where it stands still.
+    """Returns the result of an action that beats its pulse as it progresses; retried if it stalls.
 
-    Raises OSError when all tries failed, or the first could not be mended by another.
+    Raises OSError if all tries failed, or a retry cannot help.
     """
 
     def once() -> T:
@@ -148,7 +149,7 @@ def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counter
 
 
 def with_retries(action: Callable[[], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """The result of `action`, tried again after an OSError that may pass; `counters` gains read_retries."""
+    """Returns the result of `action`, retried after a transient OSError; `counters` gains read_retries."""
     for retry, wait_seconds in enumerate(reading.waits_seconds, 1):
         try:
             return action()
@@ -169,7 +170,8 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 
 
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
-    """The result of `action`, or ReadError `seconds` after its start, or after the last beat of its pulse.
+    """Returns the result of `action`, or raises ReadError `seconds` after its start, or after the last beat of its
+    pulse.
 
     Nothing can stop a read that the kernel or a library never ends, so it runs in a thread that is then
     abandoned; it ends with the process at the latest.
@@ -248,11 +250,11 @@ class _Connector(threading.Thread):
 
 
 _connectors = threading.local()
-"""As fsspec's own cache of file systems."""
+"""Per thread, like fsspec's cache of file systems."""
 
 
 def _of_thread() -> _Connector:
-    """Of the thread that asks. A process that was forked has lost it."""
+    """Returns the connector of this thread. A forked process has lost it."""
     connector: _Connector | None = getattr(_connectors, "connector", None)
     if connector is None or connector.is_left or not connector.is_alive():
         connector = _connectors.connector = _Connector()

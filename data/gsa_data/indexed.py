@@ -100,7 +100,7 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         content = file.read(HEADER.size)
     if len(content) < HEADER.size or not content.startswith(MAGIC):
-        raise DataFault(f"{path} is no index of a megatron-core dataset: it begins with {content[:9]!r}")
+        raise DataFault(f"{path} is not an index of a megatron-core dataset: it begins with {content[:9]!r}")
     _, version, code, sequences, boundaries = HEADER.unpack(content)
     if version != 1 or code not in ID_TYPES:
         raise DataFault(
@@ -233,6 +233,6 @@ class _IndexedLines:
         return EncodedDocument(tokens, 0)
 
     def sources(self) -> LineSources:
-        """This format has none."""
+        """Returns no sources: the format has none."""
         is_empty = np.asarray(self._begins) == np.asarray(self._ends)
         return LineSources([NO_SOURCE], np.where(is_empty, -1, 0))

@@ -38,7 +38,7 @@ ORDER_VERSION = 1  # raise it with any change to the order below: saved cursors 
 # finer. The price is reading each shard once per part; large corpora have parts = 1.
 MIN_UNITS_PER_LANE = 4
 
-# With shards skipped, a lane may be dealt only lost ones in some epoch. This often in a row is no accident.
+# With skipped shards, a lane may get only lost ones in some epoch. This number of such epochs in a row is an error.
 MAX_EMPTY_EPOCHS = 3
 
 # A lane may also hold only documents of small weight, which are due in few epochs. This often in a row without any
@@ -52,7 +52,7 @@ MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 NO_WEIGHTS: Mapping[str, float] = {}
 
 LONG_CONVERSATIONS = "long_conversations"
-"""Counter: conversations of more tokens than a sequence holds, which are cut."""
+"""Counter: conversations with more tokens than a sequence, which are cut."""
 
 
 class Unit(NamedTuple):
@@ -62,13 +62,13 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Thinning:
-    """What the weights make of the lines of one unit in one epoch."""
+    """Effect of the weights on the lines of one unit in one epoch."""
 
     sources: LineSources
     copies: Sequence[int]
     """[lines]"""
     most: int
-    """Copies that any document may have."""
+    """Largest number of copies of any document."""
     has_any: bool
     """Whether a document has a weight above 0, due in this epoch or not."""
     leaves_out_all: bool
@@ -78,22 +78,24 @@ class Thinning:
 class OpenUnit(NamedTuple):
     lines: ShardLines
     order: Sequence[int]
-    """Of all lines that the unit had when the lane first opened it."""
+    """Order of all lines that the unit had when the lane first opened it."""
     thinning: Thinning | None
 
     def is_lost(self, line: int) -> bool:
-        """A shard may fail, or lose its end, between a save and a resume; what is left of it keeps its places."""
+        """Whether a line is lost: a shard may fail, or lose its end, between a save and a resume; other lines keep
+        their index."""
         return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
-        """The line that stands at a slot (see source_weights.py)."""
+        """Returns the line at a slot (see source_weights.py)."""
         if copy == 0:
             return self.order[document]
         number = len(self.order)
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """(document, copy) of all slots from one on; with `first_in_any_case` also if no document has such a copy."""
+        """Yields (document, copy) of all slots from one on; with `first_in_any_case` also if no document has such a
+        copy."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy
@@ -133,7 +135,7 @@ class LaneReader:
     def pieces(
         self, lane: int, start: Cursor = LANE_START, begun: bool = True
     ) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """The documents of one lane from `start` on, tokenized and with their EOS, for ever.
+        """Yields the documents of one lane from `start` on, tokenized and with their EOS, endlessly.
 
         Counters never count anything twice across a resume.
 
@@ -193,7 +195,7 @@ class LaneReader:
             epoch, unit, found_any, taken_any = epoch + 1, 0, False, False
 
     def read_again(self, lane: int, cursors: Iterable[Cursor]) -> Iterator[tuple[Cursor, AnyTokens]]:
-        """Documents that were counted before, each from its cursor to its end; those that are gone count as lost."""
+        """Yields documents that were counted before, each from its cursor to its end; missing ones count as lost."""
         opened_at: tuple[int, int] | None = None
         for cursor in cursors:
             if opened_at != (cursor.epoch, cursor.unit):
@@ -218,12 +220,12 @@ class LaneReader:
             self.counters[LONG_CONVERSATIONS] += 1
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Returns the counts since the last call."""
         taken, self.counters = dict(self.counters), Counter()
         return taken
 
     def units(self, epoch: int) -> list[Unit]:
-        """All units in the order of one epoch; lane v reads every num_lanes-th of them, from v on."""
+        """Returns all units in the order of one epoch; lane v reads every num_lanes-th of them, from v on."""
         if epoch not in self._units_of_epoch:
             shards = self.reader.manifest.shards
             units = [Unit(relpath, part) for relpath, _ in shards for part in range(self.parts)]
@@ -234,11 +236,11 @@ class LaneReader:
         return self._units_of_epoch[epoch]
 
     def _open(self, unit: Unit, epoch: int, counted: bool, known_lines: int = 0) -> OpenUnit:
-        """The lines of one unit, the order in which to take them, and how often.
+        """Open a unit: its lines, their order, and their numbers of copies.
 
         Args:
-            counted: before the position that is resumed.
-            known_lines: that the unit had then; 0 if it was not yet opened, or not known.
+            counted: whether it was counted before the resumed position.
+            known_lines: number of lines that the unit had then; 0 if unopened or unknown.
         """
         counters: Counter[str] = Counter()
         lines = self.reader.open(unit.relpath, unit.part, self.parts, counters)
@@ -255,7 +257,7 @@ class LaneReader:
         thinning = self._thin(lines, unit, epoch) if self.source_weights else None
         if not self.shuffle_documents:
             return OpenUnit(lines, range(num_lines), thinning)
-        # RandomState, as numpy froze its stream; Generator's may change between numpy versions.
+        # RandomState, whose stream numpy froze; Generator's may change between numpy versions.
         rng = np.random.RandomState(stable_hash(self.seed, epoch, *unit) % 2**32)
         order = rng.permutation(num_lines).data  # a memoryview: its items are plain int
         return OpenUnit(lines, order, thinning)
@@ -277,6 +279,6 @@ class LaneReader:
 
 
 def stable_hash(*parts: object) -> int:
-    """64 bits from the given values, the same on every machine and Python version."""
+    """Hash the given values to 64 bits, the same on every machine and Python version."""
     key = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""Which files lie below a folder or an fsspec address."""
+"""Lists the files below a folder or an fsspec address."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, file_system, patiently
 
 FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
-"""Of text."""
+"""Suffixes of text."""
 OTHER_FORMATS = (".json.gz",)
-"""C4's shards, of JSON lines all the same. They count where a folder holds none of FORMATS: a folder of shards may hold
-such a file for another purpose, and stays the corpus that it was."""
+"""C4's shards, which are also JSON lines. They are used if a folder has none of FORMATS: a folder of shards may hold
+such a file for another purpose."""
 INDEXED = (".idx", ".bin")
-"""Of megatron-core's datasets."""
+"""Suffixes of megatron-core's datasets."""
 PACKED = ("zst", "gz", "bz2", "xz", "lz4")
 """Endings after the one that names a file's content."""
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def list_files(root: str, reading: Reading) -> dict[str, int]:
-    """Size in bytes of every file below `root`, by its path from there; 0 for those that are in none of FORMATS,
+    """Returns path -> size in bytes of every file below `root`; 0 for files in none of FORMATS,
     OTHER_FORMATS and INDEXED.
 
-    Raises DataFault when `root` is no folder, or when any part of it cannot be listed.
+    Raises DataFault if `root` is not a folder, or any part of it cannot be listed.
     """
     filesystem, base = file_system(root, reading)
     base = base.rstrip("/")
@@ -59,15 +59,15 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
 
 def list_folder(filesystem: Any, folder: str) -> list[str]:
-    """Names of what lies in a folder. FileNotFoundError when there is none, NotADirectoryError for a local file."""
+    """Returns the names in a folder. FileNotFoundError if it is missing, NotADirectoryError for a local file."""
     if isinstance(filesystem, LocalFileSystem):
         return os.listdir(folder or "/")
     return [str(path).rpartition("/")[2] for path in filesystem.ls(folder, detail=False)]
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
-    """The result of `action`, tried again where it stands still and after an error that may pass; DataFault when none
-    of the tries got it."""
+    """Returns the result of `action`, retried if it stalls and after transient errors; DataFault if no
+    try succeeds."""
     try:
         return patiently(action, f"data folder {root!r}", reading, Counter())
     except OSError as error:
@@ -80,8 +80,8 @@ def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
 def _local_files(
     folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """(path, bytes) of the files, links followed. fsspec's own listing passes over links, and over folders that
-    cannot be read: the corpus would only seem smaller."""
+    """Yields (path, bytes) of the files, following links. fsspec's listing skips links, and folders that
+    cannot be read, so the corpus would seem smaller."""
     folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
@@ -104,8 +104,8 @@ def _local_files(
 
 
 def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iterator[tuple[str, int]]:
-    """The same elsewhere. One request per folder, while fsspec's `find` passes over folders that cannot be read and
-    shows nothing of how it gets on."""
+    """The same for other file systems, with one request per folder: fsspec's `find` skips unreadable folders and
+    shows no progress."""
     for info in filesystem.ls(folder, detail=True):
         pulse.beat()
         path = str(info["name"]).rstrip("/")
@@ -124,7 +124,7 @@ def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iter
 
 
 def count_endings(paths: Iterable[str]) -> str:
-    """How many files there are of each kind: `2 *.jsonl.zst, 1 *.txt`."""
+    """Returns the number of files of each kind: `2 *.jsonl.zst, 1 *.txt`."""
     endings: Counter[str] = Counter()
     for path in paths:
         parts = path.rpartition("/")[2].split(".")

@@ -1,6 +1,6 @@
-"""What a token of a conversation says beside its id: two bits above it, which blocks carry wherever tokens go.
+"""Marks of a conversation's tokens: two bits above the id, which stay with the tokens in blocks.
 
-A token without marks is its own id, so text has none. pack.FILLER is no token: put another id in its place first.
+A token without marks is its own id, so text has none. pack.FILLER is not a token: replace it by an id first.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNSCORED = 1 << 29
-"""Not to be predicted: no part of what the assistant writes. FILLER has this bit, too."""
+"""Not predicted: outside the assistant's text. FILLER also has this bit."""
 INSIDE = 1 << 28
-"""Of an EOS within a conversation, such as the end of a turn: it ends no document."""
+"""Marks an EOS within a conversation, such as the end of a turn, which ends no document."""
 TOKEN_ID = INSIDE - 1
-"""The bits of the id."""
+"""Mask of the id's bits."""
 
 
 def mark(tokens: NDArray[np.int32], is_scored: NDArray[np.bool_], eos_id: int) -> NDArray[np.int32]:
-    """A document [tokens] whose last token is its EOS, with its marks."""
+    """Mark a document [tokens] whose last token is its EOS."""
     inside = tokens == eos_id
     inside[-1] = False
     marked: NDArray[np.int32] = tokens | np.where(is_scored, 0, UNSCORED).astype(np.int32)

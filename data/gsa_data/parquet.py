@@ -1,4 +1,4 @@
-"""The rows of a Parquet shard, through pyarrow (the extra `parquet`)."""
+"""Reads the rows of a Parquet shard with pyarrow (the extra `parquet`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gsa_data.unpack import LINE_BYTES, most_unpacked, too_large
 
 SOURCE_COLUMN = "meta.redpajama_set_name"  # as SlimPajama has it
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-"""Arrow's names of types that hold text; each text is checked to be UTF-8."""
+"""Arrow's types of text; each text is checked to be UTF-8."""
 MOST_ROWS_AT_ONCE = 1 << 14
 
 
 class TooLarge(ValueError):
-    """A shard unpacks to more than fits into memory."""
+    """A decompressed shard does not fit into memory."""
 
 
 def require_pyarrow(shard: str) -> Any:
-    """The module pyarrow, or DataFault with the command that installs it."""
+    """Import pyarrow, or raise DataFault with the command that installs it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -31,7 +31,7 @@ def require_pyarrow(shard: str) -> Any:
 
 
 def has_no_rows(packed: bytes, shard: str) -> bool:
-    """Whether a shard is whole, and empty."""
+    """Whether a shard is intact, and empty."""
     arrow = require_pyarrow(shard)
     try:
         return int(arrow.parquet.read_metadata(arrow.BufferReader(packed)).num_rows) == 0
@@ -42,7 +42,7 @@ def has_no_rows(packed: bytes, shard: str) -> bool:
 def parquet_rows(
     packed: bytes, text_column: str, shard: str
 ) -> tuple[list[tuple[bytes | None, bytes | None]], str]:
-    """Text and source of every row in file order, and what is wrong with the shard ("" when nothing is).
+    """Returns text and source of every row in file order, and what is wrong with the shard ("" if nothing is).
 
     The row groups before a damaged one are kept. Bytes, not strings: Parquet does not promise UTF-8.
     """
@@ -69,8 +69,8 @@ def parquet_rows(
 
 
 def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
-    """Of every row in file order the columns `messages`, `tools` and the source, as a line of JSON has them; None for
-    one that is no UTF-8. And what is wrong with the shard, as `parquet_rows`."""
+    """Returns for every row in file order the columns `messages`, `tools` and the source, as in a line of JSON; None
+    for one that is not UTF-8; and what is wrong with the shard, as in `parquet_rows`."""
     arrow = require_pyarrow(shard)
     rows: list[dict[str, Any] | None] = []
     try:
@@ -96,7 +96,7 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 
 
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
-    """The tables of each row group, with these columns and the source's, of plain types.
+    """Yields the tables of each row group, with these columns and the source's, of plain types.
 
     A dictionary's value may stand for any number of rows, so a group is read some rows at a time.
 
@@ -129,7 +129,7 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
 
 
 def _sources(table: Any, arrow: Any) -> list[bytes | None]:
-    """Of each row; None where it is not text, as in lines of JSON."""
+    """Returns the source of each row; None if it is not text, as in lines of JSON."""
     names = table.column_names
     if SOURCE_COLUMN in names:  # a column of its own, as pandas.json_normalize writes it
         column = table.column(names.index(SOURCE_COLUMN))
@@ -144,8 +144,8 @@ def _sources(table: Any, arrow: Any) -> list[bytes | None]:
 
 
 def _plain_type(kind: Any, arrow: Any) -> Any:
-    """The type of the values themselves, where a dictionary (categories, enumerations) or an extension (JSON) holds
-    them, also inside structs and lists."""
+    """Returns the type of the values themselves, if a dictionary (categories, enumerations) or an extension (JSON)
+    holds them, also inside structs and lists."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plain_type(kind.storage_type, arrow)
@@ -160,7 +160,7 @@ def _plain_type(kind: Any, arrow: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The same, where bytes are text, as programs without a type for text write it."""
+    """Returns the value with bytes decoded to text, as some programs write text."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The blocks of one data-parallel rank, made in the training process or in readers of its own (see stream.py)."""
+"""Makes the blocks of one data-parallel rank, in the training process or in separate readers (see stream.py)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gsa_data.pack import LANE_START, Cursor, Tokens, pack
 from gsa_data.reader import ShardReader
 from gsa_data.stream_config import StreamConfig
 
-# What passes between a worker and the main process costs 0.2 ms of CPU an item and 0.3 ms for the copies of 32K tokens,
-# which take 22 ms to read. So short blocks go in groups of this many tokens; long ones need not wait for each other.
+# Passing an item from a worker to the main process has a fixed cost,
+# so short blocks are sent in groups of this many tokens; long ones separately.
 TOKENS_PER_GROUP = 1 << 16
 
-# A reader that is silent for this much longer than its longest read, with all retries, hangs.
+# A reader that is silent for this much longer than its longest read, with all retries, is considered hanging.
 HANG_SECONDS = 60.0
 
-# Between two looks of a reader whether its training process is there.
+# Interval at which a reader checks that its training process exists.
 LOOK_SECONDS = 5.0
 
 
@@ -44,23 +44,23 @@ START = Position(LANE_START, EMPTY_POOL)
 
 
 class Block(NamedTuple):
-    sample: int  # of all ranks
+    sample: int  # number over all ranks
     tokens: Tokens
     next_position: Position
-    counters: dict[str, int]  # what was counted between this block and the one before
+    counters: dict[str, int]  # counts between the previous block and this one
 
 
 def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
-    """The lane's last global sample among those consumed; below 0 if it has none there."""
+    """Returns the lane's last consumed global sample; below 0 if there is none."""
     return consumed_samples - 1 - (consumed_samples - 1 - lane) % num_lanes
 
 
 class RankSamples(IterableDataset[list[Block]]):
     """One rank's samples. Worker w of W yields every W-th of them from the w-th on, in groups.
 
-    Where ranks x workers does not divide num_lanes, a lane is shared: each of its readers makes all of its blocks, as
-    where one begins follows from all before it, and drops what is another's, with what was counted on the way. Every
-    block is thus handed out and counted once.
+    Where ranks x workers does not divide num_lanes, a lane is shared: each of its readers makes all of its blocks,
+    since the begin of a block depends on all earlier ones, and drops other readers' blocks with their counts. Every
+    block is thus returned and counted once.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RankSamples(IterableDataset[list[Block]]):
 def _lane_blocks(
     reader: LaneReader, lane: int, start: Position, number: int, config: StreamConfig
 ) -> Iterator[tuple[Tokens, Position]]:
-    """The blocks of one lane from its `number`-th on, each with the position after it."""
+    """Yields the blocks of one lane from its `number`-th on, each with the position after it."""
     if config.packing == "concatenate":
         for tokens, cursor in pack(reader.pieces(lane, start.cursor), config.seq_len_tokens):
             yield tokens, Position(cursor, EMPTY_POOL)
@@ -134,14 +134,14 @@ def _lane_blocks(
 
 def group_blocks_of(config: StreamConfig) -> int:
     if config.num_workers == 0:
-        return 1  # nothing is read before it is asked for
+        return 1  # nothing is read ahead
     return max(
         1, min(TOKENS_PER_GROUP // config.seq_len_tokens, config.prefetch_blocks // config.num_workers)
     )
 
 
 def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Block, None, None]:
-    """The rank's blocks, in the order of their numbers. Workers start at once, and fill their queues."""
+    """Yields the rank's blocks, in the order of their numbers. Workers start at once, and fill their queues."""
     if (
         config.num_workers == 0
     ):  # a DataLoader would take as long as all the rest of a block that is not tokenized
@@ -150,7 +150,7 @@ def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Blo
 
 
 def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
-    """The DataLoader's iterator."""
+    """Returns the DataLoader's iterator."""
     workers = config.num_workers
     group_blocks = group_blocks_of(config)
     loader = DataLoader(
@@ -175,7 +175,7 @@ def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
 
 
 def _undo_dealing(groups: Any, workers: int) -> Generator[Block, None, None]:
-    """The DataLoader returns one group of each worker in turn."""
+    """Restore the order of blocks, since the DataLoader returns one group of each worker in turn."""
     while True:
         round_of_groups = [_next_group(groups) for _ in range(workers)]
         for row in zip(*round_of_groups, strict=True):
@@ -183,7 +183,7 @@ def _undo_dealing(groups: Any, workers: int) -> Generator[Block, None, None]:
 
 
 def _next_group(groups: Any) -> list[Block]:
-    """One group; DataFault when a reader found a fault, died or hangs."""
+    """Returns one group; DataFault if a reader found a fault, died or hangs."""
     try:
         group: list[Block] = next(groups)
     except DataFault as error:  # from a worker with a stack of calls around its message
@@ -209,9 +209,10 @@ def _next_group(groups: Any) -> list[Block]:
 
 
 def _obey_only(trainer: int, _worker_id: int) -> None:
-    """Torchrun and Slurm send SIGTERM to readers, too, while the training process still needs text to stop well.
+    """Ignore others' SIGTERM: torchrun and Slurm also send it to readers while training still needs text to stop
+    cleanly.
 
-    Only the SIGTERM of that process ends a reader, and its death. By its id: with a fork server it is not the reader's
+    Only the training process's SIGTERM or death ends a reader. By its id: with a fork server it is not the reader's
     parent. torch, too, ends a reader whose training process is gone, but not one whose queue is full: that waits for
     someone to empty it, and each reader keeps the others' queues open.
     """

@@ -1,8 +1,8 @@
-"""The seam between a corpus and its order: a shard reader gives the lines of one shard as tokens.
+"""The interface between a corpus and its order: a shard reader returns the lines of one shard as tokens.
 
 There are four: TextReader tokenizes shards of text, ChatReader (chat.py) conversations, TokenReader (token_files.py)
 maps what `prepare.py tokens` wrote, IndexedReader (indexed.py) maps megatron-core's datasets. The lanes, the packing
-and the stream know none of them apart.
+and the stream do not distinguish them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardLines(Protocol):
     def __getitem__(self, place: int, /) -> EncodedDocument | str: ...
 
     def sources(self) -> LineSources:
-        """Of all lines, without encoding any."""
+        """Returns the sources of all lines, without encoding any."""
         ...
 
 
@@ -43,11 +43,11 @@ class ShardReader(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Shards and fingerprint of the corpus the order is made of: for token files, of their source."""
+        """Returns shards and fingerprint of the corpus that defines the order; for token files, of their source."""
         ...
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Every parts-th line of a shard, from line `part` on.
+        """Open every parts-th line of a shard, from line `part` on.
 
         `counters` gains what happened to the whole shard (see documents.read_documents). Raises DataFault for a
         shard that the reader's policy refuses.

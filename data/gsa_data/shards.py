@@ -1,4 +1,4 @@
-"""Which shards a corpus has, and the lines of one shard. Local folders and every address fsspec knows."""
+"""Lists the shards of a corpus, and reads the lines of one shard, from local folders and all fsspec addresses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_manifest(root: str, text_field: str = "text", reading: Reading | None 
 def manifest_of(
     root: str, files: Mapping[str, int], text_field: str, reading: Reading, is_chat: bool = False
 ) -> Manifest:
-    """The same from the files that `list_files` found below `root`."""
+    """Build the manifest from the files that `list_files` found below `root`."""
     for formats in (FORMATS, OTHER_FORMATS):
         shards = sorted((path, size_bytes) for path, size_bytes in files.items() if path.endswith(formats))
         if shards:
@@ -101,7 +101,7 @@ def manifest_of(
 
 
 def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> bytes | None:
-    """The bytes of one shard as stored, or None when it is left out.
+    """Read the bytes of one shard as stored; None if it is skipped.
 
     Read errors are retried. A shard that is missing or unreadable raises DataFault with on_bad_shard="fail".
     `counters` gains read_retries, shards_read, shards_missing and shards_unreadable.
@@ -121,7 +121,7 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 
 
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
-    """All lines of one shard of JSON lines, without their newline, nor a mark of UTF-8 before the first.
+    """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
     Faults are as in `read_shard`; one that is truncated, corrupt, unpacks to far too much or has another size than in
     the manifest counts as shards_damaged, and "skip" keeps the lines that are whole.

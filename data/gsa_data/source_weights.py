@@ -94,7 +94,7 @@ def place_of_copy(copy: int) -> float:
 
 
 def most_copies(weights: Mapping[str, float]) -> int:
-    """In one epoch, of any document."""
+    """Returns the largest number of copies of a document in one epoch."""
     return math.ceil(max([1.0, *weights.values()]))
 
 

@@ -40,7 +40,7 @@ class TokenizerJson:
             self._content: dict[str, Any] = parse_json(file)
         except ValueError as error:
             raise TokenizerError(
-                f"tokenizer file {path!r} is no JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
+                f"tokenizer file {path!r} is not JSON ({error}); give a sentencepiece .model file or a tokenizer.json"
             ) from error
         with _LibraryErrors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())

@@ -52,7 +52,7 @@ def read_whole(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 def parse_json(content: str | bytes) -> Any:
     """
     Raises:
-        ValueError: it is no JSON, or nested too deeply.
+        ValueError: it is not JSON, or nested too deeply.
     """
     try:
         tree = json.loads(content)

@@ -1,4 +1,4 @@
-"""Models out to Hugging Face's transformers, and in (the extra `hf`)."""
+"""Exports models to Hugging Face's transformers and imports them (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGES = ("transformers", "safetensors", "tokenizers")
 
 
 def missing_package() -> str | None:
-    """What to install before anything else of this folder can be imported; None if all is there."""
+    """Returns what to install before other modules of this folder can be imported; None if nothing is missing."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             return f"the package {name} is not installed; run in the checkout: pip install '.[hf]'"

@@ -1,6 +1,6 @@
-"""Dense models of other architectures as GSA models: which there are, their sizes, and where their weights come from.
+"""Dense models of other architectures as GSA models: known architectures, their sizes, and the source of each weight.
 
-Whatever a GSA model cannot represent is refused: the model would not be the same.
+Features that a GSA model cannot represent are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUTPUT_GATED = ("qwen3_next", "qwen3_5_text")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *OUTPUT_GATED)
 
 OPEN_BIAS = 20.0
-"""sigmoid(20) = 1 - 2e-9 is 1 in fp32, in which gates are calculated, and bf16 holds 20."""
+"""sigmoid(20) rounds to 1 in fp32, in which gates are calculated, and bf16 represents 20 exactly."""
 
 HAS_NOT = {
     "attention_bias": "biases on all projections of attention; a GSA model has them on Q, K and V alone (qwen2)",
@@ -32,23 +32,23 @@ HAS_NOT = {
     "final_logit_softcapping": "a softcap on the output's logits",
     "quantization_config": "quantised weights",
 }
-"""Fields that must be off -> what they stand for."""
+"""Fields that must be off -> their meaning."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor of a GSA model is made of one of the dense model's, or of none."""
+    """How one tensor of a GSA model is made from one tensor of the dense model, or from none."""
 
     source: str | None
     make: Callable[[torch.Tensor], torch.Tensor]
-    """Of the source; of an empty tensor where there is none."""
+    """Applied to the source, or to an empty tensor if there is none."""
 
 
 def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
-    """`model`, `gsa` and `train.seq_len_tokens` of a dense model's configuration (transformers').
+    """Returns `model`, `gsa` and `train.seq_len_tokens` for a dense model's configuration (transformers').
 
     Raises:
-        ValueError: field, value and reason of everything that a GSA model cannot represent.
+        ValueError: a GSA model cannot represent it; lists field, value and reason of each cause.
     """
     problems = _problems(found, seq_len_tokens or found.max_position_embeddings)
     if problems:
@@ -120,7 +120,7 @@ def _problems(found: Any, length: int) -> list[str]:
 
 
 def _has_experts(found: Any) -> bool:
-    """Some layer has them."""
+    """Whether some layer has experts."""
     layers = set(range(found.num_hidden_layers)) - set(getattr(found, "mlp_only_layers", None) or ())
     every = getattr(found, "decoder_sparse_step", 1)
     return any((layer + 1) % every == 0 for layer in layers)
@@ -135,8 +135,8 @@ def _short(value: Any) -> str:
 
 
 def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
-    """Of the tensor that the GSA model calls `name` and that has `shape`."""
-    if model_type not in ARCHITECTURES:  # a GSA model itself
+    """Returns the recipe of the GSA model's tensor `name` with `shape`."""
+    if model_type not in ARCHITECTURES:  # already a GSA model
         return Recipe(name, lambda weight: weight)
     if model_type in OUTPUT_GATED:
         if name.endswith("norm.weight"):
@@ -157,12 +157,13 @@ def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -
 
 
 def _half_of_heads(weight: torch.Tensor, head_dim: int, half: int) -> torch.Tensor:
-    """Of q_proj, whose rows are for each head its query's and then its gate's: [2 n_h d_k, d] -> [n_h d_k, d]."""
+    """Take half of q_proj, whose rows are for each head its query's, then its gate's: [2 n_h d_k, d] -> [n_h d_k,
+    d]."""
     return weight.unflatten(0, (-1, 2, head_dim))[:, half].flatten(0, 1)
 
 
 def unused(names: set[str], config: Config) -> set[str]:
-    """Of tensors that no recipe takes, those that carry nothing: tied output layers, tables of the rotary embedding."""
+    """Returns the unused tensors without information: tied output layers, tables of the rotary embedding."""
     return {
         name
         for name in names

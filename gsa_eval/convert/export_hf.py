@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a folder that transformers loads."""
+"""Exports a checkpoint of any layout as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_gsa.GSAModel",
     "AutoModelForCausalLM": "modeling_gsa.GSAForCausalLM",
 }
-"""What AutoModel takes from the folder with trust_remote_code."""
+"""Classes that AutoModel loads from the folder with trust_remote_code."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Exported:
-    """Write the weights that training calculates with (not the optimizer's fp32 copies), and all that belongs to them.
+    """Write the weights that training computes with (not the optimizer's fp32 copies), and all files that belong to
+    them.
 
     Args:
         checkpoint: a step_* folder, or one that `import_hf` wrote.
-        out: is made, whole or not at all.
-        run_dir: of the run, for the model card.
-        dtype: of the weights; None: as they are.
+        out: the new folder, created atomically.
+        run_dir: the run's folder, for the model card.
+        dtype: dtype of the weights; None: unchanged.
 
     Raises:
-        ValueError: `out` is in use, the checkpoint is damaged or of another model than its config says, that model has
-            what `gsa_hf` has not, or the tokenizer is missing, another one, or has no counterpart.
+        ValueError: `out` exists, the checkpoint is damaged or does not fit its config, the model has
+            features that `gsa_hf` lacks, or the tokenizer is missing, differs, or has no counterpart.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
@@ -103,10 +104,10 @@ def export_hf(
 
 
 def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None) -> tuple[Path, Path | None]:
-    """The checkpoint that a user means, and the folder of its run where it lies in one.
+    """Returns the checkpoint that the options name, and its run's folder if it lies in one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such checkpoint.
     """
     option, folder = ("--checkpoint", checkpoint) if run_dir is None else ("--run", run_dir)
     assert folder is not None
@@ -136,15 +137,15 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name `out` when it is complete; a kill leaves none of that name.
+    """Yield a folder that is renamed to `out` when it is complete; a kill leaves none of that name.
 
     Raises:
-        ValueError: there is one, with something in it.
+        ValueError: `out` exists and is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out}: exists and is not empty; give another folder, or remove it")
     unfinished = out.absolute().with_name(f".tmp_{out.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
@@ -152,7 +153,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             out.rmdir()
         unfinished.rename(out)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # as of a full disk
+        if error.errno is not None and error.filename is None:  # for example a full disk
             raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     finally:
@@ -162,7 +163,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:
     """
     Raises:
-        ValueError: the checkpoint has not exactly the tensors of this model.
+        ValueError: the checkpoint's tensors are not exactly this model's.
     """
     expected = {pair.ours: pair.shape for pair in found}
     stored = {name: kind.shape for name, kind in source.kinds.items()}
@@ -184,7 +185,7 @@ def _plan(
         for number, (name, shape) in enumerate(zip(pair.theirs, pair.shapes(), strict=True)):
 
             def tensor(pair: Pair = pair, number: int = number, kind: torch.dtype = kind) -> torch.Tensor:
-                # A copy, or the shard would keep what it is a part of.
+                # A copy, since a view would keep its whole storage.
                 return pair.split(read(pair.ours))[number].to(kind, copy=True)
 
             planned.append(PlannedTensor(name, math.prod(shape) * kind.itemsize, tensor))
@@ -192,8 +193,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """Write it as it was imported, except the tokens that end a text. Not by transformers' own class, which refuses
-    sampling settings that its older versions wrote."""
+    """Write it as it was imported, except the tokens that end a text. transformers' own class is not used, since it
+    refuses sampling settings that its older versions wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:
@@ -203,11 +204,11 @@ def _write_generation_config(folder: Path, eos_ids: int | list[int], companions:
 
 
 def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
-    """The checkpoint's own copy; of an older checkpoint the file that the config names. It knows at which tokens the
-    model stops.
+    """Returns the checkpoint's copy of the tokenizer, or for an older checkpoint the config's file. It knows the
+    tokens at which the model stops.
 
     Raises:
-        ValueError: it is missing, or not the one that the run was trained with.
+        ValueError: it is missing, or differs from the run's.
     """
     tokenizer = Tokenizer(_tokenizer_path(checkpoint, config), config.data.eos_token or None)
     if tokenizer.fingerprint != state.data["tokenizer_fingerprint"]:
@@ -221,8 +222,8 @@ def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer
 
 
 def companions_of(checkpoint: Path, config: Config, state: RunState) -> Companions:
-    """The checkpoint's own copies; of an older checkpoint of conversations the template that wrote them, where its file
-    is still there.
+    """Returns the checkpoint's copies; for an older checkpoint of conversations the template that wrote them, if its
+    file still exists.
 
     Raises:
         ValueError: a copy is damaged.
@@ -245,14 +246,14 @@ def _tokenizer_path(checkpoint: Path, config: Config) -> str:
 
 
 def _copy_code(folder: Path) -> None:
-    """gsa_hf's modules, which import each other relatively."""
+    """Copy gsa_hf's modules, which import each other relatively."""
     package = Path(inspect.getfile(gsa_hf)).parent
     for path in sorted(package.glob("*_gsa.py")):
         shutil.copyfile(path, folder / path.name)
 
 
 def _warnings(config: Config, state: RunState, companions: Companions) -> list[str]:
-    """What a user of the model should know of the moment at which it was saved."""
+    """Returns what a user of the model should know about the time of its saving."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
     if config.gsa.attention == "sparse" and phase is not None and phase.attention == "dense":

@@ -1,4 +1,4 @@
-"""Our config in the fields of `gsa_hf.GSAConfig`, and back."""
+"""Converts our config to `gsa_hf.GSAConfig`, and back."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MODEL_FIELDS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Field of `model` -> field of the same meaning. What is of the rotary embedding is in `rope_parameters`."""
+"""Field of `model` -> field of the same meaning. The rotary embedding's fields are in `rope_parameters`."""
 NOT_IN_HF: dict[str, tuple[str, ...]] = {"moe": ("capacity_factor",), "gsa": ()}
-"""Fields that `gsa_hf` has not: a model that has another value than the default stays here."""
+"""Fields that `gsa_hf` lacks: a model with another value than the default cannot be exported."""
 GSA_FIELDS = {
     **{gate: gate for position in POSITIONS if (gate := f"{position}_gate") not in NOT_IN_HF["gsa"]},
     **{name: name for name in (*FORM, "output_transform", "adaptive_k", "k_min", "k_max", "dense_below")},
@@ -45,7 +45,7 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "selection_reuse": "index_topk_freq",
 }
-"""The same for `gsa`: our names, except four that transformers has for other sparse models. `attention` is in
+"""The same for `gsa`: our names, except four that transformers uses for other sparse models. `attention` is in
 `layer_types`; the others say how to train, and with which kernels."""
 MOE_FIELDS = {
     "experts": "num_experts",
@@ -55,14 +55,15 @@ MOE_FIELDS = {
     "router_score": "scoring_func",
     "routed_scale": "routed_scaling_factor",
 }
-"""The same of `moe`; which layers have experts is in `mlp_only_layers`. The others say how routers are balanced."""
+"""The same for `moe`; the layers with experts follow from `mlp_only_layers`. The others say how routers are
+balanced."""
 
 
 def to_hf_config(config: Config) -> GSAConfig:
-    """Without tokens and dtype.
+    """Returns the configuration, without tokens and dtype.
 
     Raises:
-        ValueError: the model has what `gsa_hf` has not.
+        ValueError: the model has features that `gsa_hf` lacks.
     """
     model, gsa = config.model, config.gsa
     if problems := not_in_hf(config):
@@ -94,7 +95,7 @@ def _experts(config: Config) -> dict[str, Any]:
 
 
 def not_in_hf(config: Config) -> list[str]:
-    """What of a config `gsa_hf` cannot express, as `field = value: reason; remedy`."""
+    """Returns what `gsa_hf` cannot express of a config, as `field = value: reason; remedy`."""
     lines = []
     for section, names in NOT_IN_HF.items():
         part = getattr(config, section)
@@ -110,8 +111,8 @@ def not_in_hf(config: Config) -> list[str]:
 def from_hf_config(found: GSAConfig) -> Config:
     """
     Raises:
-        ValueError: layers of both kinds of attention, experts in other layers than training can have them in, or a
-            rotary embedding that it does not have.
+        ValueError: layers of both kinds of attention, experts in layers where training cannot have them, or a
+            rotary embedding that training lacks.
     """
     rope = found.rope_parameters or {}
     if problem := other_rope(rope):
@@ -138,8 +139,8 @@ def from_hf_config(found: GSAConfig) -> Config:
 
 
 def _moe_section(found: GSAConfig) -> MoEConfig:
-    """Routers without biases are balanced by the loss of the global batch, as our default has it: how they were is not
-    part of the model."""
+    """Returns the section `moe`. Routers without biases get our default balance, the loss of the global batch: how
+    they were balanced is not part of the model."""
     if found.num_experts == 0:
         return MoEConfig()
     layers = found.num_hidden_layers
@@ -168,7 +169,7 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def other_rope(rope: dict[str, Any]) -> str | None:
-    """What of transformers' `rope_parameters` a training model has not, for an error; None if it has all."""
+    """Returns an error for `rope_parameters` of transformers that a training model lacks; None if it has all."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         return f"rope_parameters.rope_type = {kind}: a GSA model has the default and yarn; give such a model"
@@ -187,9 +188,7 @@ def rope_scaling(rope: dict[str, Any]) -> RopeScalingConfig:
         return RopeScalingConfig()
     factor = float(rope["factor"])
     attention_factor = rope.get("attention_factor")
-    if (
-        attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim")
-    ):  # DeepSeek's form of it
+    if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):  # DeepSeek's form
         attention_factor = _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
     return RopeScalingConfig(
         rope_type="yarn",
@@ -206,5 +205,5 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """`bfloat16` of torch.bfloat16."""
+    """Returns `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, or an exported folder, as a model of transformers in memory."""
+"""Loads a checkpoint of any layout, or an exported folder, as a transformers model in memory."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class TextModel:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     vocab_size: int
-    """Tokens of the tokenizer; the model may have more, which stand for nothing."""
+    """Number of the tokenizer's tokens; the model may have more, unused ones."""
 
     def text_after(self, prompt: list[int], new: list[int]) -> str:
         return text_after(self.decode, prompt, new)
 
 
 def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str:
-    """`attn_implementation`: what is asked for. Empty: the kernels on CUDA devices, where they have the model's
-    selection; else plain torch, and a warning.
+    """Returns `attn_implementation` as asked; if empty, the kernels on CUDA devices if they support the model's
+    selection, else plain torch with a warning.
 
     Raises:
-        ValueError: the kernels are asked for, and do not have it.
+        ValueError: the kernels are asked for, but do not support the selection.
     """
     if asked == "gsa" and indexer_pool > 1:
         raise ValueError(
@@ -68,10 +68,10 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     """
     Args:
         checkpoint: a step_* folder, or one that `import_hf` wrote
-        attention: of `chosen_attention`
+        attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run so, the checkpoint is damaged or of another model than its config says, or its
+        ValueError: it cannot run with this attention, the checkpoint is damaged or does not fit its config, or its
             tokenizer is missing.
     """
     state = read_run_state(checkpoint)
@@ -97,16 +97,16 @@ def model_in_memory(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> GSAForCausalLM:
-    """The weights that training calculates with, in evaluation mode.
+    """Load the weights that training computes with, in evaluation mode.
 
     Args:
         config: the checkpoint's.
-        hf_config: what `to_hf_config` makes of it, or that with other budgets, a dense one, ...: sizes are the same.
+        hf_config: result of `to_hf_config`, perhaps with other budgets or dense attention, but the same sizes.
         attention: `attn_implementation`
-        dtype: of the weights; None: as they are.
+        dtype: dtype of the weights; None: unchanged.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another model than its config says.
+        ValueError: the checkpoint is damaged, or does not fit its config.
     """
     source = CheckpointTensors(checkpoint)
     found = pairs(config)
@@ -128,12 +128,12 @@ def model_in_memory(
     )
     model: GSAForCausalLM = loaded[0]
     if wrong := sorted({*loaded[1]["missing_keys"], *loaded[1]["unexpected_keys"]}):
-        raise ValueError(f"{checkpoint}: {wrong[0]} is in the checkpoint or in the model alone")
+        raise ValueError(f"{checkpoint}: {wrong[0]} is only in the checkpoint or only in the model")
     return to_device(model, device)
 
 
 def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausalLM:
-    """For evaluation."""
+    """Move the model to a device for evaluation."""
     module: torch.nn.Module = model  # transformers' own `to` has another signature
     module.to(device).eval().requires_grad_(False)
     return model
@@ -142,10 +142,10 @@ def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausal
 def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextModel:
     """
     Args:
-        attention: of `chosen_attention`
+        attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run so; there is no GSA model in the folder, or its files do not fit together.
+        ValueError: it cannot run with this attention, the folder has no GSA model, or its files do not fit together.
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
@@ -158,9 +158,9 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     model = read_gsa_model(folder, found, found, attention)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of damaged files, and tokenizers raises this very class
+    except Exception as error:  # for damaged files tokenizers raises this class
         reason = " ".join(str(error).split())
-        if "trust_remote_code" in reason:  # transformers would have it set
+        if "trust_remote_code" in reason:  # transformers asks for it
             raise ValueError(
                 f"--hf {folder}: its tokenizer is code of the folder, which is never run here; give a folder with a "
                 f"tokenizer of transformers' own, as {TOKENIZER_JSON}"
@@ -175,7 +175,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    # Its ids may have gaps, so that their number says nothing of the largest.
+    # Its ids may have gaps, so their number may differ from the largest + 1.
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     named: Any = model
     named.generation_config.eos_token_id = list(folder_tokenizer(folder, found).stop_ids)

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, how it was trained, and how to load it."""
+"""Writes README.md of an exported model: its architecture, its training, and how to load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters
 
 QUIET = ("restart",)
-"""Kinds of events that say nothing about the model."""
+"""Kinds of events that do not matter for the model."""
 MOST_EVENTS = 20
 
 HEAD = """---
@@ -48,10 +48,10 @@ def model_card(
 ) -> str:
     """
     Args:
-        name: of the exported folder.
-        run_dir: of the run that trained it; None for weights that were imported.
-        dtype: of the weights.
-        warnings: what its user must know.
+        name: name of the exported folder.
+        run_dir: folder of the run that trained it; None for imported weights.
+        dtype: dtype of the weights.
+        warnings: warnings for the model's user.
     """
     run = (
         RunFiles(run_dir.name, run_dir)
@@ -137,7 +137,7 @@ def _training(config: Config, state: RunState, run: RunFiles | None) -> dict[str
 
 
 def _validation(run: RunFiles, step: int) -> str:
-    """Of each set the newest one up to this step."""
+    """Returns the newest validation of each set up to this step."""
     newest: dict[str, Any] = {}
     for record in run.records:
         if record.get("event") == "validation" and record["step"] <= step:
@@ -156,7 +156,7 @@ def _validation(run: RunFiles, step: int) -> str:
 
 
 def _events(run: RunFiles, step: int) -> str:
-    """Spikes, faults and warnings of the run up to this step."""
+    """Returns spikes, faults and warnings of the run up to this step."""
     found = [
         f"- step {event.step}: {event.kind}: {' '.join(event.text.split())}\n"
         for event in run.events

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face folder (`gsa_hf`) are which of a checkpoint, and how the one is made of the other.
+"""Maps tensors of a checkpoint to tensors of a Hugging Face folder (`gsa_hf`), with conversions both ways.
 
 n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f width of the feed-forward layer.
 """
@@ -25,21 +25,21 @@ class Pair:
     ours: str
     theirs: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of ours."""
+    """Shape of our tensor."""
     split: Callable[[torch.Tensor], Tensors]
     """Ours -> theirs."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     """Theirs -> ours, bit for bit what was split."""
     always_fp32: bool = False
-    """In every model: no `--dtype` rounds it."""
+    """Kept in fp32 in every model: no `--dtype` rounds it."""
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of theirs."""
+        """Returns the shapes of their tensors."""
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
 
 def pairs(config: Config) -> list[Pair]:
-    """Of the whole model, in its order."""
+    """Returns the pairs of the whole model, in its order."""
     model, mixtures = config.model, layers_with_experts(config.moe, config.model.num_layers)
     vocabulary = (model.vocab_size, model.hidden_size)
     found = [_same("embedding.word_embeddings.weight", "model.embed_tokens.weight", *vocabulary)]
@@ -93,7 +93,7 @@ def _layer(layer: int, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
 
 
 def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
-    """A SwiGLU."""
+    """Returns the pairs of a SwiGLU."""
     return [
         Pair(
             f"{ours}.linear_fc1.weight",
@@ -107,7 +107,8 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """In training the gates on heads are one matrix: for each key-value head the rows of all of them."""
+    """Returns the gates' pairs. In training the gates on heads are one matrix: for each key-value head the rows of all
+    gates."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
     on_heads = {f"{name}_gate_proj": count for name, count in rows.items() if count and name != "projection"}
@@ -186,7 +187,7 @@ def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_kv_head(
     ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
 ) -> Pair:
-    """Ours has for each key-value head the rows of all of theirs, one after another: [n_kv * sum(rows), ...]."""
+    """Returns a pair whose tensor of ours interleaves theirs by key-value head: [n_kv * sum(rows), ...]."""
 
     def split(whole: torch.Tensor) -> Tensors:
         per_head = whole.unflatten(0, (kv_heads, sum(rows)))

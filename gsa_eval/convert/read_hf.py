@@ -1,7 +1,7 @@
-"""A Hugging Face folder read as a model of transformers: whole, or refused; no code of the folder runs.
+"""Reads a Hugging Face folder as a transformers model: complete, or refused; no code in the folder runs.
 
-transformers itself starts a model whose weights and config.json do not fit together, with random weights in the
-places of the missing ones. So its weights are read here, and are what was checked.
+transformers itself loads a model whose weights and config.json do not fit together, with random weights in the
+place of missing ones. So the weights are read and checked here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ OTHER_WEIGHTS = {
     "transformers_weights": f"other files of weights are not read; call the file {SINGLE}, and remove the field",
     "quantization_config": "quantised weights are not read; give the folder that they were made of",
 }
-"""Fields with which transformers would read other weights than those that are checked."""
+"""Fields that make transformers read other weights than the checked ones."""
 MOST = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 10_000)
-"""Of what transformers' configurations make lists."""
+"""Limits of numbers from which transformers' configurations make lists."""
 
 
 def read_hf_config(folder: Path, known: Collection[str]) -> Any:
     """
     Args:
-        known: architectures, as `model_type` names them.
+        known: known architectures, by `model_type`.
 
     Raises:
-        ValueError: there is none, it is damaged, of an architecture that is not known, or names weights that are not
-            read here; a file of the folder is none that may be read.
+        ValueError: it is missing, damaged, of an unknown architecture, or names weights that are not
+            read here; or a file of the folder must not be read.
     """
     check_files(folder)
     path = folder / "config.json"
@@ -60,21 +60,21 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Of a StrictDataclassError's lines the cause names field and value. KeyError: a field of YaRN is missing.
-    # TypeError: a value of another type, where the class has no check of its own.
+    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing.
+    # TypeError: a value of another type, if the class does not check it.
     except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
-    # Ours to choose: transformers would fetch a kernel of such a name.
+    # We choose it: transformers would download a kernel of such a name.
     found._attn_implementation = None
     found._experts_implementation = None
     return found
 
 
 def check_files(folder: Path) -> None:
-    """Before transformers opens them: it waits for a pipe, and takes JSON of any depth.
+    """Check files before transformers opens them, since it blocks on a pipe, and parses JSON of any depth.
 
     Raises:
-        ValueError: there is none that may be read of one of the folder's names.
+        ValueError: a file of the folder must not be read.
     """
     if not folder.is_dir():
         return
@@ -86,7 +86,7 @@ def check_files(folder: Path) -> None:
             except ValueError as error:
                 if not isinstance(
                     error, json.JSONDecodeError | UnicodeDecodeError
-                ):  # left to its reader, who says more
+                ):  # its reader gives a better message
                     raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
 
 
@@ -110,7 +110,7 @@ def read_gsa_model(
     """
     Args:
         found: the folder's configuration, which its weights must fit.
-        config: that, or the same with other budgets, a dense one, ...: sizes are the same.
+        config: `found`, perhaps with other budgets or dense attention, but the same sizes.
         attention: `attn_implementation`
 
     Raises:
@@ -126,10 +126,10 @@ def read_gsa_model(
         TypeError,
         ZeroDivisionError,
         AssertionError,
-    ) as error:  # torch's, of a size that is none
-        raise ValueError(f"{folder / 'config.json'}: no model can be built of it: {error}") from error
+    ) as error:  # torch raises it for an invalid size
+        raise ValueError(f"{folder / 'config.json'}: no model can be built from it: {error}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-    if found.tie_word_embeddings:  # it may be there, or not
+    if found.tie_word_embeddings:  # it may be present or absent
         expected.pop("lm_head.weight")
         check_tied(folder, source)
         stored = {name: shape for name, shape in stored.items() if name != "lm_head.weight"}
@@ -171,7 +171,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 def check_tied(folder: Path, source: SafetensorsFolder) -> None:
     """
     Raises:
-        ValueError: config.json ties the output layer to the embedding, and the weights have another one.
+        ValueError: config.json ties the output layer to the embedding, but the weights have a separate one.
     """
     if HEAD not in source.shapes or EMBEDDING not in source.shapes:
         return
@@ -184,10 +184,10 @@ def check_tied(folder: Path, source: SafetensorsFolder) -> None:
 
 
 def named_eos(folder: Path) -> str | None:
-    """The token that ends a document, by the folder's tokenizer_config.json.
+    """Returns the token that ends a document, from the folder's tokenizer_config.json.
 
     Raises:
-        ValueError: that is damaged.
+        ValueError: the file is damaged.
     """
     path = folder / "tokenizer_config.json"
     token = _read_json(path).get("eos_token") if path.is_file() else None

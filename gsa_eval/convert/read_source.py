@@ -1,4 +1,4 @@
-"""Reading a checkpoint of a run that goes on, which may delete it meanwhile (checkpoint.keep_last), or set it aside."""
+"""Reads a checkpoint of a running run, which may delete it meanwhile (checkpoint.keep_last), or set it aside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_eval.convert.export_hf import find_source
 
 TRIES = 5
 PAUSE_SECONDS = 1.0
-"""Before the next try: a file system of several nodes may show for so long what was there before."""
+"""Pause before the next try: a shared file system may show deleted files for a while."""
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -25,19 +25,19 @@ def read_source(
     checkpoint: Path | None,
     read: Callable[[Path, Path | None], Result],
 ) -> Result:
-    """What `read` makes of the checkpoint that a user means; where it is deleted meanwhile, of the newest one then.
+    """Returns `read` of the checkpoint that the options name; if it is deleted meanwhile, of the then newest one.
 
-    There is no lock and no mark: a run neither waits for its readers nor keeps a checkpoint for them.
+    There is no lock: a run neither waits for readers nor keeps a checkpoint for them.
 
     Args:
-        run_dir, step, checkpoint: of `find_source`.
-        read: of the checkpoint and its run's folder. It may be called several times, and raises OSError or ValueError
-            where something is missing or damaged.
+        run_dir, step, checkpoint: arguments of `find_source`.
+        read: called with the checkpoint and its run's folder, perhaps several times; raises OSError or ValueError
+            if something is missing or damaged.
 
     Raises:
-        ValueError: there is no such checkpoint, the one named by its step or path is gone, or the newest one was gone
-            `TRIES` times.
-        ValueError, OSError: of `read`, where the checkpoint is still there.
+        ValueError: the checkpoint does not exist, the one named by step or path was deleted, or the newest one was
+            deleted `TRIES` times.
+        ValueError, OSError: raised by `read` while the checkpoint still exists.
     """
     for _ in range(TRIES):
         found, run = find_source(run_dir, step, checkpoint)
@@ -69,7 +69,7 @@ def read_source(
 
 
 def _inode(folder: Path) -> int | None:
-    """Another one where another folder has got the name; None where nothing has it."""
+    """Returns the folder's inode, which changes if another folder takes the name; None if it does not exist."""
     try:
         return folder.stat().st_ino
     except OSError:

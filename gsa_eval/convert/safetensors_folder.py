@@ -1,4 +1,4 @@
-"""Weights as transformers keeps them: safetensors, in one file or in shards with an index."""
+"""Weights in transformers' format: safetensors, in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SafetensorsFolder:
     """The tensors of a folder, read one by one.
 
     Raises:
-        ValueError: there are none, or a shard is missing, cut off, or not what the index says.
+        ValueError: there are none, or a shard is missing, truncated, or differs from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class SafetensorsFolder:
     def read(self, name: str) -> torch.Tensor:
         """
         Raises:
-            ValueError: it is of another dtype than weights have, or holds NaN or infinity.
+            ValueError: its dtype is not one of weights, or it holds NaN or infinity.
         """
         file_name = self._file_of[name]
         tensor: torch.Tensor = self._files[file_name].get_tensor(name)
@@ -80,7 +80,7 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> file; empty where one file holds all. Where there are both, the one file counts, as for
+    """Returns tensor -> file; empty if one file holds all. If both exist, the single file counts, as for
     transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
@@ -118,8 +118,8 @@ class PlannedTensor:
 
 
 def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
-    """Write the tensors in their order, one shard in memory at a time; shards have no more than `largest_bytes` unless
-    a single tensor has."""
+    """Write the tensors in order, one shard in memory at a time; shards have at most `largest_bytes` unless
+    a single tensor has more."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in planned:
@@ -137,7 +137,7 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
         tensors = {each.name: each.read().contiguous() for each in shard}
         try:
             save_file(tensors, folder / name, {"format": "pt"})
-        except SafetensorError as error:  # what safetensors makes of a full disk
+        except SafetensorError as error:  # safetensors raises it on a full disk
             raise OSError(
                 f"{folder / name} cannot be written: {error}; make room, or give another place"
             ) from error
@@ -152,7 +152,7 @@ def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int)
 
 
 def last_read(read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """`read` that keeps the last tensor: several in a row are made of one."""
+    """Wrap `read` with a cache of the last tensor, since several in a row are made from one."""
     kept: dict[str, torch.Tensor] = {}
 
     def reader(name: str) -> torch.Tensor:

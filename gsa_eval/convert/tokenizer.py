@@ -1,4 +1,4 @@
-"""A run's tokenizer as transformers' AutoTokenizer loads it, with the same ids."""
+"""Converts a run's tokenizer to a form that transformers' AutoTokenizer loads, with the same ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa      \n      bbbb",
     'https://example.org/?q=1&r=%20#x {"key": [1, 2.5e-3, null]}',
 )
-"""Text on which two tokenizers with different rules differ: white space, newlines, characters that only bytes spell,
+"""Text on which tokenizers with different rules differ: white space, newlines, characters spelled only by bytes,
 compatibility characters, long repetitions."""
 
 # Kinds of sentencepiece's pieces.
@@ -42,7 +42,7 @@ UNIGRAM, BPE = 1, 2
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Where a model's tokenizer is, if not where its folder has it."""
+    """The user's choice of tokenizer, if it differs from the folder's."""
 
     file: Path | None = None
     eos_token: str | None = None
@@ -50,19 +50,19 @@ class TokenizerChoice:
 
 
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
-    """The tokenizer of a folder of transformers, with the end of a document and all tokens at which the model stops.
+    """Load the tokenizer of a transformers folder, with the end of a document and all tokens at which the model stops.
 
     Args:
         found: the folder's configuration.
 
     Raises:
-        ValueError: there is none, none of training's, or what stands beside it is damaged.
+        ValueError: it is missing, of an unsupported kind, or its accompanying files are damaged.
     """
     choice = choice or TokenizerChoice()
     is_ours = found.model_type == GSAConfig.model_type
     path = choice.file
     if path is None:
-        # A run's own file; elsewhere tokenizer.json, which has tokens that were added later.
+        # A run's own file; else tokenizer.json, which includes tokens added later.
         names = (SENTENCEPIECE_MODEL, TOKENIZER_JSON)
         order = names if is_ours else names[::-1]
         path = next((folder / name for name in order if (folder / name).is_file()), None)
@@ -74,14 +74,14 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
-        # Of the exported list the first ends a document; what tokenizer_config.json names may end turns.
+        # The first of the exported list ends a document; the one in tokenizer_config.json may end turns.
         tokenizer = _with_eos(path, tokenizer.name_of(found.eos_token_id[0]))
     set_up_tokenizer(tokenizer, read_companions(str(folder / TOKENIZER_JSON)))
     return tokenizer
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Without the name where that is the file's own choice, which then has the file's own fingerprint."""
+    """Load the tokenizer, without the name if it is the file's own choice, so that the fingerprint is the file's."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:
@@ -104,13 +104,13 @@ def write_tokenizer(
     """Write the run's file, a tokenizer.json, tokenizer_config.json and the chat template.
 
     Args:
-        max_length: tokens of a sequence that the model was trained on.
-        companions: the template of the conversations that it was trained on, and the special tokens.
-        was_trained: here, where no text begins with a token of its own; False for a model that only came in, whose
-            tokenizer goes out with what it puts around a text.
+        max_length: tokens of a training sequence.
+        companions: the template of the training conversations, and the special tokens.
+        was_trained: trained here, where no token is added to a text; False for an imported model, whose
+            tokenizer keeps the tokens that it adds to a text.
 
     Raises:
-        ValueError: what AutoTokenizer makes of it gives other ids for some text.
+        ValueError: AutoTokenizer gives other ids for some text.
     """
     companions = companions or Companions()
     template = companions.template
@@ -126,7 +126,7 @@ def write_tokenizer(
         "clean_up_tokenization_spaces": False,
     }
     if was_trained and loaded.num_special_tokens_to_add(is_pair=False):
-        # The file puts tokens around each text, as Llama's a <|begin_of_text|> in front. Training did not.
+        # The file adds tokens to each text, as Llama's <|begin_of_text|> in front. Training did not.
         content = json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
         plain = json.dumps({**content, "post_processor": None}, ensure_ascii=False)
         (folder / TOKENIZER_JSON).write_text(plain, encoding="utf-8")
@@ -139,10 +139,10 @@ def write_tokenizer(
 def check_same_ids(
     tokenizer: Tokenizer, folder: Path, companions: Companions | None = None, was_trained: bool = True
 ) -> None:
-    """By the default call of AutoTokenizer, too, and of a conversation of two turns.
+    """Compare ids, also of AutoTokenizer's default call, and of a conversation of two turns.
 
     Raises:
-        ValueError: AutoTokenizer gives other ids than training, with the text.
+        ValueError: AutoTokenizer gives other ids than training; names the text.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     calls: list[dict[str, Any]] = [{"add_special_tokens": False}, *([{}] if was_trained else [])]
@@ -159,14 +159,15 @@ def check_same_ids(
         return
     try:
         text = ChatEncoder(companions.template, tokenizer, trains=False).render_text(TRIAL)
-    except TemplateRefused:  # so does transformers
+    except TemplateRefused:  # transformers refuses it, too
         return
     found: Any = theirs.apply_chat_template(TRIAL, return_dict=False)
     _compare(tokenizer, text, found, tokenizer.encode_chat(text, [])[0].tolist())
 
 
 def _special_tokens(tokenizer: Tokenizer, companions: Companions) -> dict[str, str]:
-    """For tokenizer_config.json. `eos_token` ends a document, or is what the template writes by this name."""
+    """Returns entries for tokenizer_config.json. `eos_token` ends a document, or is the template's token of this
+    name."""
     named = {**companions.special_tokens, "eos_token": tokenizer.name_of(tokenizer.eos_id)}
     if (template := companions.template) is not None:
         variables = ChatEncoder(template, tokenizer, trains=False).variables
@@ -184,12 +185,12 @@ def _compare(tokenizer: Tokenizer, text: str, found: list[int], expected: list[i
 
 
 def convert_sentencepiece(file: bytes, path: str) -> str:
-    """A sentencepiece model as the content of a tokenizer.json.
+    """Convert a sentencepiece model to the content of a tokenizer.json.
 
     Raises:
         ValueError: its kind of model has no counterpart.
     """
-    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    messages: Any = sentencepiece_model_pb2  # whose classes are created at import
     proto = messages.ModelProto()
     proto.ParseFromString(file)
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
@@ -229,11 +230,11 @@ def convert_sentencepiece(file: bytes, path: str) -> str:
 
 
 def _normalizers(rules: Any) -> list[Any]:
-    """In sentencepiece's order."""
+    """Returns the normalizers in sentencepiece's order."""
     found: list[Any] = []
     if rules.precompiled_charsmap:
         found.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:  # of spaces alone
+    if rules.remove_extra_whitespaces:  # of spaces only
         found.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""))
         found.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
     if rules.add_dummy_prefix:
@@ -242,7 +243,7 @@ def _normalizers(rules: Any) -> list[Any]:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, in the order in which sentencepiece joins them: best score first."""
+    """Returns all pairs of pieces that form a piece, in sentencepiece's order of joining: best score first."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     found = [
         (-score, number, piece[:cut], piece[cut:])

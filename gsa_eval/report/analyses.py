@@ -16,11 +16,11 @@ PICTURES: Mapping[str, str] = {
     "gates": "Gates",
     "keys": "Selected keys by position",
 }
-"""Name of the file -> what it shows."""
+"""Name of the file -> caption."""
 
 
 def section_of_analyses(runs: Mapping[str, Path]) -> str:
-    """HTML with the pictures in it; empty where no run has any.
+    """Returns HTML with the embedded pictures; empty if no run has any.
 
     Args:
         runs: name -> folder.

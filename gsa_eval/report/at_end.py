@@ -1,9 +1,9 @@
-"""Plots and report of a run that is complete, drawn by a process that the run starts at its end:
+"""Draws plots and report of a complete run, in a process that the run starts at its end:
 
     python -m gsa_eval.report.at_end RUN_DIR
 
-So the trainer knows nothing of drawing, and no fault of it can touch the run. Prints a line for each file, or why there
-is none.
+So the trainer does not depend on drawing, and its errors cannot affect the run. Prints a line for each file, or why
+there is none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 FAULTS_OF_DRAWING = (
     OSError,
-    ImportError,  # of a checkout newer than the packages beside it
+    ImportError,  # the checkout may be newer than the installed packages
     MemoryError,
     RuntimeError,
     ValueError,
@@ -23,11 +23,11 @@ FAULTS_OF_DRAWING = (
     ArithmeticError,
     AttributeError,
 )
-"""Whatever damaged records, other versions of the packages or a full disk may lead to: the run is complete."""
+"""Errors from damaged records, other package versions or a full disk, which must not fail a complete run."""
 
 
 def draw_at_end(folder: Path) -> list[str]:
-    """Lines for the log of the run."""
+    """Draw, and return lines for the run's log."""
     return [*_lines("plots", folder, _plots), *_lines("report", folder, _report)]
 
 

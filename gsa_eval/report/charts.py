@@ -1,4 +1,4 @@
-"""The charts of the HTML report, as plotly has them: figures out of dicts, which plotly's own JavaScript draws."""
+"""Charts of the HTML report: figures as dicts, which plotly's JavaScript draws."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class Chart(NamedTuple):
 COLORS = ("#1f5fa8", "#d1661f", "#3b8c4f", "#8a4fa3", "#b0343c", "#7a7a7a", "#0f8b8d", "#a07a00")
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 600
-"""Of a line; a chart is about 530 pixels wide."""
+"""Largest number of points of a line."""
 MOST_COLUMNS = 160
-"""Of a picture by layers."""
+"""Largest number of columns of a picture by layer."""
 MOST_MARKS = 400
-"""Along the x axis."""
+"""Largest number of marks along the x axis."""
 FEW_POINTS = 40
 """Up to this many points of a line also get a marker: a single point has no line."""
 PLOT_PIXELS = 470
-"""Width of a chart between its axes, at least."""
+"""Least width of a chart between its axes."""
 LETTER_PIXELS = 7
-"""Of a phase's name, at most."""
+"""Largest width of a letter in a phase's name."""
 ROW_PIXELS = 14
-"""Of the names of phases above a chart."""
+"""Height of a row of phase names above a chart."""
 SHARES = ".3~p"
 LARGE_COUNTS = "~s"
 """12k and 3.4G; numbers below 1 would be 800m."""
 NUMBERS = ".4~g"
-"""How numbers are written, in d3's words."""
+"""Format of numbers, in d3's notation."""
 
 
 def x_axis(runs: list[RunFiles]) -> str:
-    """`tokens` where several runs are compared and all know theirs, else `step`."""
+    """Returns `tokens` if several runs are compared and all know their tokens, else `step`."""
     return "tokens" if len(runs) > 1 and all(run.token_knots for run in runs) else "step"
 
 
 def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
-    """The lines of a panel for all runs; None where no run has a value."""
+    """Returns the chart of a panel for all runs; None if no run has a value."""
     lines: list[Figure] = []
     for number, run in enumerate(runs):
         own = with_all_lines(panel, run.known)
@@ -84,7 +84,7 @@ def chart_of(panel: Panel, runs: list[RunFiles]) -> Chart | None:
 
 
 def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
-    """Pictures: a row per layer, a column for one logged step or the mean of several."""
+    """Returns pictures with a row per layer, and a column for one logged step or the mean of several."""
     found = []
     for key, label in LAYERS.items():
         if not has(run.records, key):
@@ -95,7 +95,7 @@ def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
         size = -(-len(table) // MOST_COLUMNS)
         parts = [table[at : at + size] for at in range(0, len(table), size)]
         ends = [having[min(at + size, len(having)) - 1]["step"] for at in range(0, len(table), size)]
-        # One edge more than columns: each reaches back to the one before.
+        # One edge more than columns: each column reaches back to the previous one.
         edges = _places(run, [first_step(having), *ends], runs)
         rows = [[_mean(each[layer] for each in part) for part in parts] for layer in range(num_layers)]
         known = [value for row in rows for value in row if value is not None]
@@ -116,7 +116,7 @@ def layer_charts(run: RunFiles, runs: list[RunFiles]) -> list[Chart]:
 
 
 def pictures(run: RunFiles, runs: list[RunFiles], section: str) -> list[Chart]:
-    """A row per layer, a column per head or expert, of the newest record."""
+    """Returns pictures of the newest record: a row per layer, a column per head or expert."""
     found = []
     for key, shown in PICTURES.items():
         tables = [record[key] for record in run.records if record.get(key) is not None]
@@ -143,8 +143,8 @@ def pictures(run: RunFiles, runs: list[RunFiles], section: str) -> list[Chart]:
 
 
 def marks_of(run: RunFiles) -> list[tuple[int, str]]:
-    """(step, kind): one of each kind per part of the axis. A spike of a thousand steps is one mark, not a thousand in
-    every chart."""
+    """Returns (step, kind): one mark of each kind per section of the axis, so that a long spike is not a thousand
+    marks in every chart."""
     width = max(1, run.last_step) / MOST_MARKS
     found = {
         (event.step // width, event.kind): event for event in reversed(run.events) if event.step is not None
@@ -153,7 +153,8 @@ def marks_of(run: RunFiles) -> list[tuple[int, str]]:
 
 
 def thin(values: list[float], most: int) -> list[int]:
-    """Places to keep: all, or the least and the largest value of each part, so that no spike is lost."""
+    """Returns the indices to keep: all, or those of least and largest value in each section, so that no spike is
+    lost."""
     if len(values) <= most:
         return list(range(len(values)))
     kept: set[int] = {0, len(values) - 1}
@@ -162,7 +163,7 @@ def thin(values: list[float], most: int) -> list[int]:
         places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
         finite = [at for at in places if math.isfinite(values[at])]
         if len(finite) < len(places):
-            kept.add(next(at for at in places if not math.isfinite(values[at])))  # a gap stays one
+            kept.add(next(at for at in places if not math.isfinite(values[at])))  # keep gaps
         if finite:
             kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     return sorted(kept)
@@ -172,7 +173,8 @@ def thin(values: list[float], most: int) -> list[int]:
 
 
 def _look(number: int, kind: int, runs: int) -> Figure:
-    """One run: a color for each line. Several: a color for each run, a dash for each kind of line."""
+    """Returns the look of a line: for one run a color for each line, for several a color for each run and a dash for
+    each line."""
     color, dash = (number, kind) if runs > 1 else (kind, kind // len(COLORS))
     return {"color": COLORS[color % len(COLORS)], "dash": DASHES[dash % len(DASHES)], "width": 1.6}
 
@@ -189,7 +191,8 @@ def _line(run: RunFiles, key: str, name: str, runs: list[RunFiles], look: Figure
 
 
 def _band(run: RunFiles, edges: tuple[str, str], runs: list[RunFiles], color: str) -> list[Figure]:
-    """Two lines without a stroke, and the color between them. Gaps are left out: plotly would fill across each."""
+    """Returns two invisible lines with the area between them filled. Gaps are left out: plotly would fill across
+    them."""
     found = []
     for edge in edges:
         steps, values = series(run.records, edge)
@@ -204,14 +207,14 @@ def _band(run: RunFiles, edges: tuple[str, str], runs: list[RunFiles], color: st
 
 
 def _not_finite(run: RunFiles, key: str, runs: list[RunFiles]) -> list[Figure]:
-    """A red cross for each value that is no finite number; a missing value is a gap."""
+    """Returns a red cross for each non-finite value; a missing value is a gap."""
     values = {record["step"]: record[key] for record in run.records if record.get(key) is not None}
     bad = [step for step, value in values.items() if not math.isfinite(value)][:MOST_POINTS]
     return [_symbols(run, bad, "not finite", "x", "#c62828", runs)] if bad else []
 
 
 def _baselines(run: RunFiles) -> list[Figure]:
-    """What models of one and of two tokens reach on the same text; the y axis does not reach out for them."""
+    """Returns the losses of unigram and bigram models on the same text; the y axis ignores them."""
     found = []
     for name, loss in baselines_of(run.summary).items():
         found.append({
@@ -223,7 +226,7 @@ def _baselines(run: RunFiles) -> list[Figure]:
 
 
 def _marks(run: RunFiles, runs: list[RunFiles]) -> list[Figure]:
-    """What happened beside the steps: a triangle at the foot of the chart, a color for each kind."""
+    """Returns marks of events: triangles at the bottom of the chart, a color for each kind."""
     marks = marks_of(run)
     return [
         _symbols(run, [step for step, each in marks if each == kind], title, "triangle-up", color, runs)
@@ -243,7 +246,7 @@ def _symbols(
 
 
 def _places(run: RunFiles, steps: list[int], runs: list[RunFiles]) -> list[float]:
-    """Where these steps are on the x axis."""
+    """Returns the x coordinates of these steps."""
     return [float(x) for x in tokens_at(run.token_knots, steps)] if x_axis(runs) == "tokens" else list(steps)
 
 
@@ -277,8 +280,8 @@ def _layout(runs: list[RunFiles], legend: bool) -> Figure:
 
 
 def _phase_names(run: RunFiles, low: float, high: float) -> tuple[list[Figure], int]:
-    """Above the chart, whole, each in the lowest row that has room for it; and how many rows."""
-    free: list[float] = []  # where each row's last name ends, in pixels
+    """Returns phase names above the chart, each in the lowest row with room for it, and the number of rows."""
+    free: list[float] = []  # end of each row's last name, in pixels
     names = []
     for step, name in run.phases:
         width = LETTER_PIXELS * len(name)

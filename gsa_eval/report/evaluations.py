@@ -1,4 +1,4 @@
-"""Evaluations of a run in its report: a table of all, and each one's tables and pictures."""
+"""The report's section of evaluations: a table of all, and the tables and pictures of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def scores_of(results: dict[str, Any]) -> dict[str, float]:
-    """`<score>/<text, task or length>` -> value, of a results.json."""
+    """Returns `<score>/<text, task or length>` -> value, from a results.json."""
     found: dict[str, Any] = {}
     for name, each in _tables(results, "data"):
         found |= {f"{score}/{name}": each.get(score) for score in TEXT_SCORES}
@@ -38,7 +38,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def _table_in(results: dict[str, Any], key: str) -> dict[str, Any]:
-    """Empty where there is none, as in a damaged file."""
+    """Returns a table of the results; empty if absent, as in a damaged file."""
     found = results.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -48,7 +48,7 @@ def _tables(results: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]
 
 
 def evaluations_in_html(runs: list[RunFiles]) -> str:
-    """Empty where no run has any."""
+    """Returns the section; empty if no run has evaluations."""
     parts = []
     for run in runs:
         found = [(folder, results) for folder in _folders(run.folder) if (results := _read(folder))]
@@ -60,14 +60,14 @@ def evaluations_in_html(runs: list[RunFiles]) -> str:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """In the order of their making; of one under way there is none."""
+    """Returns the folders in order of creation; a running evaluation has none yet."""
     found = (run_dir / EVALUATIONS).glob("[!.]*")
     folders = [path for path in found if path.is_dir() and not (path / "results.json").is_fifo()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Empty where it is damaged, which is said."""
+    """Read results.json; empty if it is damaged, with a warning."""
     try:
         found = numbers_back(parse_json((folder / "results.json").read_text(encoding="utf-8")))
         model = found.get("model") if isinstance(found, dict) else None
@@ -81,7 +81,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _table(found: list[tuple[Path, dict[str, Any]]]) -> str:
-    """A column an evaluation, a row a score that at least one has."""
+    """Returns a table with a column per evaluation, and a row per score."""
     scores = [scores_of(results) for _, results in found]
     models = [results["model"] for _, results in found]
     rows = {

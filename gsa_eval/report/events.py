@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: restarts, spikes and what was done about them, faults."""
+"""Events of a run: restarts, spikes and the reaction to them, faults."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Event(NamedTuple):
     """None: unknown."""
     phase: str
     kind: str
-    """Of KINDS."""
+    """One of KINDS."""
     text: str
 
 
 def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]]) -> list[Event]:
-    """In the order of the steps.
+    """Returns the events in order of their steps.
 
     Args:
-        folder: of the run; of it the reports of faults, and what a rewind took back.
-        records: of its metrics.jsonl.
-        starts: of gsa_train.run_folder.starts.
+        folder: the run's folder, with reports of faults and records that a rewind took back.
+        records: records of its metrics.jsonl.
+        starts: lines of starts.jsonl (gsa_train.run_folder.starts).
     """
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = folder / "metrics_rewound.jsonl"
@@ -55,15 +55,15 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
     phases = phase_starts(records)
     for start in starts[1:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["unix_seconds"]))
-        text = f"{at}: goes on after step {start['step']}, {start['layout']}, {start['host']}"
+        text = f"{at}: continues after step {start['step']}, {start['layout']}, {start['host']}"
         found.append(Event(start["step"], _phase_at(start["step"], phases), "restart", text))
     for report in sorted((folder / "faults").glob("*/report.txt")):
         if not report.is_file() or not is_own(report, folder / "faults"):
             continue
         words = report.read_text(encoding="utf-8", errors="replace")
-        if not words.strip():  # a full disk left nothing but the name
+        if not words.strip():  # a full disk left an empty file
             continue
-        # The line of a rank that holds up the others ends in an arrow (gsa_train.reliability.hang_watchdog).
+        # The line of a rank that blocks the others ends in an arrow (gsa_train.reliability.hang_watchdog).
         named = re.search(r"after step (\d{1,15})\b.*<--", words)
         step = int(named[1]) if named else None
         phase = "" if step is None else _phase_at(step, phases)
@@ -74,7 +74,7 @@ def events_of(folder: Path, records: list[Record], starts: list[dict[str, Any]])
 
 
 def _said(record: Record, ending: str) -> Event:
-    """Every value of the record, as key value."""
+    """Returns an event with every value of the record, as key and value."""
     words = values_in_words(record, without=("event", "step", "phase", "last_step"))
     if record["event"] == "spike":
         what = f"{record['signal'].replace('grad_', 'gradient ')} {record['value']:.4g}"

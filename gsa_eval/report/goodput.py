@@ -1,4 +1,4 @@
-"""Where a run's time went, as tables of the report: what was lost to what, and each start with its fault."""
+"""The report's tables of a run's time: categories of lost time, and each start with its fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gsa_train.metrics.goodput.words import STARTS_HEAD, rows_of_losses, rows_of
 
 
 def goodput_in_html(run: RunFiles) -> str:
-    """Empty for a run of a version that did not note its time."""
+    """Returns the tables; empty for a run of a version that did not record its time."""
     if run.goodput is None:
         return ""
     losses = _table(("wall time", "time", "share"), rows_of_losses(run.goodput))

@@ -1,7 +1,7 @@
-"""One HTML page about one run or several: what ran, what happened, and every panel of gsa_train.metrics.panels.
+"""Writes one HTML page about one or several runs: configs, events, and every panel of gsa_train.metrics.panels.
 
 The page needs no server and no network: style, numbers and plotly's JavaScript, which draws the charts, are inside. It
-is made of the run folders alone: during a run, after it, or after it was killed.
+is made from the run folders only: during a run, after it, or after a kill.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gsa_train.metrics.record_format import Record
 from gsa_train.model.flops import count_parameters
 
 MOST_EVENTS = 300
-"""Rows of a run's table."""
+"""Largest number of rows in a run's table of events."""
 MOST_SAMPLES = 50
-"""Newest validations of a run whose samples are shown."""
+"""Number of a run's newest validations whose samples are shown."""
 SAMPLES_LINK = '<a href="#samples">Samples</a>'
 EVALUATIONS_LINK = '<a href="#evaluations">Evaluations</a>'
 ANALYSES_LINK = '<a href="#analyses">Analyses</a>'
@@ -55,7 +55,7 @@ for (const chart of charts) chart.on("plotly_relayout", (change) => {
     .finally(() => { following = false; });
 });
 """
-"""What a person does to the x axis of one chart is done to the others that have steps or tokens there."""
+"""Script that applies zooming of one x axis to all charts over steps or tokens."""
 
 
 def write_report(run_dirs: list[Path], path: Path) -> Path:
@@ -88,19 +88,19 @@ def write_report(run_dirs: list[Path], path: Path) -> Path:
 pictures.</p></noscript>{plots}
 {analyses}"""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not all that a file name holds is a character.
+    # A file name may hold bytes that are not characters.
     write_atomically(path, document(title, body).encode(errors="replace"))
     return path
 
 
 def document(title: str, body: str) -> str:
-    """A whole page, with style and plotly's JavaScript inside; its charts zoom together.
+    """Returns a whole page, with style and plotly's JavaScript inside; its charts zoom together.
 
     Args:
         title: plain text.
-        body: HTML; of charts as `chart_html` gives them.
+        body: HTML; charts as made by `chart_html`.
     """
-    # Half a second that only a page of charts has to pay.
+    # Imported here: a slow import that only pages with charts need.
     from plotly.offline import get_plotlyjs
 
     return f"""<!DOCTYPE html>
@@ -113,7 +113,7 @@ def document(title: str, body: str) -> str:
 
 
 def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
-    """Of each section: its panels, then the pictures by layer, and by layer and head or expert."""
+    """Returns the charts of each section: panels, then pictures by layer, and by layer and head or expert."""
     charts: dict[str, list[Chart]] = {section: [] for section in SECTIONS}
     for panel in PANELS:
         if chart := chart_of(panel, runs):
@@ -127,7 +127,7 @@ def _charts(runs: list[RunFiles]) -> dict[str, list[Chart]]:
 def chart_html(chart: Chart) -> str:
     from plotly.io import to_html
 
-    # Not validated: plotly would go through each number in Python.
+    # Not validated: plotly would check each number in Python.
     drawn = to_html(chart.figure, PLOTLY, include_plotlyjs=False, full_html=False, validate=False)
     return f"<figure><figcaption>{_text(chart.title)}</figcaption>{drawn}</figure>"
 
@@ -178,7 +178,7 @@ def _recalls(run: RunFiles) -> str:
 
 
 def _about(run: RunFiles) -> str:
-    """Command, text, model, layout, phases, starts and config of a run."""
+    """Returns command, text, model, layout, phases, starts and config of a run."""
     last = run.starts[-1] if run.starts else {}
     facts = {
         "command": last.get("command", "unknown"),
@@ -241,7 +241,7 @@ def _table_of_events(run: RunFiles, count: int) -> str:
 
 
 def _samples(runs: list[RunFiles]) -> str:
-    """What the models wrote after fixed prompts: of each run the newest validation, the others to unfold. Empty where
+    """Returns the models' texts after fixed prompts: the newest validation of each run, the others folded. Empty if
     no run has any."""
     parts = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""Figures of a run, drawn from its metrics.jsonl alone: during the run, after it, or after it was killed."""
+"""Draws figures of a run from its metrics.jsonl alone: during the run, after it, or after a kill."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_plots(run_dir: Path) -> list[Path]:
 
 
 def write_comparison(run_dirs: list[Path], out_dir: Path, name: str = "comparison.png") -> Path:
-    """Training and validation loss of several runs over the tokens they have seen."""
+    """Draw training and validation loss of several runs over the tokens they have seen."""
     runs = {name: records_of(run) for name, run in names_of(run_dirs).items()}
     panels = []
     for key, label in (("loss", "train loss"), ("validation_loss", "validation loss")):
@@ -84,7 +84,7 @@ def write_comparison(run_dirs: list[Path], out_dir: Path, name: str = "compariso
 
 
 Line = tuple[Sequence[float], list[float]]
-"""x and y of its points."""
+"""x and y of a line's points."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Curves:
 
     y_label: str
     lines: Mapping[str, Line]
-    """In the order of the legend. An empty one takes a color all the same, so that a run has one in all panels."""
+    """In the order of the legend. An empty line also takes a color, so that a run has the same color in all panels."""
     x_label: str
     counts: bool = False
-    """x counts what comes by the million."""
+    """Whether x counts tokens, up to millions."""
     later: bool = False
-    """y has the range that `shown_range` gives, which the first steps do not rule. Else the range of all values."""
+    """Whether y has the range of `shown_range`, which ignores the first steps, instead of the range of all values."""
 
 
 def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
@@ -113,7 +113,7 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
         ax.set_xlim(left=0)
         if panel.counts:
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    # One for all panels: a run has the same look in each.
+    # One legend for all panels: a run looks the same in each.
     looks = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if len(looks) > 1:
         order = [label for label in map(_words, panels[0].lines) if label in looks]
@@ -126,7 +126,7 @@ def write_curves(panels: Sequence[Curves], title: str, path: Path) -> Path:
 
 
 def _words(text: str) -> str:
-    """As they stand: to matplotlib what is between two dollars is a formula, and a label that begins with _ is none."""
+    """Escape text for matplotlib, which reads formulas between dollars, and hides labels that begin with _."""
     return f"{' ' * text.startswith('_')}{printable(text)}".replace("$", r"\$")
 
 
@@ -172,13 +172,13 @@ def _draw(ax: Axes, panel: Panel, records: list[Record]) -> None:
 
 
 def _legend(ax: Axes) -> None:
-    """Beside the axes, where it hides nothing; a single line needs none, the y axis has its name."""
+    """Draw a legend beside the axes; a single line needs none, since the y axis has its name."""
     if len(ax.get_legend_handles_labels()[0]) > 1:
         ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _line_look(index: int) -> tuple[str, str]:
-    """Color and style of a panel's lines, from 0."""
+    """Returns color and style of a panel's line, numbered from 0."""
     return COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
 
 
@@ -190,7 +190,7 @@ def _plot(
 
 
 def _draw_non_finite(ax: Axes, records: list[Record]) -> None:
-    """A red cross on the x axis for every step whose loss is not a finite number."""
+    """Draw a red cross on the x axis for every step with a non-finite loss."""
     bad = [r["step"] for r in records if r.get("loss") is not None and not math.isfinite(r["loss"])]
     if bad:
         transform = ax.get_xaxis_transform()
@@ -205,7 +205,7 @@ def _draw_baselines(ax: Axes, run_dir: Path) -> None:
 
 
 def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[Record]) -> None:
-    """A row per layer; the column of a record reaches back to the record before."""
+    """Draw a row per layer; the column of a record reaches back to the previous record."""
     having = [record for record in with_key(records, key) if "event" not in record]
     num_layers = max(len(record[key]) for record in having if record.get(key) is not None)
     rows = (record.get(key) or [None] * num_layers for record in having)
@@ -222,7 +222,7 @@ def _draw_layers(figure: Figure, ax: Axes, key: str, label: str, records: list[R
 
 
 def _finish(figure: Figure, axes: list[Axes], records: list[Record], path: Path) -> Path:
-    """Phases as vertical lines with their names on top, steps and tokens at the bottom; then the file."""
+    """Draw phases as vertical lines with names on top, steps and tokens at the bottom, and write the file."""
     starts = phase_starts(records)
     for ax in axes:
         for step, _ in starts[1:]:

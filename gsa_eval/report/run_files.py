@@ -1,4 +1,4 @@
-"""What a report reads of one run: its records, starts, config and events, and the facts that follow from them."""
+"""Reads one run for a report: its records, starts, config and events, and values derived from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFiles:
-    """Of a run under way, complete or killed; what is not known is None."""
+    """A running, complete or killed run; unknown values are None."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -56,7 +56,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> Config | None:
-        """None where there is none, or only one of a version with other fields."""
+        """Returns the config; None if it is missing, or of a version with other fields."""
         if not self.config_yaml:
             return None
         try:
@@ -66,7 +66,7 @@ class RunFiles:
 
     @cached_property
     def goodput(self) -> Account | None:
-        """Where its time went."""
+        """Returns the account of the run's time."""
         return read_account(self.folder)
 
     @property
@@ -79,7 +79,7 @@ class RunFiles:
 
     @property
     def planned_tokens(self) -> int | None:
-        """Of all phases: those that are trained, and for each step that is left a batch of the config."""
+        """Returns the tokens of all phases: those trained so far, and one batch of the config for each step left."""
         if self.config is None or self.planned_steps is None:
             return None
         done = min(self.last_step, self.planned_steps)
@@ -89,8 +89,8 @@ class RunFiles:
 
     @property
     def wall_seconds(self) -> float | None:
-        """From each start to the last record before the next one, summed: loading and validating are in it, waiting
-        for a start is not."""
+        """Returns the sum of times from each start to the last record before the next: with loading and validating,
+        but without waiting for a start."""
         times = [record["time"] for record in self.records if "time" in record]
         begins = [start["unix_seconds"] for start in self.starts]
         if not times or not begins:
@@ -112,16 +112,16 @@ class RunFiles:
         return "running, or killed"
 
     def tokens_at(self, step: int) -> str:
-        """In short; a dash where they are unknown."""
+        """Format the tokens at a step; a dash if unknown."""
         return compact(tokens_at(self.token_knots, [step])[0]) if self.token_knots else "–"
 
     def last(self, key: str) -> Any:
-        """The newest value of a metric; None where there is none."""
+        """Returns the newest value of a metric, or None."""
         values = [record[key] for record in self.records if record.get(key) is not None]
         return values[-1] if values else None
 
     def median(self, key: str) -> float | None:
-        """Over the logged steps; None where none has a value."""
+        """Returns the median over the logged steps; None if none has a value."""
         values = [record[key] for record in self.steps if record.get(key) is not None]
         return statistics.median(values) if values else None
 
@@ -131,12 +131,12 @@ def _read_samples(path: Path) -> list[Record]:
 
 
 def read_summary(folder: Path) -> Record:
-    """Empty before the end."""
+    """Read summary.json; empty before the end of the run."""
     return read_json(folder / "summary.json", {"steps": int})
 
 
 def baselines_of(summary: Record) -> dict[str, float]:
-    """Losses that models of one and of two tokens reach on the same text."""
+    """Returns the losses of unigram and bigram models on the same text."""
     perplexities = {name: numbers_back(summary.get(f"{name}_perplexity")) for name in ("unigram", "bigram")}
     return {
         name: math.log(value)
@@ -146,7 +146,7 @@ def baselines_of(summary: Record) -> dict[str, float]:
 
 
 def read_json(path: Path, needed: Mapping[str, type]) -> Record:
-    """Empty where there is none, or a damaged one, which is named.
+    """Read a JSON file; empty if it is missing, or damaged (with a warning).
 
     Args:
         needed: the keys of an intact file, and their types.
@@ -157,8 +157,8 @@ def read_json(path: Path, needed: Mapping[str, type]) -> Record:
         found = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in needed.items()):
             return found
-        fault = f"it is no object with {' and '.join(needed)}"
-    except (OSError, ValueError, RecursionError) as error:  # of JSON and of UTF-8
+        fault = f"it is not an object with {' and '.join(needed)}"
+    except (OSError, ValueError, RecursionError) as error:  # from JSON and UTF-8
         fault = str(error)
     logger.warning("%s is damaged (%s); left out", path, fault)
     return {}

@@ -1,4 +1,4 @@
-"""Series out of a run's metrics.jsonl, for whoever draws them."""
+"""Series from a run's metrics.jsonl, for charts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 def records_of(run_dir: Path) -> list[Record]:
-    """Of its metrics.jsonl, in the order of the steps: the end of a save is logged some steps later, perhaps in the
+    """Read metrics.jsonl, in order of the steps: the end of a save is logged some steps later, perhaps in the
     next phase."""
     path = run_dir / "metrics.jsonl"
     records = read_records(path, fault_of_record)
     damaged = of_other_lengths(records)
     if damaged:
-        logger.warning("%s: %d records have lists of another number of layers; left out", path, len(damaged))
+        logger.warning("%s: %d records have lists for another number of layers; left out", path, len(damaged))
         records = [record for record in records if not any(record is each for each in damaged)]
     return sorted(records, key=lambda record: int(record["step"]))
 
 
 def series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a key, NaN where `with_key` leaves a gap."""
+    """Returns steps and values of a key, NaN where `with_key` leaves a gap."""
     having = with_key(records, key)
     values = [math.nan if record.get(key) is None else float(record[key]) for record in having]
     return [record["step"] for record in having], values
 
 
 def phase_starts(records: list[Record]) -> list[tuple[int, str]]:
-    """(step, name): a phase starts with the last logged step before it, the first one at `first_step`."""
+    """Returns (step, name): a phase starts with the last logged step before it, the first one at `first_step`."""
     starts: list[tuple[int, str]] = []
     previous = first_step(records)
     for record in records:
@@ -49,7 +49,8 @@ def phase_starts(records: list[Record]) -> list[tuple[int, str]]:
 
 
 def first_step(records: list[Record]) -> int:
-    """A record stands for the steps since the one before: the first starts an interval earlier."""
+    """Returns the first step of the series: a record covers the steps since the previous one, so the first starts
+    earlier."""
     steps = list(dict.fromkeys(record["step"] for record in records))
     return max(0, 2 * steps[0] - steps[1]) if len(steps) > 1 else max(0, steps[0] - 1)
 
@@ -61,7 +62,8 @@ def with_key(records: list[Record], key: str) -> list[Record]:
 
 
 def flat(record: Record) -> Record:
-    """Entries of dicts as keys of their own: `lrs: base`, `validation_loss_by_source: Wikipedia`."""
+    """Returns the record with entries of dicts as separate keys: `lrs: base`, `validation_loss_by_source:
+    Wikipedia`."""
     flat: Record = {}
     for key, value in record.items():
         if isinstance(value, dict):
@@ -73,11 +75,11 @@ def flat(record: Record) -> Record:
 
 @dataclass(frozen=True)
 class Known:
-    """What a run's records are about. Made once for all panels: a long run has tens of thousands of records."""
+    """Keys in a run's records. Computed once for all panels, since a long run has tens of thousands of records."""
 
     keys: Collection[str]
     validation_sets: Mapping[str, str]
-    """How the keys of a set begin -> its name."""
+    """Prefix of a set's keys -> its name."""
 
 
 def known_of(records: list[Record]) -> Known:
@@ -86,7 +88,7 @@ def known_of(records: list[Record]) -> Known:
 
 
 def with_all_lines(panel: Panel, known: Known) -> Panel:
-    """A line for each learning rate or source, and for each validation set, that the records know."""
+    """Returns the panel with a line for each learning rate or source, and each validation set, in the records."""
     lines = dict(panel.lines)
     if panel.per_entry:
         entry = f"{panel.per_entry}: "
@@ -105,8 +107,8 @@ def has(records: list[Record], key: str) -> bool:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """(step, tokens) between which tokens grow evenly with the steps: the ends, and where the batch size changed at a
-    resume or batches were left out. Empty: unknown."""
+    """Returns (step, tokens) between which tokens grow linearly: the ends, and where the batch size changed at a
+    resume or batches were skipped. Empty: unknown."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }
@@ -133,7 +135,7 @@ def tokens_at(knots: list[tuple[int, int]], steps: Sequence[float]) -> list[floa
 
 
 def names_of(run_dirs: list[Path]) -> dict[str, Path]:
-    """Folder names, or whole paths where two runs have the same."""
+    """Returns folder names, or whole paths if two runs have the same name."""
     names = [run.resolve().name for run in run_dirs]
     return {
         name if names.count(name) == 1 else str(run): run for name, run in zip(names, run_dirs, strict=True)
@@ -141,8 +143,8 @@ def names_of(run_dirs: list[Path]) -> dict[str, Path]:
 
 
 def is_own(path: Path, folder: Path) -> bool:
-    """Lies in this folder of a run, which may itself be a link, as to a larger disk. What another link leads to may be
-    any file of whoever draws the report: it is named and left out."""
+    """Whether a path lies in this run's folder, which may itself be a link. The target of another link may be
+    any file of the user's: it is skipped with a warning."""
     own = path.resolve().is_relative_to(folder.resolve())
     if not own:
         logger.warning("%s is a link that leads out of %s; left out", path, folder)
@@ -152,9 +154,9 @@ def is_own(path: Path, folder: Path) -> bool:
 def shown_range(
     lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
 ) -> tuple[float, float] | None:
-    """Bounds of a linear y axis that neither the first steps nor a few outliers rule; None leaves it to all values.
+    """Returns bounds of a linear y axis that ignore the first steps and outliers; None: the range of all values.
 
-    It covers the values after the first tenth of the x axis that lie no further than half their distance
+    They cover the values after the first tenth of the x axis that lie no further than half their distance
     outside the 2nd and the 98th percentile. A chart's whole range is one double-click away.
 
     Args:

@@ -1,7 +1,7 @@
 """Reading a checkpoint's tensors by several threads, and checking the files by what was read.
 
-Every rank notes the checksum of each part that it reads anyway. Together, and with the parts that nobody wanted, they
-are the checksums of the whole files, which the manifest has. So a start reads a checkpoint once.
+Every rank records the checksum of each part that it reads. Combined with the checksums of unread parts, they
+give the checksums of the whole files, which the manifest lists. So a start reads a checkpoint once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gsa_train.checkpoint.files import FileRecord
 from gsa_train.distributed.parallel import Parallel
 
 TENSORS = ".distcp"
-"""Ending of the files that are checked while they are read."""
+"""Suffix of the files that are checked while they are read."""
 
 
 class NotRead(RuntimeError):
-    """A checkpoint that is what was written, and yet not what all ranks have in memory now; on all ranks alike. A fault
-    of a rank's memory, device or file system, and no reason to leave the checkpoint."""
+    """A checkpoint that is intact on disk but was read differently on some rank; raised on all ranks. The fault lies in
+    a rank's memory, device or file system, so the checkpoint is kept."""
 
 
 class Part(NamedTuple):
@@ -56,24 +56,24 @@ class Fault(NamedTuple):
 
 @dataclass
 class ReadLog:
-    """What one rank has read of one checkpoint."""
+    """What one rank has read from one checkpoint."""
 
     checkpoint: Path
     parts: list[Part] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    """What could not be read, or not be taken over; where there are any, so could tensors not be filled."""
+    """What could not be read or loaded; the tensors concerned are not filled."""
     metadata: Metadata | None = None
-    """Torch's, once a reader has read and checked it: a load has half a dozen readers."""
+    """Torch's metadata, once a reader has read and checked it: a load has several readers."""
 
 
 _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
-"""megatron-core makes the readers, and has no argument for it."""
+"""megatron-core creates the readers, and cannot pass a log to them."""
 
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """What is read meanwhile by `ParallelReader`. With a log, what cannot be read, or has no room, is a fault in it
-    instead of an error: the ranks come to agree later, and none waits for another that has raised one."""
+    """Record in `log` what `ParallelReader` reads inside this context. With a log, a failed read is recorded as a fault
+    instead of raised: the ranks agree on faults later, and none waits for a rank that has raised an error."""
     token = _LOG.set(log)
     try:
         yield
@@ -82,13 +82,13 @@ def noting(log: ReadLog | None) -> Iterator[None]:
 
 
 def log_of(checkpoint: Path) -> ReadLog | None:
-    """Of the load under way, if it is noted and reads this checkpoint."""
+    """Returns the log of the current load, if it has one and reads this checkpoint."""
     log = _LOG.get()
     return log if log is not None and log.checkpoint == checkpoint else None
 
 
 class ParallelReader(FileSystemReader):
-    """Torch's, by several threads. Compressed files are refused before (guarded.py)."""
+    """Torch's reader, with several threads. Compressed files are refused earlier (guarded.py)."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         log, lock, folder = _LOG.get(), threading.Lock(), Path(self.path)
@@ -96,7 +96,9 @@ class ParallelReader(FileSystemReader):
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def read(item: ReadItem) -> None:
-            with torch.cuda.stream(stream):  # a thread has another, which does not wait for this one
+            with torch.cuda.stream(
+                stream
+            ):  # a new thread has its own stream, which does not wait for this one
                 read_one(item)
 
         def read_one(item: ReadItem) -> None:
@@ -112,13 +114,13 @@ class ParallelReader(FileSystemReader):
                 if log is None:
                     raise
                 log.faults.append(Fault(place.relative_path, f"cannot be read: {_first_line(error)}"))
-                if item.type == LoadItemType.BYTE_IO:  # megatron-core looks into it
+                if item.type == LoadItemType.BYTE_IO:  # megatron-core reads its content
                     with lock:
                         planner.load_bytes(item, _nothing())
 
         in_order = sorted(plan.items, key=lambda item: self._place_of(item))
         with ThreadPoolExecutor(threads_at_hand(), "checkpoint-read") as threads:
-            for _ in threads.map(read, in_order):  # raises what one of them has
+            for _ in threads.map(read, in_order):  # raises a thread's error
                 pass
         done: Future[None] = Future()
         done.set_result(None)
@@ -132,14 +134,14 @@ class ParallelReader(FileSystemReader):
 class _ThreadMemory(threading.local):
     """Buffer of one thread for the parts that it reads, as large as its largest part.
 
-    New memory costs more than what is read: the system clears it page by page, and threads of a process wait there for
+    Allocating costs more than reading: the system clears new memory page by page, and threads of a process wait for
     each other.
     """
 
     buffer = bytearray()
 
     def of(self, length: int) -> memoryview:
-        """Until the next call."""
+        """Returns a view of the buffer, valid until the next call."""
         if len(self.buffer) < length:
             self.buffer = bytearray(length)
         return memoryview(self.buffer)[:length]
@@ -157,7 +159,7 @@ def _read_into(content: memoryview, path: Path, start: int) -> None:
 
 
 def _fill(item: ReadItem, content: memoryview, planner: LoadPlanner, lock: threading.Lock) -> None:
-    """Planners are not made for threads."""
+    """Load one item into its tensor. The lock guards the planner, which is not thread-safe."""
     if item.type == LoadItemType.BYTE_IO:
         with lock:
             planner.load_bytes(item, io.BytesIO(content))
@@ -175,11 +177,11 @@ def _fill(item: ReadItem, content: memoryview, planner: LoadPlanner, lock: threa
 
 
 def _tensor_in(content: memoryview) -> torch.Tensor:
-    """A tensor that was saved by torch, over these bytes instead of memory of its own.
+    """Returns the tensor that torch saved, as a view of these bytes.
 
     `torch.save` writes a ZIP archive, uncompressed, in which each storage is a file named data/0 and so on.
     """
-    with torch.serialization.skip_data():  # type, shape and strides, and a storage that nobody writes to
+    with torch.serialization.skip_data():  # dtype, shape and strides, with an unused storage
         saved = torch.load(_file_over(content), map_location="cpu", weights_only=True)
     if not isinstance(saved, torch.Tensor):
         raise ValueError(f"it is a {type(saved).__name__} and not a tensor")
@@ -198,12 +200,12 @@ def _tensor_in(content: memoryview) -> torch.Tensor:
 
 
 def _file_over(content: memoryview) -> BinaryIO:
-    """io.BytesIO would copy the bytes."""
+    """Returns a file over these bytes; io.BytesIO would copy them."""
     return io.BufferedReader(_Bytes(content))
 
 
 class _Bytes(io.RawIOBase):
-    """Read only."""
+    """A read-only file over bytes."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
@@ -236,11 +238,11 @@ def _nothing() -> io.BytesIO:
 
 
 def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Parallel) -> list[str]:
-    """What is wrong with these files, by what all ranks have read, and read now of what none has; the same on all
-    ranks. Collective.
+    """Returns what is wrong with these files, from what all ranks have read and from the rest, read now; the same on
+    all ranks. Collective.
 
     Raises:
-        NotRead: nothing is, and some rank could not fill in all of them, or read something else.
+        NotRead: the files are intact, but some rank could not load all of them, or read different bytes.
     """
     gathered: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(gathered, (socket.gethostname(), log.parts, log.faults))

@@ -1,7 +1,7 @@
-"""Saving while the training goes on.
+"""Saving while training continues.
 
 The training waits for the plan (who writes what, a few small collectives). Its share is copied to host memory while
-the next step computes, whose update waits for what is left of that (staging.py). A thread of each rank then writes and
+the next step computes; its update waits for the rest of the copy (staging.py). A thread of each rank then writes and
 fsyncs its files, the threads exchange what they wrote over a gloo group of their own, and the main rank's thread
 publishes: metadata, manifest, final name, `latest`, deletion of old checkpoints, in this order. One save is under way
 at a time; the next one waits for it.
@@ -45,10 +45,10 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 
 LONGEST_SAVE = timedelta(hours=2)
-"""How long the ranks' threads wait for the slowest writer; a rank that dies ends the wait at once."""
+"""How long the ranks' threads wait for the slowest writer. A rank that dies ends the wait at once."""
 
 FILE_BYTES, FEWEST_FILES, MOST_FILES = 2 << 30, 2, 8
-"""Of a rank: threads write faster than one, and a thousand ranks are to leave thousands of files, not more."""
+"""Files of a rank: several threads write faster than one, and a thousand ranks should write only thousands of files."""
 
 
 class CheckpointError(RuntimeError):
@@ -56,7 +56,7 @@ class CheckpointError(RuntimeError):
 
 
 class SaveLost(RuntimeError):
-    """A rank's thread could not tell the others how its save ended: what is known of it differs between ranks."""
+    """A rank's thread could not tell the others how its save ended, so the ranks may disagree about it."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class SaveResult:
     phase: str
     folder: Path
     error: str | None
-    """Why there is no checkpoint of this step."""
+    """The cause if there is no checkpoint of this step."""
     bytes: int
-    """Over all ranks."""
+    """Sum over all ranks."""
     stall_seconds: float
-    """What this rank's training waited."""
+    """How long this rank's training waited."""
     save_seconds: float
     """From the beginning until `latest` named it, or until it had failed."""
     warnings: list[str] = field(default_factory=list)
-    """What did not work, beside the save itself."""
+    """What failed other than the save itself."""
     not_finite: bool = False
-    """There is none because of what it would hold, and another try would end the same."""
+    """The state has values that are not finite, so a retry would fail as well."""
 
 
 @dataclass
@@ -86,16 +86,16 @@ class _Save:
 
     state: RunState
     folder: Path
-    """Under its unfinished name."""
+    """The folder under its temporary name."""
     began: float
     common: bytes = b""
-    """On the main rank: what is not sharded."""
+    """On the main rank: the state that is not sharded."""
     writer: Any = None
     metadata: Any = None
-    """Of all files, on the main rank."""
+    """Metadata of all files, on the main rank."""
     buckets: list[Bucket] = field(default_factory=list)
     copies: Copies | None = None
-    """Of the tensors in `buckets`, which are they."""
+    """The copies to which the tensors in `buckets` now refer."""
     stall_seconds: float = 0.0
     future: Future[SaveResult] | None = None
 
@@ -117,8 +117,8 @@ class CheckpointSaver:
         Args:
             durable_step: step of the checkpoint from which the run resumed.
             reach_steps: one that is this much older than the newest is also kept, however often the run is stopped.
-            small_files: name -> content of what each checkpoint holds beside the state, as the tokenizer: a checkpoint
-                that is copied elsewhere takes it along.
+            small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
+                checkpoint is complete.
         """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
         self._reach_steps, self._small_files = reach_steps, dict(small_files or {})
@@ -130,13 +130,13 @@ class CheckpointSaver:
         self._held_seconds = 0.0
         self._retry_step: int | None = None
         self.durable_step = durable_step
-        """Step of the newest checkpoint that a resume would find."""
+        """Step of the newest durable checkpoint."""
         self.failures = 0
-        """Saves that failed since the last one that did not."""
+        """Number of failed saves since the last successful one."""
         self.last_error = ""
 
     def reserve(self, model: Model, phase_optimizer: PhaseOptimizer) -> None:
-        """Begin to make host memory for this phase's saves, which then need not wait for it."""
+        """Begin to allocate host memory for this phase's saves, which then need not wait for it."""
         if self._config.async_save:
             sizes = share_of_save(model, phase_optimizer, self._parallel)
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
@@ -148,7 +148,7 @@ class CheckpointSaver:
             self._save.copies.hold_update()
 
     def take_held_seconds(self) -> float:
-        """That updates of this rank had to wait for copies, of saves that have ended since the last call."""
+        """Returns how long updates of this rank waited for copies, for saves that ended since the last call."""
         held, self._held_seconds = self._held_seconds, 0.0
         return held
 
@@ -157,15 +157,15 @@ class CheckpointSaver:
         return step % self._config.every_steps == 0 or step == self._retry_step
 
     def has(self, step: int) -> bool:
-        """This step's checkpoint is durable or under way."""
+        """Whether this step's checkpoint is durable or being saved."""
         return step == self.durable_step or (self._save is not None and self._save.state.step == step)
 
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
-        """Start the save of this moment; returns the saves that have ended by then.
+        """Start a save of the current state; returns the saves that have ended by then.
 
-        Waits for the one under way first, and without `checkpoint.async_save` also for this one. Starts none when that
-        was the last try: `check` stops the run. Nor of weights or optimizer state that are not finite on some rank:
-        these are the last in the list, as a save that failed.
+        First waits for the save in progress, and without `checkpoint.async_save` also for the new one. Starts none if
+        that was the last try: `check` stops the run. Starts none either if weights or optimizer state are not finite
+        on any rank: this counts as a failed save, the last in the list.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -196,12 +196,12 @@ class CheckpointSaver:
         return [*ended, *self.ended(now=state.step, wait=True)]
 
     def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
-        """The save under way if it has ended, on every rank; `now` is the step that the run has reached.
+        """Returns the save in progress if it has ended, on every rank; `now` is the step that the run has reached.
 
-        Asks the other ranks, and waits for the device, only while a save is under way.
+        Asks the other ranks, and waits for the device, only while a save is in progress.
 
         Raises:
-            SaveLost: on this rank alone. The other ranks' threads wait for this one's until this process ends.
+            SaveLost: on this rank only. The other ranks' threads wait for this one's until this process ends.
         """
         save = self._save
         if save is None or save.future is None:
@@ -214,7 +214,7 @@ class CheckpointSaver:
         if over and (failure := save.future.exception()) is not None:
             raise SaveLost(
                 f"rank {self._parallel.rank}: how the save of step {save.state.step} ended could not be agreed on by "
-                f"all ranks: {failure!r}; the same command goes on from the newest checkpoint"
+                f"all ranks: {failure!r}; the same command continues from the newest checkpoint"
             ) from failure
         if not wait:
             done = torch.tensor(int(over), device=self._parallel.device)
@@ -242,23 +242,24 @@ class CheckpointSaver:
             )
 
     def next_try(self) -> str:
-        """What follows the last failure, in words."""
+        """Returns a text that says what follows the last failure."""
         if self.failures > self._config.save_retries:
             return "this was the last try"
         return f"next try at step {self._retry_step}"
 
     def go_back(self, step: int) -> None:
-        """The run stands at this checkpoint again; no save may be under way. What failed after it is not retried."""
+        """Return to this step's checkpoint after a rewind; no save may be in progress. Later failures are not
+        retried."""
         assert self._save is None
         self.durable_step, self._retry_step = step, None
 
     @property
     def pinned_bytes(self) -> int:
-        """Of host memory, that this rank's copies have."""
+        """Bytes of pinned host memory for this rank's copies."""
         return self._host_memory.block_bytes
 
     def close(self) -> None:
-        """Let the save under way end; its files are complete, whatever stops the training. Not collective."""
+        """Wait for the save in progress, so that its files are complete whatever stops the training. Not collective."""
         self._thread.shutdown(wait=True)
         self._staging.close()
         self._host_memory.close()
@@ -274,8 +275,8 @@ class CheckpointSaver:
         return result
 
     def _copy(self, save: _Save, waits: bool) -> str | None:
-        """Replace the tensors of the plan by copies on their way, or that are filled where this waits for them; says
-        why not where there is no memory for them."""
+        """Replace the tensors of the plan by copies in progress, or by filled copies if `waits`. Returns
+        the cause if there is no memory for them."""
         try:
             save.copies = self._staging.begin([tensors for _, _, (_, tensors) in save.buckets])
             if waits:
@@ -287,15 +288,15 @@ class CheckpointSaver:
         return None
 
     def _agree(self, error: str | None) -> str | None:
-        """The first rank's error, on every rank. Only while no thread uses the group."""
+        """Returns the first rank's error, on every rank. Call only while no thread uses the group."""
         errors: list[str | None] = [None] * self._parallel.world_size
         dist.all_gather_object(errors, error, group=self._group)
         return next((error for error in errors if error is not None), None)
 
-    # --- in the thread: nothing here may use megatron-core's groups, nor the device but to wait for copies ---
+    # --- in the thread: no use of megatron-core's groups, nor of the device except to wait for copies ---
 
     def _write(self, save: _Save) -> SaveResult:
-        """Collective over the ranks' threads: whatever goes wrong between its two exchanges is told in them, or the
+        """Collective over the ranks' threads: any error between the two exchanges is reported in them, or the
         other ranks would wait for this one."""
         gathered: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(gathered, self._write_mine(save), group=self._group)
@@ -336,7 +337,7 @@ class CheckpointSaver:
             return f"rank {self._parallel.rank}: {error!r}", None, 0, []
 
     def _publish(self, save: _Save, ranks: Sequence[Written]) -> tuple[float, int, list[str]]:
-        """Seconds until `latest` named it, size in bytes, warnings."""
+        """Returns seconds until `latest` named it, size in bytes, warnings."""
         files = write_metadata(save.writer, save.metadata, save.folder, ranks)
         write_manifest(save.folder, Manifest(files, save.state.run, save.state.run_id, save.state.step))
         final = step_folder(self.checkpoints, save.state.step)
@@ -352,7 +353,7 @@ class CheckpointSaver:
                 self._reach_steps,
                 config.keep_every_steps,
             )
-        except OSError as error:  # the checkpoint is there, and a later save tries again
+        except OSError as error:  # the checkpoint exists, and a later save tries again
             warnings = [f"old checkpoints could not be deleted: {error}"]
         return seconds, sum(record.bytes for record in files.values()), warnings
 
@@ -386,7 +387,7 @@ def _make_folder(folder: Path) -> str | None:
 
 
 class _Planner(TorchDistSaveShardedStrategy):
-    """megatron-core's plan of the files, kept instead of being made into a request for its own machinery."""
+    """Keeps megatron-core's plan of the files instead of turning it into a request for its own writers."""
 
     writer: Any
     metadata: Any
@@ -397,7 +398,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """About what this rank writes, known without asking the others: of what several have, its part in number."""
+    """Returns about what this rank writes, without asking the others: tensors of several replicas are divided by
+    number."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()
@@ -407,12 +409,12 @@ def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Paral
 
 
 def files_of(share_bytes: int) -> int:
-    """In which a rank writes its share, each by a thread."""
+    """Returns the number of files in which a rank writes its share, one thread each."""
     return min(MOST_FILES, max(FEWEST_FILES, -(-share_bytes // FILE_BYTES)))
 
 
 def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Fill in who writes what, and what the main rank writes of the rest. Collective; writes nothing."""
+    """Plan who writes what, and what else the main rank writes. Collective; writes nothing."""
     metadata = sharding_metadata(parallel)
     content = {
         **sharded_state(model, phase_optimizer, metadata),
@@ -421,7 +423,7 @@ def _plan(save: _Save, model: Model, phase_optimizer: PhaseOptimizer, parallel: 
     }
     sharded, common = save_preprocess(content)
     if parallel.is_main:
-        # Now, because its step counts change with the next step.
+        # Serialize now, because step counts change with the next step.
         buffer = io.BytesIO()
         torch.save(common, buffer)
         save.common = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Replicas share the reading of a checkpoint: each reads a part, and broadcasts it to those that want the same."""
+"""Replicas share the reading of a checkpoint: each reads a part, and broadcasts it to the ranks that need the same."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ def shared_by_replicas(
 ) -> LoadShardedStrategy:
     """
     Args:
-        has_experts: some layer of the model is a mixture; the same on all ranks.
+        has_experts: whether some layer of the model is a mixture of experts; the same on all ranks.
     """
     of_all = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
     return WithExperts(of_all, groups) if has_experts else of_all
 
 
 class WithExperts(FullyParallelLoadStrategyWrapper):
-    """megatron-core broadcasts a tensor to the whole group, whoever wants it. The ranks that have the same experts are
-    others than those that have the same of all else: with one group for both, each rank would be sent all experts."""
+    """megatron-core broadcasts a tensor to the whole group, whether needed or not. The ranks that have the same experts
+    differ from the ranks that replicate everything else: with one group for both, each rank would receive all
+    experts."""
 
     def __init__(self, of_all: FullyParallelLoadStrategyWrapper, groups: ProcessGroupCollection) -> None:
         super().__init__(of_all.base_strategy, of_all.parallelization_group)
         self.of_experts = FullyParallelLoadStrategyWrapper(of_all.base_strategy, groups.expt_dp)
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        """Collective, also on ranks that want no expert."""
+        """Collective, also on ranks that need no expert."""
         experts, others = extract_matching_values(sharded_state_dict, lambda each: EXPERTS in each.key)
         loaded = super().load(others, checkpoint_dir)
         merge(loaded, self.of_experts.load(experts, checkpoint_dir))

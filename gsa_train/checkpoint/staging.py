@@ -1,8 +1,8 @@
 """The copies of a save, filled while the next step computes.
 
-A step reads what a checkpoint holds (weights, optimizer state, averages) and changes it in its update alone. So the
-copies may take until then: on a GPU a stream of their own fills pinned memory, and the update waits for it on the
-device; of tensors in host memory a thread makes the copies, and the update waits for that.
+A step reads what a checkpoint holds (weights, optimizer state, averages) and changes it only in its update. So the
+copies may take until then: on a GPU a separate stream fills pinned memory, and the update waits for it on the
+device; tensors in host memory are copied by a thread, and the update waits for that.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from gsa_train.checkpoint.host_memory import HostMemory
 
 Group = list[tuple[Any, torch.Tensor]]
-"""Of one file: torch's description of each tensor, and the tensor."""
+"""The tensors of one file, each with torch's description of it."""
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Copy and source."""
+"""(copy, source)"""
 
 
 class Copies:
-    """Of one save, on their way from the moment at which this is made."""
+    """The copies of one save, in progress from the construction of this object."""
 
     def __init__(self, of_gpu: Sequence[Pair], of_host: Sequence[Pair], thread: ThreadPoolExecutor) -> None:
         self._sources: list[torch.Tensor] = [source for _, source in (*of_gpu, *of_host)]
-        """Kept until the update, whatever becomes of the optimizer."""
+        """References kept until the update, even if the optimizer is freed."""
         self._filled = _copy_on_gpu(of_gpu) if of_gpu else None
         self._in_thread: Future[None] | None = thread.submit(_copy_all, of_host) if of_host else None
         self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Around the device's wait."""
+        """Events before and after the device's wait."""
         self._waited_seconds = 0.0
 
     def hold_update(self) -> None:
-        """Make later work on the device and in this thread run after the copies. For the device
-        this thread does not block. A second call does nothing. Only `wait` reports failed copies."""
+        """Make later work on the device and in this thread run after the copies, without blocking this thread
+        for the device. A second call does nothing. Only `wait` reports failed copies."""
         if not self._sources:
             return
         if self._filled is not None:
@@ -53,10 +53,10 @@ class Copies:
         self._sources = []
 
     def wait(self) -> None:
-        """Until they are filled; from any thread.
+        """Wait until the copies are filled; may be called from any thread.
 
         Raises:
-            Exception: whatever kept one from being filled.
+            Exception: the error that kept a copy from being filled.
         """
         if self._filled is not None:
             self._filled.synchronize()
@@ -64,14 +64,14 @@ class Copies:
             self._in_thread.result()
 
     def end(self) -> None:
-        """Until nothing is on its way any more, filled or not: of a save that has failed."""
+        """Wait until no copy is in progress, filled or not, after a failed save."""
         if self._filled is not None:
             self._filled.synchronize()
         if self._in_thread is not None:
             self._in_thread.exception()  # only waits
 
     def held_seconds(self) -> float:
-        """That an update had to wait, once they are filled."""
+        """Returns how long an update had to wait; call it once the copies are filled."""
         waits, self._waits = self._waits, None
         if waits is not None:
             before, after = waits
@@ -88,7 +88,7 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, "checkpoint-copy")
 
     def begin(self, groups: Sequence[Group]) -> Copies:
-        """Replace the tensors in these lists, in place, by copies that are on their way. No tensor may change before
+        """Replace the tensors in these lists, in place, by copies in progress. No tensor may change before
         `Copies.hold_update` or `Copies.wait` has returned.
 
         Raises:
@@ -116,7 +116,7 @@ def _copy_on_gpu(pairs: Sequence[Pair]) -> torch.cuda.Event:
     with torch.cuda.stream(stream):
         for copy, source in pairs:
             copy.copy_(source, non_blocking=True)
-    filled = torch.cuda.Event(blocking=True)  # a thread that waits for it takes no core
+    filled = torch.cuda.Event(blocking=True)  # a thread that waits for it uses no CPU
     filled.record(stream)
     return filled
 

@@ -1,6 +1,6 @@
-"""A checkpoint's weights, tensor by tensor, in one process without process groups: for converters.
+"""Reads and writes a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
 
-What is written here loads by `checkpoint.initial_weights` in any layout. It has weights only, no optimizer.
+`checkpoint.initial_weights` loads what is written here in any layout. It has weights only, no optimizer state.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TensorKind:
 
 
 class CheckpointTensors:
-    """The model's tensors of one checkpoint, by their names on disk, whatever layout wrote them.
+    """The model's tensors in one checkpoint, by their names on disk, written by any layout.
 
     Raises:
-        ValueError: a file is missing, damaged, or asks for something that no checkpoint needs.
-        FileNotFoundError: there is no such folder.
+        ValueError: a file is missing or damaged, or asks for something that no checkpoint needs.
+        FileNotFoundError: the folder does not exist.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -71,10 +71,10 @@ class CheckpointTensors:
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
-        """Name -> shape and dtype; without the optimizer's."""
+        """Name -> shape and dtype, without the optimizer's tensors."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, of its parts.
+        """Assemble the whole tensor from its parts.
 
         Raises:
             ValueError: the parts do not form one tensor, or the folder was replaced meanwhile.
@@ -90,14 +90,14 @@ class CheckpointTensors:
             part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             starts = index.offset or (0,) * part.dim()
             if not isinstance(part, torch.Tensor) or part.dim() != whole.dim():
-                raise ValueError(f"{self._checkpoint}: {name} has a part that is no part of it")
+                raise ValueError(f"{self._checkpoint}: {name} has a part outside its shape")
             view = whole
             for dim, start in enumerate(starts):
                 view = view.narrow(dim, start, part.shape[dim])
             view.copy_(part)
             filled += part.numel()
         if self._checkpoint.stat().st_ino != self._inode:
-            raise ValueError(f"{self._checkpoint}: written again while it was read; read it again")
+            raise ValueError(f"{self._checkpoint}: it was written again while it was read; read it again")
         if filled != math.prod(kind.shape):
             raise ValueError(
                 f"{self._checkpoint}: the parts of {name} have {filled} elements of {whole.numel()}"
@@ -111,11 +111,11 @@ def write_weights(
     state: RunState,
     small_files: Mapping[str, bytes],
 ) -> None:
-    """Write a checkpoint that has weights only, one tensor after another.
+    """Write a checkpoint with weights only, one tensor after another.
 
     Args:
-        folder: is there, and empty.
-        tensors: by their names on disk, whole.
+        folder: an existing empty folder.
+        tensors: whole tensors with their names on disk.
         state: names the model and the tokenizer of the weights.
         small_files: name -> content of further files.
     """
@@ -143,7 +143,7 @@ def write_weights(
 
 
 class _Writer:
-    """Tensors one after another into files that do not get too large, as torch's own writer has them."""
+    """Writes tensors one after another into files of limited size, in the format of torch's writer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -154,7 +154,7 @@ class _Writer:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         buffer = io.BytesIO()
-        torch.save(tensor.contiguous().clone(), buffer)  # a view would be saved with all that it is a view of
+        torch.save(tensor.contiguous().clone(), buffer)  # a view would be saved with its whole storage
         content = buffer.getbuffer()
         if not self._name or self._size_bytes + len(content) > LARGEST_FILE_BYTES:
             self._end_file()

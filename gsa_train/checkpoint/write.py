@@ -1,6 +1,6 @@
-"""The files of one checkpoint on their way to the disk: this rank's share, then what says where everything is.
+"""Writes the files of one checkpoint: this rank's share, then the metadata.
 
-Nothing here may use megatron-core's groups or the device: it runs in a thread beside the training.
+Nothing here may use megatron-core's groups or the device: it runs in a thread during training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gsa_train.checkpoint.files import MEGATRON_METADATA, FileRecord, describe_f
 
 TORCH_METADATA = ".metadata"
 BACKEND = ("torch_dist", 1)
-"""megatron-core's format and its version."""
+"""megatron-core's name and version of the format."""
 
 Bucket = tuple[str, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
 """megatron-core's plan of one file: path, name, (objects, tensors), each with torch's description of it."""
@@ -28,19 +28,19 @@ Bucket = tuple[str, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
 
 @dataclass
 class Written:
-    """What one rank's thread tells the others."""
+    """What one rank's thread reports to the others."""
 
     errors: list[str]
     results: list[Any] = field(default_factory=list)
-    """torch's description of what is where."""
+    """torch's description of where each tensor is."""
     files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 def write_share(writer: Any, buckets: Sequence[Bucket], others: Mapping[Path, bytes], rank: int) -> Written:
-    """This rank's files, durable, in one thread each; what goes wrong is returned.
+    """Write this rank's files durably, in one thread each; errors are returned.
 
     Args:
-        writer: megatron-core's, which knows the format.
+        writer: megatron-core's writer of the format.
         buckets: its plan of this rank's data files, with the tensors to write.
         others: content of further files, by path.
     """
@@ -62,11 +62,11 @@ def write_share(writer: Any, buckets: Sequence[Bucket], others: Mapping[Path, by
 def write_metadata(
     writer: Any, metadata: Any, folder: Path, ranks: Sequence[Written]
 ) -> dict[str, FileRecord]:
-    """What says where everything is, and that all is there; returns the records of all files.
+    """Write the metadata and the marker of completeness; returns the records of all files.
 
     Args:
-        metadata: torch's, of all files, which `writer` completes.
-        folder: of the checkpoint, under its unfinished name.
+        metadata: torch's metadata of all files, which `writer` completes.
+        folder: the checkpoint's, under its temporary name.
     """
     writer.finish(metadata, [written.results for written in ranks])
     save_config(CheckpointingConfig(*BACKEND), str(folder))
@@ -78,7 +78,7 @@ def write_metadata(
 
 
 def _write_bucket(writer: Any, bucket: Bucket) -> tuple[list[Any], str, FileRecord]:
-    """By megatron-core's writer, which switches Python's garbage collector off meanwhile."""
+    """Write with megatron-core's writer, which disables Python's garbage collector meanwhile."""
     path, name, _ = bucket
     results: queue.Queue[tuple[int, Any]] = queue.Queue()
     running: queue.Queue[int] = queue.Queue()
@@ -93,7 +93,7 @@ def _write_bucket(writer: Any, bucket: Bucket) -> tuple[list[Any], str, FileReco
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What the system said, where torch's writer then stumbled over its own closing."""
+    """Returns the system's error where torch's writer failed again while closing its file."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

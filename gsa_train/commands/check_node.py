@@ -1,11 +1,11 @@
-"""Look at the GPUs of a node, or of several, before they train: launch/check_node.py, `gsa-check-node`.
+"""Check the GPUs of one or several nodes before training: launch/check_node.py, `gsa-check-node`.
 
     python launch/check_node.py [--seconds 10]                            # all GPUs of this node, one by one
     torchrun --nproc_per_node=8 launch/check_node.py [--seconds 10]       # all at once, and the links between them
 
-What a run does before its first step (`run.health_check_seconds`): matrix products whose results are known, bit for
+Runs the checks of a run's first step (`run.health_check_seconds`): matrix products with results known bit for
 bit; a pattern in the free memory; ECC errors, remapped rows and XIDs by NVML; known numbers over the links.
-Exit code 0: nothing is wrong. 15: something is, and the device is named. Without a GPU the CPU is looked at.
+Exit code 0: all devices are healthy. 15: a device is not, and is named. Without a GPU the CPU is checked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gsa_train.process.as_command import as_command
 
 @as_command()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="check_node.py", description="Look at the health of GPUs.")
+    parser = argparse.ArgumentParser(prog="check_node.py", description="Check the health of GPUs.")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="of matrix products on each GPU (default: 10)"
+        "--seconds", type=float, default=10.0, help="seconds of matrix products on each GPU (default: 10)"
     )
     arguments = parser.parse_args(argv)
     if not 0 < arguments.seconds < float("inf"):

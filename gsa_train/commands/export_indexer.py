@@ -1,4 +1,4 @@
-"""What a trained model's indexers see in real text: the input of benchmarks that need real selections."""
+"""Exports a trained model's indexer projections on real text, for benchmarks that need real selections."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def export_indexer(
 ) -> dict[str, Any]:
     """Run the checkpoint's model on one sequence of the first validation set and save its indexers' projections.
 
-    The sequence is one document to the model, whatever `data.attend_across_documents` says: what is asked for is
-    the selection at a length that few documents have.
+    The sequence counts as one document, regardless of `data.attend_across_documents`, since the purpose is
+    selection at a length that few documents have.
 
     Args:
-        config: the run's, as its folder has it; whatever its layout, this is on one rank.
+        config: the run's config from its folder; this runs on one rank, for any layout.
         checkpoint_folder: a step_* folder, or the run folder.
-        seq_len_tokens: L, which need not be the length the model was trained at.
+        seq_len_tokens: L, which may differ from the training length.
         layers: from 0; each must have an indexer.
         out: a .pt file: {"gsa": the config's section as a dict, "seq_len_tokens": L, "layers": {layer: tensors}},
             tensors being `queries` [1, L, H_I, d_I], `keys` [1, L, d_I], with `gsa.indexer_pool` the keys of groups at
@@ -45,8 +45,8 @@ def export_indexer(
             `variance_ema`, 0-d.
 
     Raises:
-        ValueError: a selection that the benches do not make of projections, no checkpoint there, a layer without an
-            indexer, another model than the config's, or too little validation text.
+        ValueError: the benches cannot select from such projections, there is no checkpoint, a layer has no
+            indexer, the model differs from the config's, or there is too little validation text.
         OSError: `out` cannot be written.
     """
     if config.gsa.selection_query != "first":
@@ -79,17 +79,17 @@ def export_indexer(
         name = others[0]
         raise ValueError(
             f"{checkpoint} holds another model: {name} is {saved.get(name, 'missing')} there, "
-            f"{wanted.get(name, 'missing')} here; leave out what changes the weights, such as model.num_layers"
+            f"{wanted.get(name, 'missing')} here; remove overrides that change the weights, such as model.num_layers"
         )
     load_weights(checkpoint, model, parallel)
     found = capture_indexers(model, blocks, layers, tokenizer.eos_id, config, parallel)
     result = {"gsa": dataclasses.asdict(config.gsa), "seq_len_tokens": seq_len_tokens, "layers": found}
-    content = io.BytesIO()  # torch's own files say of a full disk neither that nor their name
+    content = io.BytesIO()  # torch's own files report neither a full disk nor their name
     torch.save(result, content)
     temporary = out.with_name(out.name + ".tmp")
     try:
         temporary.write_bytes(content.getbuffer())
-        os.replace(temporary, out)  # a file that is there is whole
+        os.replace(temporary, out)  # an existing file stays intact
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
@@ -101,7 +101,7 @@ def export_indexer(
 def capture_indexers(
     model: Model, blocks: np.ndarray, layers: Sequence[int], eos_id: int, config: Config, parallel: Parallel
 ) -> dict[int, dict[str, torch.Tensor | None]]:
-    """One sparse forward pass over int32 blocks [1, L + 1]; the projections of `layers`, on the CPU."""
+    """Run one sparse forward pass over int32 blocks [1, L + 1]; returns the projections of `layers`, on the CPU."""
     indexers = {attention.layer: attention.indexer for attention in model.attentions}
     for layer in layers:
         if indexers.get(layer) is None:

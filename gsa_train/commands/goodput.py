@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and of one on more GPUs: launch/goodput.py of a checkout, `gsa-goodput` of an
+"""Account of a run's time, and simulation on more GPUs: launch/goodput.py in a checkout, `gsa-goodput` in an
 installation.
 
     python launch/goodput.py --run RUN_DIR
@@ -34,7 +34,7 @@ DEFAULTS = Parts(
     down_seconds=60.0,
     extra_share=0.0,
 )
-"""Aims for a model of a few billion parameters, and no measurement."""
+"""Targets for a model of a few billion parameters, not measurements."""
 OPTIONS = {
     "step_seconds": ("--step-seconds", "of a step"),
     "stall_seconds": ("--checkpoint-seconds", "that training waits for a save"),
@@ -68,15 +68,15 @@ def main() -> int:
 
 
 def _source(name: str, sources: Mapping[str, str]) -> str:
-    """With what changes it, where nobody has."""
+    """Returns the source of a value; for a default, with its option."""
     return f"default ({OPTIONS[name][0]})" if sources[name] == "default" else sources[name]
 
 
 def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
     """
     Raises:
-        ValueError: faults come so fast that hardly a start gets to its first step. Such a run is all restarts, and a
-            simulation of a month has millions of them. Or there are too many faults to simulate.
+        ValueError: faults come so fast that few starts reach their first step. Such a run only restarts, and a
+            simulation of a month has millions of restarts. Or there are too many faults to simulate.
     """
     if arguments.gpus is None:
         return
@@ -89,7 +89,7 @@ def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
             f"--mtbf-hours {arguments.mtbf_hours:g}: of {arguments.gpus} GPUs one then has a fault every {seconds:.3g} "
             f"s, before a start has done its first step ({first_step:.3g} s); give the hours between faults of one GPU"
         )
-    faults = 86400 * arguments.days / seconds + 1  # each run has an end, too
+    faults = 86400 * arguments.days / seconds + 1  # each run also has an end
     if arguments.trials * faults > MOST_FAULTS:
         raise ValueError(
             f"--trials {arguments.trials} of --days {arguments.days:g}: {arguments.trials * faults:.3g} faults to "
@@ -99,7 +99,7 @@ def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
 
 
 MOST_FAULTS = 500_000
-"""Of all simulated runs with one interval: a minute, for the table of about 25 intervals."""
+"""Limit of faults over all simulated runs with one interval, so that the table takes about a minute."""
 
 
 def plan(arguments: argparse.Namespace, parts: Parts, run: MeasuredRun | None) -> Planned:
@@ -118,7 +118,7 @@ def plan(arguments: argparse.Namespace, parts: Parts, run: MeasuredRun | None) -
 
 
 def choose_parts(arguments: argparse.Namespace, run: MeasuredRun | None) -> tuple[Parts, dict[str, str]]:
-    """The parts, and where each comes from: given, measured, or default."""
+    """Returns the parts, and the source of each: given, measured, or default."""
     values, sources = dataclasses.asdict(DEFAULTS), dict.fromkeys(OPTIONS, "default")
     for name in OPTIONS:
         given = getattr(arguments, name)
@@ -137,11 +137,14 @@ def choose_parts(arguments: argparse.Namespace, run: MeasuredRun | None) -> tupl
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="goodput.py",
-        description="Where the time of a run goes, and of one on more GPUs.",
+        description="Account of a run's time, and simulation on more GPUs.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="of a run: its account, and the parts that it measured"
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder of a run: print its account, and use the parts that it measured",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="of the run to simulate")
     parser.add_argument(
@@ -158,12 +161,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             dest=field,
             type=float,
             metavar=unit,
-            help=f"{meaning} (default: of --run, else {default:g})",
+            help=f"{meaning} (default: from --run, else {default:g})",
         )
     parser.add_argument(
         "--interval-steps", type=int, metavar="N", help="an interval between saves to compare"
     )
-    parser.add_argument("--days", type=float, default=30.0, help="of a simulated run (default: 30)")
+    parser.add_argument("--days", type=float, default=30.0, help="length of a simulated run (default: 30)")
     parser.add_argument(
         "--trials", type=int, default=40, help="simulated runs of each interval (default: 40)"
     )

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def run_command() -> int:
-    """Everything from the command line to the exit code."""
+    """Run the command, from its arguments to the exit code."""
     request = StopRequest()
     request.watch()
     is_main = os.environ.get("RANK", "0") == "0"
@@ -72,7 +72,7 @@ def run_command() -> int:
             raise
         take_console()
         return refuse(said.getvalue().rstrip())
-    if not arguments.dry_run:  # which prints and is done: all of it, however slowly it is read
+    if not arguments.dry_run:  # a dry run only prints, and waits for a slow reader
         take_console()
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -88,7 +88,7 @@ def run_command() -> int:
         return refuse(error)
     if arguments.dry_run:
         if has_local_tokenizer(config.data):
-            # Here: neither is needed where there is no tokenizer yet, nor for --help.
+            # Imported here: neither is needed without a tokenizer, nor for --help.
             from gsa_data.tokenizer_json import TokenizerError
             from gsa_train.data.tokenizer import load_tokenizer
 
@@ -107,18 +107,18 @@ def run_command() -> int:
     except ValueError as error:
         return refuse(error)
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return exit_codes.STOPPED  # to torchrun a stop is a failure, and it tries again
+        return exit_codes.STOPPED  # torchrun takes a stop for a failure, and restarts
     if is_main:
         print(first_line(config, arguments), flush=True)
     capability = compute_capability()
     prepare_connections([config.parallel], os.environ, capability)
     if capability is not None:  # on CPUs nothing is compiled
         prepare_kernel_cache(config.run, os.environ)
-    # W&B's reports on itself hold a process for 10 s at its end where the server hangs. It reads this when it is
+    # W&B's telemetry delays a process's end if the server hangs. It reads this variable when it is
     # imported.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import_megatron()
-    # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    # Imported here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.tokenize import TokenizerError
     from gsa_data.validation import TooLittleText
     from gsa_train.checkpoint.load import StateError
@@ -154,7 +154,7 @@ def run_command() -> int:
     ) as error:
         return refuse(error, request=request)
     except (DeviceError, RendezvousError) as error:
-        note_end(exit_codes.FAILED)  # of this node or this moment: another start of a job may do better
+        note_end(exit_codes.FAILED)  # a fault of this node or moment: another start may succeed
         return refuse(error, request=request)
     except SpikeAhead as error:
         return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
@@ -185,12 +185,12 @@ def run_command() -> int:
 
 
 def known_failure(error: RuntimeError) -> str | None:
-    """What to say of an error that no traceback would explain better; None for any other."""
+    """Returns the message for an error that a traceback would not explain; None for any other."""
     from gsa_data.faults import DataFault
 
-    # torch reports a dead reader by a signal, wherever this process stands.
+    # torch reports a dead reader by a signal, which may interrupt this process anywhere.
     if isinstance(error, DataFault) or str(error).startswith("DataLoader worker"):
         return f"the text failed: {error}"
-    if "shared memory segment" in str(error):  # NCCL's, one for each pair of GPUs
+    if "shared memory segment" in str(error):  # NCCL has one for each pair of GPUs
         return f"{error}\n{SHARED_MEMORY_REMEDY}"
     return None

@@ -69,8 +69,8 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, least_keys: int) -> torch.Tensor:
-    """Queries that select and see at least two keys: fp32, 0-d, on the device. The others, the first tokens of
-    documents and filler, have nothing to choose, and count in no mean of the indexer's.
+    """Returns the number of queries that select and see at least two keys: fp32, 0-d, on the device. The others, first
+    tokens of documents and filler, have no choice, and count in no mean of the indexer.
 
     Args:
         selection_block: block size; the first query of each aligned block selects.
@@ -81,14 +81,14 @@ def counted_rows(micro_batches: Sequence[MicroBatch], selection_block: int, leas
 
 
 def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: bool) -> MicroBatch:
-    """int32 [B, L + 1] -> inputs, labels, documents and loss mask, derived alike on every rank.
+    """Derive inputs, labels, documents and loss mask from int32 [B, L + 1], the same on every rank.
 
-    FILLER becomes EOS, each a document of its own, which nothing predicts and nothing else sees. The marks of
+    FILLER becomes EOS, each a separate document without loss that nothing else sees. The marks of
     conversations become the loss mask, and keep an EOS inside one from ending it.
     """
-    is_scored = (blocks[:, 1:] & UNSCORED) == 0  # nor is FILLER
+    is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
-    ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS where a document ends, else some other number
+    ends = blocks[:, :-1] & ~UNSCORED  # equals the EOS only where a document ends
     tokens = blocks & TOKEN_ID
     return MicroBatch(
         tokens[:, :-1].contiguous(),
@@ -103,7 +103,7 @@ def open_training_corpus(config: Config) -> Corpus:
 
 
 def open_validation_corpus(config: Config, folder: str) -> Corpus:
-    """Text or tokens; a copy of a shard fails, whatever data.on_bad_shard does with it in training."""
+    """Open validation text or tokens; a duplicate shard is an error, regardless of data.on_bad_shard."""
     return _open(config, folder, reading_of(config).for_validation())
 
 
@@ -133,13 +133,13 @@ class TrainBatches:
     """This data-parallel replica's share of each global batch, and the position in the text.
 
     Args:
-        state: what `state()` returned, to go on from there; None starts at the beginning.
-        accept_new_data: where `state` is of other text or another order, start at the beginning of the config's and
-            go on with the state's counters, instead of refusing it.
+        state: what `state()` returned, to continue from there; None starts at the beginning.
+        accept_new_data: if `state` belongs to other text or another order, start at the beginning of the config's text
+            and continue the state's counters, instead of refusing it.
 
     Raises, on every rank alike:
         StateMismatch: `state` does not fit the config's data.
-        DataFault: the training text cannot be opened, or ranks see other files in its folder.
+        DataFault: the training text cannot be opened, or ranks see different files in its folder.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TrainBatches:
         self._stream: BlockStream | None = None
         self._epochs = 0 if state is None else whole_epochs(state)
         self._files: dict[str, Any] = {}
-        """Of the text: gsa_data.content.sample_contents."""
+        """Result of gsa_data.content.sample_contents for the text."""
         self._long_conversations = 0
         outcome: DataFault | StateMismatch | dict[str, Any] | None = None
         corpus, changed = self._open_corpus(state)
@@ -170,8 +170,8 @@ class TrainBatches:
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
-        """The text, on the ranks that read it and the main one, and which of its files are others than in `state`, in
-        words. One rank looks at the files for all. Collective."""
+        """Returns the text, on the ranks that read it and the main one, and the names of its files that differ from
+        `state`, in words. One rank reads the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
         shared: list[Any] = ["", {}]
         try:
@@ -181,7 +181,7 @@ class TrainBatches:
                     reads_below = isinstance(corpus, Manifest | ChatFolder)
                     for field in trained_validation_fields(self._config.data, reads_below):
                         logger.warning(
-                            "%s: it lies in data.train_dir, so the model is trained on the text that it is scored on",
+                            "%s: it lies in data.train_dir, so the model is trained on its validation text",
                             field,
                         )
                     files = sample_contents(corpus, reading_of(self._config))
@@ -232,8 +232,8 @@ class TrainBatches:
             )
             if self._config.data.on_bad_shard == "skip":
                 logger.warning(
-                    "data.on_bad_shard = skip: where only some readers of a shared lane lose a shard, documents of the "
-                    "lane may be lost or come twice until the next resume; set it to fail, or data.num_workers so that "
+                    "data.on_bad_shard = skip: if only some readers of a shared lane lose a shard, documents of the "
+                    "lane may be lost or repeated until the next resume; set it to fail, or data.num_workers so that "
                     "data-parallel ranks x workers divides data.num_lanes"
                 )
         weights, before = self._config.data.source_weights, (state or {}).get("source_weights", {})
@@ -241,14 +241,14 @@ class TrainBatches:
             logger.warning("data.source_weights: %s from here on, %s before this checkpoint", weights, before)
         if self._parallel.is_main and not tokenizer.keeps_newlines:
             logger.warning(
-                "data.tokenizer: %s loses newlines, so the model will know none. In natural text and code they mean "
-                "something: docs/how_to/own_data.md has the flags with which sentencepiece keeps them",
+                "data.tokenizer: %s loses newlines, so the model never sees any. In natural text and code they have "
+                "meaning: docs/how_to/own_data.md has the flags with which sentencepiece keeps them",
                 tokenizer.path,
             )
         return stream
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step, of whole sequences. Collective over the replica."""
+        """Returns the micro-batches of one optimizer step, with whole sequences. Collective over the replica."""
         train = self._config.train
         per_rank = train.global_batch_size // self._parallel.data_size
         blocks = None if self._stream is None else self._stream.next_blocks(per_rank)
@@ -260,27 +260,28 @@ class TrainBatches:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
+        """Returns what this process has read and left out (gsa_data.faults); the sum over the ranks is the run's."""
         return {} if self._stream is None else self._stream.counters
 
     def checksum(self) -> int:
-        """Of this rank's part of the last step's text; the sum over the ranks is the same in every layout."""
+        """Returns the checksum of this rank's share of the last step's text; the sum over ranks is the same in every
+        layout."""
         return 0 if self._stream is None else self._stream.checksum()
 
     @property
     def wait_seconds(self) -> float:
-        """Time this process has spent waiting for text."""
+        """Returns how long this process has waited for text."""
         return 0.0 if self._stream is None else self._stream.wait_seconds
 
     def state(self) -> dict[str, Any]:
-        """Position in the text over all ranks, for the checkpoint. Collective over all ranks."""
+        """Returns the position in the text over all ranks, for the checkpoint. Collective over all ranks."""
         local = None if self._stream is None else self._stream.local_state()
         states: list[Any] = [None] * self._parallel.world_size
         dist.all_gather_object(states, local)
         merged = merge_states([state for state in states if state is not None])
         epochs = whole_epochs(merged)
         if epochs > self._epochs and self._parallel.is_main:
-            logger.warning("the training text has been read %d times, and its documents come again", epochs)
+            logger.warning("the training text has been read %d times, and its documents repeat", epochs)
         self._epochs = epochs
         long_conversations = merged["counters"].get(LONG_CONVERSATIONS, 0)
         if long_conversations > self._long_conversations and self._parallel.is_main:
@@ -312,7 +313,7 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
         tensor = torch.empty(shape, dtype=torch.int32, device=parallel.device)
     else:
         tensor = torch.from_numpy(blocks)
-        if parallel.device.type == "cuda":  # from pageable memory the host would wait for the device
+        if parallel.device.type == "cuda":  # a copy from pageable memory would block the host
             tensor = tensor.pin_memory()
         tensor = tensor.to(parallel.device, non_blocking=True)
         assert tuple(tensor.shape) == shape
@@ -325,7 +326,7 @@ def share_blocks(blocks: np.ndarray | None, shape: tuple[int, int], parallel: Pa
 
 
 def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[ValidationSet]:
-    """The validation sets in the config's order, at most evaluate.max_blocks sequences of each.
+    """Read the validation sets in the config's order, at most evaluate.max_blocks sequences of each.
 
     Raises TooLittleText, which names the field, when one is shorter than a sequence or has nothing to score; DataFault
     when one cannot be read.
@@ -350,9 +351,9 @@ def read_validation_sets(config: Config, tokenizer: Tokenizer) -> list[Validatio
 
 
 def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[ValidationSet]:
-    """The same. Collective.
+    """Read the validation sets on every rank. Collective.
 
-    Raises DataFault, on every rank, where one cannot read them, or where ranks have other text or another tokenizer.
+    Raises DataFault, on every rank, if one cannot read them, or if ranks have different text or tokenizers.
     """
     sets: list[ValidationSet] = []
     outcome: DataFault | dict[str, str]
@@ -366,7 +367,7 @@ def shared_validation_sets(config: Config, tokenizer: Tokenizer, parallel: Paral
 
 
 def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, str]:
-    """Of what every rank reads for itself."""
+    """Returns fingerprints of what every rank reads separately."""
     found = {"tokenizer_fingerprint": tokenizer.fingerprint}
     for each in sets:
         digest = hashlib.sha256()
@@ -380,8 +381,8 @@ def fingerprints(sets: list[ValidationSet], tokenizer: Tokenizer) -> dict[str, s
 def gather_outcomes(
     outcome: Exception | Mapping[str, Any] | None, parallel: Parallel
 ) -> dict[int, Mapping[str, Any]]:
-    """Rank -> what it found, of those that looked. Raises, on every rank, the first one's error: none waits for one
-    that has given up. Collective."""
+    """Returns rank -> what it found, for the ranks that looked. Raises the first error on every rank, so that none
+    waits for one that has failed. Collective."""
     outcomes: list[Exception | Mapping[str, Any] | None] = [None] * parallel.world_size
     dist.all_gather_object(outcomes, outcome)
     found: dict[int, Mapping[str, Any]] = {}
@@ -394,11 +395,11 @@ def gather_outcomes(
 
 
 def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
-    """Raises DataFault unless all ranks have the same: folders that lie on every node's own disk may differ.
+    """Raise DataFault unless all ranks have the same: folders on the nodes' own disks may differ.
 
     Args:
         identities: rank -> what it found.
-        where: the fields of the config to look at.
+        where: the fields of the config to check.
     """
     first, expected = min(identities.items())
     for rank, identity in identities.items():
@@ -413,8 +414,8 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """The sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
+    """Yields the sequences of the run up to `TrainBatches.state` again, in arrays int32 [n, L + 1].
 
-    Raises StateMismatch after the last one, where the run has read others.
+    Raises StateMismatch after the last one if the run has read others.
     """
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

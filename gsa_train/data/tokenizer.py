@@ -1,4 +1,4 @@
-"""The tokenizer of a config, for a start and for a dry run. Loads no torch, which a dry run does without."""
+"""The tokenizer of a config, for a start and for a dry run. Does not import torch, which a dry run does not need."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def reading_of(config: Config) -> Reading:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Raises TokenizerError when there is none, the model's embedding is too small for it, or conversations cannot be
-    written for it."""
+    """Load the tokenizer. Raises TokenizerError if it is missing, the model's embedding is too small, or conversations
+    cannot be written for it."""
     try:
         tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
     except TokenizerError as error:
@@ -42,15 +42,15 @@ def load_tokenizer(config: Config) -> Tokenizer:
 
 
 def chat_template_of(config: Config) -> ChatTemplate:
-    """Raises TokenizerError when there is none, or several."""
+    """Load the chat template. Raises TokenizerError if there is none, or several."""
     return find_chat_template(config.data.tokenizer, config.data.chat_template, reading_of(config))
 
 
 def companions_of(config: Config) -> Companions:
-    """What a run keeps in its checkpoints beside the tokenizer's file: of conversations, and of weights that may have
-    been trained on some, such as an imported model's.
+    """Returns the files that checkpoints keep in addition to the tokenizer's: for conversations, and for weights that
+    may have been trained on some, such as an imported model's.
 
-    Raises TokenizerError when a file is damaged, or a run on conversations has no template.
+    Raises TokenizerError if a file is damaged, or a run on conversations has no template.
     """
     if config.data.format == "chat":
         return read_companions(config.data.tokenizer, chat_template_of(config), reading_of(config))

@@ -3,7 +3,7 @@
 The sequence is cut into n c chunks, c for each of n ranks, in c groups of n: a rank holds one chunk of each group, its
 r-th, or its r-th from the end where the group's number has an odd number of bits set. With two groups that is the
 zig-zag of megatron-core (r and 2 n - 1 - r): under a causal mask all ranks have the same work. What a query costs over
-selected keys grows at first and then hardly; more groups even that out, too.
+selected keys grows at first and then hardly; more groups balance that, too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """Queries that this rank holds and that follow each other in the sequence."""
+    """Consecutive queries of the sequence that this rank holds."""
 
     local: slice
-    """Where they stand among this rank's tokens."""
+    """Their place among this rank's tokens."""
     start: int
     """Position of the first one in the whole sequence."""
     end: int
@@ -25,15 +25,15 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """How sequences are shared out over the context-parallel ranks, and this one's place."""
+    """How sequences are sharded over the context-parallel ranks, and this rank's place."""
 
     rank: int = 0
     size: int = 1
     chunks: int = 2
-    """Of a rank: even."""
+    """Chunks of a rank; even."""
 
     def numbers(self, rank: int) -> list[int]:
-        """The chunks that a rank holds, in their order in the sequence."""
+        """Returns the numbers of the chunks that a rank holds, in the order of the sequence."""
         turned = self.size - 1 - rank
         return [
             group * self.size + (turned if group.bit_count() % 2 else rank) for group in range(self.chunks)
@@ -41,10 +41,10 @@ class ContextSharding:
 
 
 def query_chunks(local_length: int, cut: ContextSharding) -> list[QueryChunk]:
-    """This rank's chunks in the order in which it holds them; on one rank the whole sequence.
+    """Returns this rank's chunks in the order in which it holds them; on one rank the whole sequence.
 
     Args:
-        local_length: tokens of this rank, L / size.
+        local_length: number of tokens of this rank, L / size.
     """
     if cut.size == 1:
         return [QueryChunk(slice(0, local_length), 0, local_length)]

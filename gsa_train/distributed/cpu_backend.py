@@ -1,7 +1,7 @@
-"""What lets megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
+"""Patches that let megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
 
 megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. Each
-replacement below was found by leaving it out and seeing what broke:
+replacement below is needed by:
 
     torch.cuda.current_device()          used as `device=` everywhere
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
@@ -30,12 +30,12 @@ from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _MAKERS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
-"""Those that megatron-core gives `device` or `pin_memory`. Replaced one by one: a TorchFunctionMode would see every
-operation and every look at a shape, 340,000 times in 20 steps of the demo's model, a tenth of their time."""
+"""Functions that megatron-core calls with `device` or `pin_memory`. Replaced one by one: a TorchFunctionMode would
+intercept every operation and every access to a shape, which is slow."""
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function that makes tensors, for which "cuda" and pinned memory mean the CPU and its memory."""
+    """Wrap a function that makes tensors so that "cuda" and pinned memory mean the CPU and its memory."""
 
     @wraps(make)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, with the name of a tensor on "cuda" where it is asked for one."""
+    """Wrap `Tensor.type` so that it returns the name of a tensor on "cuda"."""
 
     @wraps(type_of)
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoStream:
-    """Where everything runs in one order anyway."""
+    """Stands for a stream on CPUs, where everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -70,7 +70,7 @@ class _NoStream:
 
 
 def _shares_devices(gloo: Any) -> Any:
-    """`ProcessGroupGloo` whose later groups have the devices of the first, which torch chooses."""
+    """Returns a `ProcessGroupGloo` whose later groups reuse the network devices of the first, which torch chooses."""
     devices: list[Any] = []
 
     class SharedDevices(gloo):  # type: ignore[misc]
@@ -97,7 +97,7 @@ def install() -> None:
     """Patch torch and megatron-core for this process, before any megatron object is made; a second call does nothing.
 
     Raises:
-        RuntimeError: the process has a CUDA device, where nothing may be patched.
+        RuntimeError: the process has a CUDA device.
     """
     if torch.cuda.is_available():
         raise RuntimeError("gsa_train.distributed.cpu_backend is for processes without a CUDA device")
@@ -109,19 +109,20 @@ def install() -> None:
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = _NoStream
     cuda.default_stream = lambda *args, **kwargs: _NoStream()
-    # Not torch.manual_seed, which keeps a stack trace each time for devices that may come.
+    # Not torch.manual_seed, which stores a stack trace each time for devices initialized later.
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     module: Any = torch.nn.Module
     module.cuda = lambda self, *args, **kwargs: self
     tracker: Any = megatron_random
     tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # CPU and "CUDA" are one generator here, so megatron's warning that the CPU state moved says nothing.
+    # CPU and "CUDA" share one generator here, so megatron's warning that the CPU state changed is meaningless.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must hold torch's own,
-    # which the replacements call: else transformers' models are made on the CPU, not on "meta", and stay unfilled.
+    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must contain torch's own
+    # functions, which the replacements call: else transformers' models are created on the CPU instead of "meta", and
+    # stay unfilled.
     _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -1,12 +1,12 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: work queues between the host and a CUDA device, 8 if nothing is said.
+"""CUDA_DEVICE_MAX_CONNECTIONS: work queues between the host and a CUDA device, 8 by default.
 
-With tensor parallelism megatron-core starts a collective and then the product that is to hide it, and relies on a
+With tensor parallelism megatron-core starts a collective and then the product that hides it, and relies on a
 single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run
 otherwise, except on Blackwell and later, which no longer need it, and with weights gathered layer by layer, which need
 several queues (its training/arguments.py).
 
-CUDA reads the variable when it is first asked for devices (seen on an H200): set after `torch.cuda.is_available()`, it
-is there and has no effect. So launchers set it before they import torch.
+CUDA reads the variable at the first query for devices: set after `torch.cuda.is_available()`, it
+has no effect. So launchers set it before they import torch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BLACKWELL = 10
 def prepare_connections(
     layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
 ) -> None:
-    """Set the variable to 1 where one of the layouts wants that and nobody has set it. Rank 0 says so.
+    """Set the variable to 1 if one of the layouts needs that and it is unset. Rank 0 logs it.
 
     Call it before torch is imported.
 
     Args:
         layouts: layouts of this process; CUDA's context sees only the first.
-        environment: of this process.
+        environment: this process's environment.
         capability: see `compute_capability`.
     """
     if capability is None or capability >= BLACKWELL or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -48,8 +48,8 @@ def prepare_connections(
             logger.info("%s=1, for the overlap of tensor parallelism (parallel.tensor=%d)", VARIABLE, tensor)
     elif found != "1" and is_main:
         logger.warning(
-            "%s=%s: with parallel.tensor=%d products may be scheduled before the collectives that they are to hide, "
-            "which costs time and changes no number; unset it, or set it to 1",
+            "%s=%s: with parallel.tensor=%d products may be scheduled before the collectives that they should hide, "
+            "which costs time but changes no number; unset it, or set it to 1",
             VARIABLE,
             found,
             tensor,
@@ -57,7 +57,8 @@ def prepare_connections(
 
 
 def compute_capability() -> int | None:
-    """Major number of this machine's first NVIDIA device; None without one. Asks NVML, since CUDA is not to start."""
+    """Returns the major compute capability of the first NVIDIA device; None without one. Asks NVML, since CUDA must
+    not start."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""How the indexer loss of a layer joins the backward pass of whatever pipeline stage holds the layer."""
+"""Adds the indexer loss of a layer to the backward pass of the pipeline stage that holds the layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Scale = float | torch.Tensor
-"""A number, or 0-d on the device: how many rows count in a step is known there alone."""
+"""A number, or 0-d on the device, which alone knows how many rows count in a step."""
 
 
 class _InjectLoss(torch.autograd.Function):
@@ -25,7 +25,7 @@ class _InjectLoss(torch.autograd.Function):
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
     """Return `activations` unchanged; their backward pass also differentiates `grad_scale * loss`.
 
-    The loss so reaches its parameters on every pipeline stage, without being sent to the last one. megatron-core
+    So the loss reaches its parameters on every pipeline stage, without being sent to the last one. megatron-core
     does the same for the auxiliary loss of mixtures of experts.
 
     Args:
@@ -39,12 +39,12 @@ def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale
 def differentiate_indexer_loss(
     out: torch.Tensor, loss: torch.Tensor, grad_scale: Scale, base_has_graph: bool
 ) -> torch.Tensor:
-    """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once where the base has
+    """Differentiate a layer's summed KL with the backward pass of `out`, which is returned; at once if the base has
     no graph, in the indexer warm-up.
 
     Args:
         out: the layer's attention.
-        loss: 0-d; without graph where nobody learns from it.
+        loss: 0-d; without graph if no parameter learns from it.
         grad_scale: gradient with respect to `loss`.
     """
     if not base_has_graph:

@@ -1,6 +1,6 @@
-"""megatron-core without what it imports and a run of ours never calls: half of a start's import time.
+"""Imports megatron-core without packages that a run never calls, which halves a start's import time.
 
-W&B and TensorBoard, which it imports to log by itself (our sinks import them where a run wants them), and
+These are W&B and TensorBoard, which it imports for its own logging (our sinks import them if needed), and
 torch's compiler, which decorating its fused functions imports: `model/mcore/config.py` switches those off.
 """
 
@@ -23,17 +23,18 @@ LIBRARIES_WARNINGS = (
     r"full scope is deprecated",  # of CUDA graphs, which are off
     r"`torch\.distributed\.\w+_tensor` is deprecated",  # from 2.13 on; 2.11 has no other
 )
-"""On every rank, about what is as it should be: they hid those that a user can act upon."""
+"""Warnings on every rank about normal conditions: they would hide useful ones."""
 
 
 def import_megatron() -> None:
-    """Import megatron-core, which is then the same for who imports it later. Before W&B is imported by anyone."""
+    """Import megatron-core, also for later imports. Call it before W&B is imported."""
     with _missing(UNUSED), _compiling_at_first_call():
         import megatron.core  # noqa: F401
 
 
 def quiet_libraries() -> None:
-    """Without `LIBRARIES_WARNINGS` and what megatron-core logs, in this process. Before megatron-core is imported."""
+    """Silence `LIBRARIES_WARNINGS` and megatron-core's logs in this process. Call it before megatron-core is
+    imported."""
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints every parameter's name
     for message in LIBRARIES_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -41,7 +42,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def _missing(names: tuple[str, ...]) -> Iterator[None]:
-    """Packages that are not loaded yet cannot be imported meanwhile."""
+    """Make the import of packages that are not loaded yet fail in this context."""
     blocked = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None: Python's way to say so
     try:
@@ -53,7 +54,7 @@ def _missing(names: tuple[str, ...]) -> Iterator[None]:
 
 @contextmanager
 def _compiling_at_first_call() -> Iterator[None]:
-    """What is decorated by `torch.compile` meanwhile is compiled when it is called."""
+    """Defer `torch.compile` of functions decorated in this context to their first call."""
     import torch
 
     compile_now = torch.compile
@@ -65,7 +66,7 @@ def _compiling_at_first_call() -> Iterator[None]:
 
 
 def at_first_call(decorate: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """`function`, which `decorate` gets when it is called; without one, a decorator."""
+    """Returns `function`, decorated at its first call; without a function, a decorator."""
     if function is None:
         return functools.partial(at_first_call, decorate, **options)
 

@@ -1,4 +1,4 @@
-"""The parallel layout: process groups from megatron-core as one frozen object."""
+"""The parallel layout: megatron-core's process groups in one frozen object."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from gsa_train.config import ParallelConfig
 
 
 class DeviceError(ValueError):
-    """A field asks for what this machine does not have, or not in this precision; names value and remedy."""
+    """A field asks for a device or precision that this machine lacks; the message names value and remedy."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of this job cannot meet; says where, and the remedy."""
+    """The ranks of this job cannot meet; the message has address and remedy."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands. Ranks are ordered tensor fastest, then context, data, pipeline (megatron-core); for
-    experts the ranks of a stage are also ordered expert-tensor fastest, then expert, then the expert's replicas."""
+    """This process's place in the layout. Ranks are ordered tensor fastest, then context, data, pipeline
+    (megatron-core); for experts the ranks of a stage are also ordered expert-tensor fastest, then expert, then the
+    expert's replicas."""
 
     rank: int
     world_size: int
@@ -49,7 +50,7 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """The one process that prints and writes metrics."""
+        """Whether this is the process that prints and writes metrics."""
         return self.rank == 0
 
     @property
@@ -58,12 +59,12 @@ class Parallel:
 
     @property
     def reads_data(self) -> bool:
-        """The first rank of each data-parallel replica reads the text for the others."""
+        """Whether this is the first rank of its data-parallel replica, which reads the text for the others."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """Tensor, pipeline, data and context sizes: what a checkpoint remembers."""
+        """Returns tensor, pipeline, data and context sizes, which a checkpoint stores."""
         return self.tensor_size, self.pipeline_size, self.data_size, self.context_size
 
     def describe(self) -> str:
@@ -135,7 +136,7 @@ def join_world(config: ParallelConfig) -> torch.device:
 
 
 def collective_timeout(config: ParallelConfig) -> timedelta:
-    """A little later than `HangWatchdog`, which says more."""
+    """Returns a timeout a little later than `HangWatchdog`'s, whose report is more detailed."""
     return timedelta(minutes=config.timeout_minutes) * 1.25
 
 
@@ -148,7 +149,7 @@ def _join_world(use_cuda: bool, device: torch.device, timeout: timedelta) -> Non
         cpu_backend.install()
     backend = "nccl" if use_cuda else "gloo"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun (2.13) keeps its store over restarts, and in it the addresses of the ranks before.
+        # torchrun (2.13) keeps its store over restarts, with the addresses of the previous ranks.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(
             f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}",
@@ -185,9 +186,9 @@ def _first_line(error: Exception) -> str:
 
 
 def leave_layout() -> None:
-    """End all groups but the world; `init_parallel` may then make others."""
+    """Destroy all groups except the world; `init_parallel` may then create others."""
     mpu.destroy_model_parallel()
-    # megatron-core only forgets its groups. On CPUs each has threads, which go on waking up.
+    # megatron-core only drops its references. On CPUs each group has threads, which keep waking up.
     world = dist.distributed_c10d._world
     for group in [group for group in world.pg_map if group is not world.default_pg]:
         dist.destroy_process_group(group)

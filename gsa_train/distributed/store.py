@@ -1,4 +1,4 @@
-"""The store of torch.distributed, by a connection of one's own."""
+"""A separate connection to the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 
 def connect_to_store(timeout: timedelta) -> dist.Store:
-    """A thread that waits on a shared connection would block all others. Without other ranks it is this process's."""
+    """Open a separate connection, since a thread that waits on a shared one blocks all others. One rank uses its own
+    store."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     return dist.TCPStore(

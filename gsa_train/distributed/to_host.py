@@ -1,4 +1,4 @@
-"""Numbers between host and device that make neither wait for the other."""
+"""Asynchronous copies of numbers between host and device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class ToHost:
-    """A tensor on its way to the host, which reads it later; the device goes on meanwhile."""
+    """An asynchronous copy of a tensor to the host, read later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """On a GPU nothing but the copy is queued; of a CPU's tensor this is no copy."""
+        """Queue the copy on a GPU; a CPU tensor is not copied."""
         self._tensor = tensor
         self._arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -21,13 +21,13 @@ class ToHost:
             self._arrived.record()
 
     def read(self) -> torch.Tensor:
-        """Waits until the device has come to the copy."""
+        """Wait until the copy is complete, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor
 
 
 def to_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """fp64 [len(numbers)]. From memory that is not pinned a GPU's copy would wait for all that is queued."""
+    """Returns fp64 [len(numbers)], from pinned memory on a GPU: a pageable copy would wait for all queued work."""
     tensor = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

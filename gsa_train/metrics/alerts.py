@@ -1,4 +1,4 @@
-"""What a person should hear of a run at once: spikes, stalls, saves that fail. W&B sends it (wandb_sink)."""
+"""Alerts for the user of a run: spikes, stalls, failed saves. W&B sends them (wandb_sink)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from gsa_train.metrics.record_format import values_in_words
 
 INTERVAL_SECONDS = 900.0
-"""Between two alerts with the same title; what happens in between is counted in the next one."""
+"""Minimum time between alerts with the same title; the next one counts those left out."""
 SLOW_RATIO = 3.0
-"""Of a logged interval's seconds per step over the median of those before."""
+"""Alert if an interval's seconds per step exceed the median of earlier ones by this factor."""
 SLOW_HISTORY = 16
-"""Logged intervals of that median."""
+"""Number of logged intervals in that median."""
 DATA_WAIT = 0.25
-"""Share of the time."""
+"""Alert above this share of time waiting for data."""
 IN_A_ROW = 3
-"""Logged intervals above DATA_WAIT, or with a slow rank, before it is said."""
+"""Number of consecutive logged intervals above DATA_WAIT, or with a slow rank, before an alert."""
 
 TITLES = {
     "spike": "Spike",
@@ -35,7 +35,7 @@ TITLES = {
     "log_written": "A log is written again",
     "log_lost": "A log is written again, without some records",
 }
-"""Of events."""
+"""Event -> title of its alert."""
 ERRORS = frozenset({"corruption", "stop", "checkpoint_failed", "checkpoint_damaged", "hang", "log_failed"})
 
 
@@ -43,11 +43,11 @@ class Alert(NamedTuple):
     title: str
     text: str
     level: str
-    """As W&B names it: WARN or ERROR."""
+    """W&B's level: WARN or ERROR."""
 
 
 class Alerts:
-    """Looks at every record of a run, in order."""
+    """Reads every record of a run, in order."""
 
     def __init__(self, straggler_ratio: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._straggler_ratio, self._clock = straggler_ratio, clock
@@ -58,7 +58,7 @@ class Alerts:
         self._unsaid: dict[str, int] = {}
 
     def of(self, record: dict[str, Any]) -> list[Alert]:
-        """The alerts that this record asks for and that are not too soon."""
+        """Returns the alerts for this record, without those too soon after an equal one."""
         found = [self._of_event(record)] if "event" in record else self._of_step(record)
         return [alert for each in found if each is not None and (alert := self._in_time(each)) is not None]
 
@@ -70,7 +70,7 @@ class Alerts:
         return Alert(TITLES[event], text, "ERROR" if event in ERRORS else "WARN")
 
     def _of_step(self, record: dict[str, Any]) -> list[Alert | None]:
-        if record["phase"] != self._phase:  # another phase takes another time
+        if record["phase"] != self._phase:  # phases differ in seconds per step
             self._phase = record["phase"]
             self._step_seconds.clear()
         where, found = f"step {record['step']}", list[Alert | None]()

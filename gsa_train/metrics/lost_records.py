@@ -1,6 +1,6 @@
-"""What a run's logs do not take, on a full disk or a file system that fails: it is counted and said.
+"""Counts and reports records that a run's logs could not store, on a full disk or a failing file system.
 
-Said when a file first fails, and again when it works, with the number of records that waited or are missing.
+Reported when a file first fails, and again when it works, with the number of records that waited or are missing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class Outage:
-    """Of a file whose records wait until it takes them (metrics_file.py)."""
+    """An outage of a file whose records wait until they can be written (metrics_file.py)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._lasts = False
         self._lost = 0
         self._first_step = self._last_step = 0
-        """Of those that are lost."""
+        """First and last step of the lost records."""
 
     def go_on(self, record: Mapping[str, Any], error: OSError) -> dict[str, Any] | None:
-        """The file does not take `record`. Returns an event to tell elsewhere if it is the first."""
+        """Count a record that could not be written. Returns an event for the other logs if it is the first."""
         if self._lasts:
             return None
         self._lasts = True
@@ -43,44 +43,44 @@ class Outage:
             self._lost += 1
 
     def end(self, record: Mapping[str, Any], waited: int) -> dict[str, Any] | None:
-        """The file has taken `record`, and `waited` before it. Returns an event to tell elsewhere if it had failed; one
-        with `lost_records` belongs into the file, too."""
+        """`record` and `waited` earlier ones were written. Returns an event for the other logs if the file had failed;
+        one with `lost_records` also belongs into the file."""
         if not self._lasts and not self._lost:
             return None
         said = f"step {record['step']}: {self.name} is written again, with {waited} records that waited"
         if not self._lost:
-            logger.warning("%s; it misses none", said)
+            logger.warning("%s; it lacks none", said)
             self._lasts = False
             return _event("log_written", record, self.name)
-        logger.warning("%s; it misses %s", said, self._missing())
+        logger.warning("%s; it lacks %s", said, self._missing())
         steps = {"first_step": self._first_step, "last_step": self._last_step}
         event = _event("log_lost", record, self.name, lost_records=self._lost, **steps)
         self._lasts, self._lost = False, 0
         return event
 
     def say_lost(self) -> None:
-        """The file is closed without the records that are lost, if any are."""
+        """Report lost records, if any, when the file is closed."""
         if self._lost:
-            logger.error("%s misses %s, for which it could not be written", self.name, self._missing())
+            logger.error("%s lacks %s, since it could not be written", self.name, self._missing())
 
     def _missing(self) -> str:
         return f"{self._lost} records of steps {self._first_step} to {self._last_step}"
 
 
 class LostRecords:
-    """Of a file that keeps none."""
+    """Lost records of a file that does not keep them waiting."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
-        """In a row, up to the last record."""
+        """Consecutive lost records, up to the last record."""
         self._first_step = self._last_step = 0
 
     def add(self, record: Mapping[str, Any], error: OSError | None = None) -> None:
         """Count a record.
 
         Args:
-            error: None where it was not tried again.
+            error: None if the write was not tried.
         """
         self._last_step = record["step"]
         self.count += 1
@@ -88,17 +88,17 @@ class LostRecords:
             return
         self._first_step = record["step"]
         logger.error(
-            "step %d: %s cannot be written (%s); training goes on, and what it misses is counted",
+            "step %d: %s cannot be written (%s); training goes on, and lost records are counted",
             record["step"],
             self.name,
             error,
         )
 
     def end(self, record: Mapping[str, Any]) -> None:
-        """The file works again at `record`."""
+        """The file works again, at `record`."""
         lost, self.count = self.count, 0
         logger.warning(
-            "step %d: %s is written again; it misses %d records of steps %d to %d",
+            "step %d: %s is written again; it lacks %d records of steps %d to %d",
             record["step"],
             self.name,
             lost,

@@ -1,6 +1,6 @@
-"""metrics.jsonl while a run writes it: each record whole, in order, and none that fails ends the run.
+"""Writes metrics.jsonl: each record whole and in order; a failed write does not end the run.
 
-Records that a full disk does not take wait in memory, and are written as soon as one can be.
+Records that cannot be written wait in memory, and are written as soon as the disk has room.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from gsa_train.metrics.lost_records import Outage
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 64 << 20
-"""Of records in memory; the oldest ones beyond this are lost. A record of 24 layers with its heads takes some 20 KB, so
-that these are thousands."""
+"""Limit of records in memory, thousands of them; the oldest ones beyond it are lost."""
 
 
 class _Waiting(NamedTuple):
@@ -30,7 +29,7 @@ class _Waiting(NamedTuple):
 
 
 class MetricsFile:
-    """Open for appending. While the file works nothing waits: a run killed after `write` has lost nothing."""
+    """Open for appending. While writes succeed no record waits: a run killed after `write` has lost nothing."""
 
     def __init__(
         self,
@@ -49,13 +48,13 @@ class MetricsFile:
         self._waiting_bytes, self._most_waiting_bytes = 0, most_waiting_bytes
         self._outage = Outage(path.name)
         self.folder_was_gone = False
-        """The folder was removed or moved while this file was open; it is there again, with this file alone."""
+        """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Append a record after the waiting ones; a record that cannot be written waits, too.
 
         Returns:
-            An event that the other logs should have, too: the file failed, or works again.
+            An event for the other logs if the file failed, or works again.
         """
         self._wait(_Waiting(record["step"], self._line_of(record)))
         try:
@@ -73,11 +72,11 @@ class MetricsFile:
 
     @property
     def works(self) -> bool:
-        """Whether it took the last record."""
+        """Whether the last record was written."""
         return not self._waiting
 
     def close(self) -> None:
-        """What still waits is written now, or lost."""
+        """Write the waiting records, or lose them."""
         with contextlib.suppress(OSError):
             if self._waiting:
                 self.restore()
@@ -88,12 +87,12 @@ class MetricsFile:
         self._file.close()
 
     def rewritten(self, rewrite: Callable[[], object], last_step: int) -> MetricsFile:
-        """Close, have someone else rewrite the file, and open it again.
+        """Close the file, call `rewrite`, and open it again.
 
         Args:
-            last_step: of the records that stay; later ones that still wait are lost.
+            last_step: step of the last record to keep; later waiting ones are dropped.
         """
-        with contextlib.suppress(OSError):  # as of any record
+        with contextlib.suppress(OSError):  # as for any record
             self.restore()
             self._write_waiting()
         self._file.close()
@@ -108,7 +107,7 @@ class MetricsFile:
         return again
 
     def restore(self) -> None:
-        """Write the file again, as long as this process has it open, where someone has removed or replaced it."""
+        """Write the file again from this process's open one, if it was removed or replaced."""
         own = os.fstat(self._file.fileno())
         try:
             there = self._path.lstat()
@@ -124,7 +123,7 @@ class MetricsFile:
         self._file.close()
         self._file = open_to_append(self._path)
         logger.error(
-            "%s was removed, moved or replaced while the run writes it: it is written again, with all %d records",
+            "%s was removed, moved or replaced during the run: it is written again, with all %d records",
             self._path,
             content.count(b"\n"),
         )
@@ -143,7 +142,7 @@ class MetricsFile:
             self._outage.lose([oldest.step])
 
     def _write_waiting(self) -> int:
-        """Records written: all, or an OSError."""
+        """Write all waiting records and return their number, or raise OSError."""
         count = 0
         while self._waiting:
             self._append(self._waiting[0].line)
@@ -152,12 +151,15 @@ class MetricsFile:
         return count
 
     def _append(self, line: bytes) -> None:
-        """Whole, or an OSError and none of it; where not even that can be, the next one begins with it."""
+        """Write a whole line, or raise OSError and remove what was written; if that fails, too, the next call removes
+        it."""
         self._take_back_cut()
         self._cut = True
         try:
             written = 0
-            while written < len(line):  # on an almost full disk a write takes a part, and the next one fails
+            while written < len(
+                line
+            ):  # on an almost full disk a write may be partial, and the next one fails
                 written += self._file.write(line[written:])
         except OSError:
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Which metrics are shown together: one list for plots/*.png, the HTML report, TensorBoard and W&B.
 
-A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B know
+A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B name
 it by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00, lr/gates,
 moe/router_balance, validation/loss, eval/accuracy/<task>, system/mfu.
 """
@@ -19,16 +19,16 @@ SECTIONS = {
     "system": "System",
     "data": "Data",
 }
-"""Beginning of the tags -> title."""
+"""Prefix of the tags -> title."""
 
 
 @dataclass(frozen=True)
 class Panel:
     section: str
     figure: str
-    """Panels of the same figure stand below each other; a key of TITLES, and the name of the file in plots/."""
+    """Panels of the same figure are drawn below each other. A key of TITLES, and the name of the file in plots/."""
     label: str
-    """Y axis."""
+    """Label of the y axis."""
     lines: dict[str, str]
     """Key of the record -> name in the legend."""
     scale: str = "linear"
@@ -40,18 +40,18 @@ class Panel:
     per_entry: str = ""
     """Key of a dict; each of its entries gets a line."""
     overlapping: bool = False
-    """Lines often coincide: each is drawn thinner than the one below it, so that all are seen."""
+    """Lines often coincide: each is drawn thinner than the one below it, so that all are visible."""
     conditional: bool = False
-    """Some configs never log it: where they do not use what it shows."""
+    """Whether some configs never log it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of numbers, apart from `per_set` and `per_entry`."""
+        """Returns the keys of numbers, without `per_set` and `per_entry`."""
         return (*self.lines, *(self.band or ()))
 
     @property
     def tags(self) -> list[str]:
-        """Regular expressions of the whole tags of all lines."""
+        """Returns regular expressions that match the whole tags of all lines."""
         patterns = [re.escape(tag_of(key)) for key in self.keys]
         if self.per_set:
             entries = "/.+" if self.per_set.endswith("_by_source") else ""
@@ -232,19 +232,19 @@ PANELS = (
     Panel("data", "data", "packing: share of tokens, documents", PACKING, "percent", conditional=True),
 )
 LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_mean": "mean k_t"}
-"""Shown as a picture, layer by step."""
+"""Metrics by layer, drawn as a picture of layer by step."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Of a list by layer of lists by head or expert, hundreds of numbers: no sink draws curves of them."""
+    """A picture of a list by layer of lists by head or expert: hundreds of numbers, too many for curves."""
 
     section: str
     label: str
     columns: str
-    """What each layer's list goes through."""
+    """What the entries of each layer's list are."""
     is_share: bool
-    """Its numbers are from 0 to 1."""
+    """Whether its numbers lie between 0 and 1."""
 
 
 PICTURES = {
@@ -253,7 +253,7 @@ PICTURES = {
     ),
     "expert_loads": Picture("moe", "load of experts / mean load, newest step", "expert", is_share=False),
 }
-"""Key of the record -> what is shown of the newest."""
+"""Key of the record -> picture of its newest value."""
 
 
 BEST = {
@@ -272,7 +272,7 @@ BEST = {
     "slowest_rank_ratio": "max",
     "data_wait": "max",
 }
-"""What a table of runs shows beside the last value."""
+"""What a table of runs shows in addition to the last value."""
 
 _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
     "lr": "train",
@@ -287,8 +287,8 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
 
 
 def tag_of(key: str) -> str:
-    """Returns the tag of a record's key; if its value is a dict, the prefix of its entries' tags. What no panel shows
-    describes the attention."""
+    """Returns the tag of a record's key; if its value is a dict, the prefix of its entries' tags. Metrics without a
+    panel belong to section gsa."""
     if key == "lrs":
         return "lr"
     if key.startswith("validation_"):
@@ -302,7 +302,7 @@ def tag_of(key: str) -> str:
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
-    """The panels for TensorBoard's tab "Custom Scalars", which matches the beginnings of tags."""
+    """Returns the panels for TensorBoard's tab "Custom Scalars", which matches prefixes of tags."""
     return {
         title: {
             panel.label: ["Multiline", [f"{tag}$" for tag in panel.tags]]

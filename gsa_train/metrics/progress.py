@@ -1,4 +1,4 @@
-"""What the person at the console sees: a bar on a terminal, otherwise one plain line per logged record."""
+"""Console output: a progress bar on a terminal, otherwise one plain line per logged record."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Progress:
                 self.message(line)
             return
         if "event" in record:
-            if tells_by_its_event(record):  # the others are said in words where they happen
+            if tells_by_its_event(record):  # the others are logged where they happen
                 self.message(_event_line(record, self._total_steps))
             return
         eta = self._measure(record["step"])
@@ -63,11 +63,11 @@ class Progress:
         self._bar.set_description_str(_bar_text(record, eta))
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` come again."""
+        """Go back to `step`, since the later steps run again."""
         self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
-        """A line to stdout that leaves the bar whole."""
+        """Print a line to stdout without breaking the bar."""
         if self._bar is None:
             print(text, flush=True)
         else:
@@ -78,7 +78,7 @@ class Progress:
             self._bar.close()
 
     def _measure(self, step: int) -> float | None:
-        """Seconds left. Wall-clock time between records, so that saving and validating count too."""
+        """Returns the seconds left, from the wall time between records, which includes saving and validating."""
         now = self._clock()
         if step > self._last_step:
             latest = (now - self._last_time) / (step - self._last_step)
@@ -91,10 +91,10 @@ class Progress:
 
 
 def _is_terminal() -> bool:
-    """Some terminals (containers, pseudo-terminals of tools) have no width; a bar would be cut to nothing."""
+    """Whether stderr is a terminal with a width. Some (in containers) have none; a bar would be cut to nothing."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:  # of a terminal that was closed
+    except OSError:  # the terminal was closed
         return False
 
 
@@ -127,7 +127,7 @@ def _bar_text(record: dict[str, Any], eta: float | None) -> str:
 
 
 def _recall(record: dict[str, Any], prefix: str, form: str) -> str:
-    """Of the selected keys, and of as many random ones: only above that a selection tells anything."""
+    """Format the recall of the selected keys, and of the same number of random keys as the baseline."""
     selected, random = record.get(f"{prefix}recall"), record.get(f"{prefix}random_recall")
     return f"recall {_number(selected, form)} (random {_number(random, form)})"
 
@@ -143,7 +143,7 @@ def _validation_line(record: dict[str, Any], total_steps: int) -> str:
 
 
 def _event_line(record: dict[str, Any], total_steps: int) -> str:
-    """Of an event other than a validation: what it says, as key value."""
+    """Format an event other than a validation as key and value."""
     words = values_in_words(record, without=("event", "step", "phase"))
     return "  ".join(
         [_step_and_phase(record, total_steps), record["event"].replace("_", " ").upper(), *words]
@@ -161,7 +161,7 @@ def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name:
 
 
 def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
-    """A line a task, of all its scores."""
+    """Returns one line per task, with all its scores."""
     scores = {key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)}
     names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
     return [
@@ -179,7 +179,7 @@ def _step_and_phase(record: dict[str, Any], total_steps: int) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    """`--` where there is no value, in a column as wide as the numbers'."""
+    """Format a number; `--`, in the same width, if there is no value."""
     width = int(form.split(".")[0] or 0)
     return f"{'--':>{width}}" if value is None else f"{value:{form}}"
 
@@ -189,7 +189,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def compact(value: float | None) -> str:
-    """12345 -> 12.3k"""
+    """Format 12345 as 12.3k."""
     if value is None:
         return "--"
     for unit in ("", "k", "M"):
@@ -200,7 +200,7 @@ def compact(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units: 45s, 2m31s, 3h05m, 2d04h."""
+    """Format with the two largest units: 45s, 2m31s, 3h05m, 2d04h."""
     if seconds is None or not math.isfinite(seconds):
         return "--"
     total = max(0, round(seconds))

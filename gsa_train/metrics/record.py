@@ -1,4 +1,4 @@
-"""From what a step left on the device to one record for the sinks."""
+"""Builds the record of a logged step from statistics on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class IntervalClock:
         self._wait_seconds += wait_seconds
 
     def pause(self) -> None:
-        """Leave out what follows, until `resume`. Waits for the device, whose work belongs to the steps."""
+        """Stop the clock until `resume`. Waits for the device first, whose work belongs to the steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._began
@@ -49,14 +49,14 @@ class IntervalClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what runs inside."""
+        """Stop the clock inside this context."""
         self.pause()
         yield
         self.resume()
 
     def read_and_reset(self) -> Interval:
-        """Up to now, where the host has just waited for the verdict on the step: what the device has still to do of
-        it, the update, is part of the next interval."""
+        """Returns the interval up to now, when the host has just waited for the verdict on the step: the rest of the
+        step's device work, the update, counts to the next interval."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
@@ -69,21 +69,21 @@ class IntervalClock:
 class Interval:
     steps: int
     tokens: int
-    """Over all ranks."""
+    """Sum over all ranks."""
     seconds: float
     wait_seconds: float
-    """Part of `seconds` that this process waited for text."""
+    """How much of `seconds` this process waited for text."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured since the last logged step, beside the layers' statistics."""
+    """Measurements of one rank since the last logged step, without the layers' statistics."""
 
     interval: Interval = Interval(0, 0, 0.0, 0.0)
     worked: Worked = field(default_factory=lambda: Worked(0.0, dict.fromkeys(STEP_PARTS, 0.0)))
-    """What its WorkTime read."""
+    """Result of its WorkTime."""
     data_totals: Mapping[str, int] = field(default_factory=dict)
-    """What `data_totals` gave; the same names on every rank."""
+    """Result of `data_totals`; the same names on every rank."""
     data_checksum: int = 0
     """CRC-32 of this rank's share of the step's text."""
     causal_keys: torch.Tensor | None = None
@@ -94,7 +94,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """Of a logged training step, what every rank knows."""
+    """The values of a logged training step that every rank knows."""
 
     step: int
     """Counted from 1."""
@@ -103,7 +103,7 @@ class LoggedStep:
     """Parameter group -> learning rate."""
     grad_norm: float
     tokens: int
-    """Trained on so far, in the whole run."""
+    """Tokens trained on so far, in the whole run."""
 
 
 @dataclass(frozen=True)
@@ -111,25 +111,25 @@ class Reduced:
     """A logged step's numbers over all ranks."""
 
     layers: dict[str, list[float | None]]
-    """None where a layer recorded nothing."""
+    """Statistic -> value by layer; None if a layer recorded nothing."""
     loss: float
     causal_keys: float | None
     """Mean over the queries of all replicas; None for a validation."""
     update_norm: float | None
     """None for a validation."""
     data_wait: float
-    """Largest share over the ranks of the interval spent waiting for text."""
+    """Share of the interval spent waiting for text; maximum over the ranks."""
     data_totals: dict[str, int]
-    """What `data_totals` gave, over all ranks."""
+    """Sum of `data_totals` over all ranks."""
     data_checksum: int
-    """Of the step's text and its order (gsa_data.stream)."""
+    """Checksum of the step's text and its order (gsa_data.stream)."""
     work_seconds: list[float]
-    """By rank."""
+    """Compute time by rank."""
     part_seconds: dict[str, float]
-    """Of the interval: waiting for text, and work_time.STEP_PARTS; largest over the ranks."""
+    """Seconds of the interval waiting for text and in work_time.STEP_PARTS; maximum over the ranks."""
     memory_allocated_bytes: int | None
     memory_peak_bytes: int | None
-    """Largest over the ranks; None on CPUs."""
+    """Maximum over the ranks; None on CPUs."""
 
 
 def reduce_step(
@@ -139,7 +139,7 @@ def reduce_step(
     measured: Measured | None,
     parallel: Parallel,
 ) -> Reduced:
-    """`send_step`, and wait for it. Collective."""
+    """Call `send_step` and wait for its result. Collective."""
     return send_step(stats, loss_sum, loss_tokens, measured, parallel)()
 
 
@@ -150,8 +150,8 @@ def send_step(
     measured: Measured | None,
     parallel: Parallel,
 ) -> Callable[[], Reduced]:
-    """Bring a step's statistics together, send them to the host, and start afresh. Collective; what it returns is not,
-    and waits until they have arrived.
+    """Reduce a step's statistics over the ranks, send them to the host, and reset them. Collective. The returned
+    function is not; it waits until they have arrived.
 
     Args:
         loss_sum: this rank's share of the summed loss.
@@ -161,7 +161,7 @@ def send_step(
     on_gpu, loss_sum = parallel.device.type == "cuda", loss_sum.double()
     memory = [0, 0]
     if on_gpu:
-        allocated = torch.cuda.memory_stats()  # once: it goes through all the allocator's counters
+        allocated = torch.cuda.memory_stats()  # call once: it reads all the allocator's counters
         memory = [allocated[f"allocated_bytes.all.{which}"] for which in ("current", "peak")]
     measured = measured or Measured()
     interval, worked, causal_keys = measured.interval, measured.worked, measured.causal_keys
@@ -202,11 +202,12 @@ def send_step(
 
 
 OTHER_SOURCES = "(others)"
-"""Sources without a weight, in the metrics; summary.json has each by its name."""
+"""Name for all sources without a weight in the metrics; summary.json lists each by its name."""
 
 
 def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]:
-    """What one process read and left out since the start of the run, under names that follow from the config alone."""
+    """Returns what one process read and left out since the start of the run, under names that depend only on the
+    config."""
     totals = skipped_totals(counters)
     if data.packing == "best_fit":
         totals |= {name: counters.get(name, 0) for name in PACKING_COUNTERS}
@@ -218,7 +219,7 @@ def data_totals(counters: Mapping[str, int], data: DataConfig) -> dict[str, int]
 
 
 def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
-    """The record's part on the text, from `data_totals` over all ranks."""
+    """Returns the record's entries about the text, from `data_totals` over all ranks."""
     record: dict[str, Any] = {name: totals[name] for name in skipped_totals({})}
     if PACKING_COUNTERS[0] in totals:
         record |= {f"packing_{name}": share for name, share in packing_shares(totals).items()}
@@ -229,10 +230,10 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 
 
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
-    """Per layer (`layer_<name>`, NaN for one without) and overall: the mean over the layers that have a value, or the
-    extreme. What is NaN in a layer, as of a step that was left out, is NaN overall. Of a vector a dict label -> mean
-    over the layers; of the one of heads a list by layer of lists by head, and the spread over a layer's heads; of the
-    one of experts `expert_metrics`."""
+    """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall: the mean over the layers with a value, or
+    the extreme. NaN in a layer, as after a skipped step, is NaN overall. A vector becomes a dict label -> mean over
+    the layers; the vector of heads a list by layer of lists by head, and the spread over a layer's heads; the vector
+    of experts `expert_metrics`."""
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
     experts: list[list[float | None]] = []
@@ -262,11 +263,11 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Loads by layer and expert, in even shares: 1 where all experts get as many choices as each other. Four digits,
-    for there are thousands of them. And the largest and the smallest of each layer, and of all.
+    """Returns loads by layer and expert, where 1 is the even share, with four digits; and the largest and the
+    smallest of each layer, and over all layers.
 
     Args:
-        shares: by expert and layer, each expert's share of the choices; None for layers without experts.
+        shares: each expert's share of the choices, by expert and layer; None for layers without experts.
     """
     count = len(shares)
     loads = [

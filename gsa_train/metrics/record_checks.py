@@ -1,4 +1,4 @@
-"""What a record must be for those who read it: a flipped bit in a log leaves JSON that has lost a key, or has another
+"""Checks records before they are used: a flipped bit in a log may leave valid JSON that has lost a key, or has another
 value under it."""
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ Record = dict[str, Any]
 LARGEST = 1e300
 LARGEST_STEP = 1 << 53
 LATEST_TIME = 1e11
-"""Unix seconds, in some thousand years."""
+"""Unix seconds, far in the future."""
 TEXTS = frozenset(
     "phase event validation_set signal action reason file checkpoint_name checkpoint_error prompt text".split()  # noqa: SIM905
 )
-"""Keys of strings that are no numbers, whatever they say; the last two of samples, which a model writes."""
+"""Keys whose strings are never numbers; the last two are of samples, which a model writes."""
 NUMBERS = frozenset(key for panel in PANELS for key in panel.keys) | {"tokens", "step_seconds"}
-"""Keys of numbers that are drawn or counted with."""
+"""Keys of numbers that are drawn or used in calculations."""
 COMPARED = frozenset(["value", "threshold"])
-"""Keys of numbers of a spike."""
+"""Keys of a spike's numbers."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "spike": ("signal", "value", "threshold", "action"),
     "skipped_batches": ("last_step",),
     "samples": ("samples",),
 }
-"""Event -> what is said of it, beside step and phase."""
+"""Event -> its keys, without step and phase."""
 
 
 def fault_of_record(record: Record) -> str:
-    """What is wrong with a record of metrics.jsonl or samples.jsonl, whose non-finite numbers are numbers; empty where
-    nothing is. A digit that has changed is not noticed."""
+    """Returns what is wrong with a record of metrics.jsonl or samples.jsonl, after `numbers_back`; empty if
+    nothing is. A changed digit is not detected."""
     if not isinstance(record.get("phase"), str):
         return "has no phase"
     event = record.get("event", "")
@@ -53,12 +53,12 @@ def fault_of_samples(record: Record) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Also one that is not finite; not one beyond what is drawn and counted with."""
+    """Whether it is a number, finite or not, in the range that can be drawn."""
     return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
 
 
 def is_time(value: Any) -> bool:
-    """Unix seconds."""
+    """Whether it is a time in Unix seconds."""
     return is_number(value) and 0 <= value < LATEST_TIME
 
 
@@ -67,7 +67,7 @@ def is_step(value: Any) -> bool:
 
 
 def of_other_lengths(records: list[Record]) -> list[Record]:
-    """Those in which a list by layer has another length than in most, as a comma for a point makes it."""
+    """Returns records in which a list by layer has an unusual length, as after a comma in place of a point."""
     lengths: dict[str, Counter[int]] = {}
     for record in records:
         for name, value in record.items():

@@ -1,21 +1,21 @@
-"""Records: what they hold, and metrics.jsonl, which keeps them.
+"""The format of records, and of metrics.jsonl, which stores them.
 
 A *record* is a flat dict for one logged step, with the time at which it was made (`time`, Unix seconds). A value is a
 number, a string, None (not applicable), a list with one number per layer (keys `layer_*`), a dict of numbers (`lrs`:
 group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`) or
 by expert (`expert_loads`).
-What happens beside the steps has records of its own with an `event`: spikes and what was done about them
+Other happenings have separate records with an `event`: spikes and the reaction to them
 (gsa_train/reliability/monitor/); validation results (`validation`), where sets after the first have their name in their
 keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
 `eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
 failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
-they are logged when the loop hears of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
-the file that they tell of) say that a file cannot be written, and can again; `log_lost` which records it misses
+they are logged when the loop learns of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
+the file concerned) say that a file cannot be written, and can again; `log_lost` names the records that it lacks
 (lost_records.py).
 
 `metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
-non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, legal in every
-parser, and what `float()` and JavaScript's `Number()` accept. `read_records` turns them back into floats.
+non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, valid in every
+parser, and accepted by `float()` and JavaScript's `Number()`. `read_records` turns them back into floats.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys of numbers that TensorBoard and W&B draw no curve of: they have step and time of their own, and a checksum is
-there to be compared. Neither do they of PICTURES."""
+"""Keys of numbers without a curve in TensorBoard and W&B, which have their own step and time; a checksum is
+only compared. PICTURES have no curves either."""
 SAMPLES = "samples.jsonl"
-"""Beside metrics.jsonl: what the model wrote after `evaluate.prompts`, one validation per line."""
+"""File next to metrics.jsonl with the model's texts after `evaluate.prompts`, one validation per line."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""Half of a character, with which no file can be written, or an integer that is no float: only lines with one of them
-are looked through for that."""
+"""A lone surrogate, which cannot be encoded, or an integer too large for a float: only lines that match
+are checked value by value."""
 _LONGEST_INTEGER = 20
-"""Digits."""
+"""Number of digits."""
 
 
 def to_scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by their tags (gsa_train.metrics.panels); None and text have none."""
+    """Returns the numbers of a record by their tags (gsa_train.metrics.panels), without None and text."""
     scalars: dict[str, float | None] = {}
     if tells_by_its_event(record):
         return {f"events/{record['event']}": 1.0}
@@ -62,19 +62,19 @@ def to_scalars(record: Record) -> dict[str, float]:
             scalars.update({f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)})
         elif isinstance(value, dict):
             scalars.update({f"{tag}/{name}": v for name, v in value.items()})
-        elif key != "tokens" or "event" not in record:  # of an event they are only where it stands
+        elif key != "tokens" or "event" not in record:  # in an event they only give its position
             scalars[tag] = value
     return {name: value for name, value in scalars.items() if value is not None}
 
 
 def tells_by_its_event(record: Record) -> bool:
-    """What the monitor says; validations and saves come with numbers of their own."""
+    """Whether the event itself is the message, as the monitor's; validations and saves have numbers."""
     event = record.get("event", "")
     return event not in ("", "validation", "tasks") and not event.startswith("checkpoint")
 
 
 def values_in_words(record: Record, without: Collection[str]) -> list[str]:
-    """`key value` of each but the time stamp, floats with four digits, in one line."""
+    """Returns `key value` for each entry except the time, floats with four digits."""
     return [
         f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}"
         for key, value in record.items()
@@ -83,7 +83,7 @@ def values_in_words(record: Record, without: Collection[str]) -> list[str]:
 
 
 def validation_prefixes(record: Record) -> dict[str, str]:
-    """Of a validation record: how the keys of each set begin -> the set's name, the first set first."""
+    """Returns, for a validation record, prefix of a set's keys -> the set's name, the first set first."""
     if record.get("event") != "validation":
         return {}
     first = {"validation": record.get("validation_set", "validation")}
@@ -96,11 +96,11 @@ RENAMED = {"causal_keys": "causal_keys"}
 
 
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
-    """All intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are counted, and
-    the first is named.
+    """Returns all intact records of a metrics.jsonl, in order; the run may still be writing it. Damaged ones are
+    counted, and the first is named.
 
     Args:
-        fault_of: what is wrong with a record, empty where nothing is; for who needs more of it than the step.
+        fault_of: returns what is wrong with a record, "" if nothing is; for callers that need more than the step.
     """
     lines, damaged = _read_lines(path, fault_of)
     if damaged:
@@ -111,8 +111,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
 def _read_lines(
     path: Path, fault_of: Callable[[Record], str] | None = None
 ) -> tuple[list[tuple[str, Record]], str]:
-    """(line, its object) of the intact ones, and what is wrong with the others, empty where nothing is. A last line
-    that is cut off, as a kill or a full disk leaves it, is dropped."""
+    """Returns (line, its object) of the intact lines, and what is wrong with the others, "" if nothing is. A last line
+    cut off by a kill or a full disk is dropped."""
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     parsed: list[tuple[str, Record]] = []
     wrong: list[str] = []
@@ -120,7 +120,7 @@ def _read_lines(
         try:
             text = line.decode("utf-8")
             record = _parse(text)
-        except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
+        except (ValueError, RecursionError) as error:  # from JSON and UTF-8
             if number < len(lines):
                 wrong.append(f"record {number} of {len(lines)} is not JSON ({error})")
             continue
@@ -141,7 +141,7 @@ def _parse(line: str) -> Any:
     if _RARE.search(line):
         json.loads(line, parse_int=_bounded)
         json.dumps(value, ensure_ascii=False).encode()
-    # Few lines have one, and to look through all values takes longer than to parse them.
+    # Few lines match, and checking all values takes longer than parsing them.
     return numbers_back(value) if any(name in line for name in _NON_FINITE) else value
 
 
@@ -157,8 +157,8 @@ def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: b
     their floats stay bit-equal; a file with damaged ones is kept as `*.damaged`.
 
     Args:
-        keeps_later: what is dropped moves to `metrics_rewound.jsonl`.
-        with_validation: drop the validation and the samples at `step`, too.
+        keeps_later: move dropped records to `metrics_rewound.jsonl`.
+        with_validation: also drop the validation and the samples at `step`.
 
     Returns:
         The step of the newest record that stays; 0: there is none.
@@ -197,7 +197,7 @@ def _set_aside(path: Path, damaged: str) -> None:
         count += 1
         kept = path.with_name(f"{path.name}.damaged.{count}")
     write_atomically(kept, path.read_bytes())
-    logger.warning("%s: %s; kept as %s, the run goes on with the intact records", path, damaged, kept.name)
+    logger.warning("%s: %s; kept as %s, the run continues with the intact records", path, damaged, kept.name)
 
 
 def _as_text(lines: Iterable[str]) -> str:
@@ -205,11 +205,11 @@ def _as_text(lines: Iterable[str]) -> str:
 
 
 def sample_texts(record: Record) -> dict[str, str]:
-    """Of a record with `samples`: `prompt_00`, ... -> the prompt and what the model made of it, in Markdown."""
+    """Returns, for a record with `samples`, `prompt_00`, ... -> the prompt and the model's text, in Markdown."""
     texts = {}
     for number, sample in enumerate(record["samples"]):
         lines = f"{sample['prompt']}\u27f6{sample['text']}{'' if sample['ended'] else ' …'}".split("\n")
-        texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # as it stands
+        texts[f"prompt_{number:02d}"] = "\n".join(f"    {line}" for line in lines)  # shown verbatim
     return texts
 
 
@@ -218,7 +218,7 @@ def to_json(record: Record, indent: int | None = None) -> str:
 
 
 def to_strict(value: Any) -> Any:
-    """The same with its non-finite numbers as text, for JSON."""
+    """Returns the value with non-finite numbers as text, for strict JSON."""
     if isinstance(value, dict):
         return {key: to_strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -232,7 +232,7 @@ def numbers_back(value: Any, key: str = "") -> Any:
     """Inverts `to_strict`; tuples come back as lists.
 
     Args:
-        key: of the dict that holds the value.
+        key: the key under which a dict holds the value.
     """
     if isinstance(value, dict):
         return {name: numbers_back(item, name) for name, item in value.items()}

@@ -1,4 +1,4 @@
-"""Where logged records go: metrics.jsonl, TensorBoard and Weights & Biases. Opened on rank 0 only."""
+"""The sinks of logged records: metrics.jsonl, TensorBoard and Weights & Biases. Opened on rank 0 only."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def open_sinks(
     keeps_later: bool = False,
     validates_again: bool = False,
 ) -> Sinks:
-    """`resume_step` is the step of the loaded checkpoint: what was logged after it is dropped, because those
-    steps run again. With None the run starts at step 0, and what an earlier start left in the folder moves
-    to `previous/<time>/`, so that nothing is lost and nothing is mixed; a folder that is a link or a mounted disk
-    stays, and what is in it moves to `previous/<time>/` there. With `keeps_later` what is dropped moves to
-    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is dropped, too, because it comes
+    """`resume_step` is the step of the loaded checkpoint: records after it are dropped, because those
+    steps run again. With None the run starts at step 0, and the files of an earlier start move
+    to `previous/<time>/`, so that nothing is lost or mixed. A folder that is a link or a mounted disk
+    stays, and its content moves to `previous/<time>/` there. With `keeps_later` dropped records move to
+    `metrics_rewound.jsonl`. With `validates_again` the validation at that step is also dropped, because it runs
     again.
 
-    `phases` are names, in their order; `wandb` is the open W&B run, if there is to be one.
+    `phases` are names, in their order; `wandb` is the open W&B run, if any.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics_path = run_dir / "metrics.jsonl"
@@ -64,7 +64,7 @@ def open_sinks(
 
 
 def drop_samples(run_dir: Path, step: int, validates_again: bool = False) -> None:
-    """Those after `step`, and with `validates_again` those at it."""
+    """Drop the samples after `step`, and with `validates_again` also the ones at it."""
     path = run_dir / SAMPLES
     if path.exists():
         go_back(path, step, with_validation=validates_again)
@@ -86,16 +86,16 @@ class Sinks:
         """
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
-        """Belongs into every checkpoint, so that a restart continues the same W&B run."""
+        """Saved in every checkpoint, so that a restart continues the same W&B run."""
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", to_json)
-        self._samples: MetricsFile | None = None  # opened by the first samples, which most runs have not
+        self._samples: MetricsFile | None = None  # opened by the first samples; most runs have none
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Every sink is flushed: a run killed right after this call has lost nothing. Where metrics.jsonl cannot be
-        written, its records wait; where TensorBoard's files cannot, they miss them."""
+        """Log to every sink and flush: a run killed right after this call has lost nothing. If metrics.jsonl cannot be
+        written, its records wait; if TensorBoard's files cannot, its records are lost."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -107,7 +107,7 @@ class Sinks:
                 self._wandb.log(each, scalars)
 
     def log_samples(self, record: Record) -> None:
-        """What the model wrote after fixed prompts, into `samples.jsonl`, TensorBoard and W&B."""
+        """Log the model's texts after fixed prompts to `samples.jsonl`, TensorBoard and W&B."""
         try:
             self._samples = self._samples or MetricsFile(self.run_dir / SAMPLES, to_json)
             news = self._samples.write(record)
@@ -124,18 +124,18 @@ class Sinks:
 
     @property
     def folder_was_gone(self) -> bool:
-        """Someone has removed or moved the run folder since this was opened."""
+        """Whether the run folder was removed or moved since this was opened."""
         return self._metrics.folder_was_gone
 
     def tell_of_hang(self, step: int, report: str) -> None:
-        """To W&B alone, whose run ends as failed: the main thread hangs, perhaps in one of the files."""
+        """Report a hang to W&B alone, whose run ends as failed: the main thread may hang in one of the files."""
         record = {"event": "hang", "step": step, "reason": report}
         if self._wandb:
             self._wandb.log(record, to_scalars(record))
             self._wandb.close(exit_code=1)
 
     def go_back(self, step: int) -> None:
-        """What was logged after `step` moves to `metrics_rewound.jsonl`, because those steps run again."""
+        """Move the records after `step` to `metrics_rewound.jsonl`, because those steps run again."""
         path = self.run_dir / "metrics.jsonl"
         self._metrics = self._metrics.rewritten(lambda: go_back(path, step, keeps_later=True), step)
         if self._samples:
@@ -150,7 +150,7 @@ class Sinks:
         """Write `summary.json` and close.
 
         Raises:
-            OSError: it cannot be written; W&B has it.
+            OSError: the summary cannot be written; W&B has it.
         """
         try:
             write_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
@@ -160,7 +160,8 @@ class Sinks:
             self.close()
 
     def close(self, exit_code: int = 0) -> None:
-        """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. Twice is once."""
+        """Close without a summary; W&B marks the run as failed when `exit_code` is not 0. A second call does
+        nothing."""
         self._metrics.close()
         if self._samples:
             self._samples.close()
@@ -182,15 +183,15 @@ class Sinks:
 
 
 def _warn_of_lost_records(path: Path, newest: int, resume_step: int, every_steps: int) -> None:
-    """A save begins after the record of its step is written, so all records up to there exist.
+    """Warn if records up to the checkpoint are missing: a save begins after the record of its step is written.
 
     Args:
         newest: step of the newest record up to there.
     """
     if newest < resume_step - resume_step % every_steps:
         logger.warning(
-            "%s holds no record after step %d, and the checkpoint is of step %d: the file was cut or removed, or its "
-            "disk was full; the run goes on without what is missing, and TensorBoard or W&B may have it",
+            "%s has no record after step %d, and the checkpoint is at step %d: the file was cut or removed, or its "
+            "disk was full; the run continues without them, and TensorBoard or W&B may have them",
             path,
             newest,
             resume_step,
@@ -218,7 +219,7 @@ OUTPUTS = (
     "evaluations",
     "analysis",
 )
-"""Of a run; the last two of its checkpoints, which the next report would show as this run's."""
+"""Output files of a run; the last two describe its checkpoints, and the next report would show them as this run's."""
 
 
 APPENDED = ("metrics.jsonl", SAMPLES, "starts.jsonl", "goodput.jsonl")
@@ -226,14 +227,14 @@ FOLDERS = tuple(name for name in OUTPUTS if name not in FILES)
 
 
 def check_links(run_dir: Path, resumes: bool) -> None:
-    """Before anything in the folder changes.
+    """Check links before anything in the folder changes.
 
     Args:
-        resumes: the start appends to what is there, and does not move it away.
+        resumes: whether the start appends to the existing files instead of moving them away.
 
     Raises:
-        OSError: a link in place of an output folder leads nowhere, as one to a disk that is not mounted; or what is to
-            be appended to is a link.
+        OSError: a link in place of an output folder has no target, as when its disk is not mounted; or a file to
+            append to is a link.
     """
     for path in (run_dir / name for name in APPENDED if resumes and os.path.lexists(run_dir / name)):
         os.close(own_file(str(path), os.O_RDONLY))
@@ -265,7 +266,7 @@ def _move_aside(run_dir: Path) -> None:
             previous.mkdir(parents=True, exist_ok=True)
             (previous / path.name).symlink_to(kept.resolve())
             logger.warning(
-                "%s is a %s, and stays one for the new run; what the run before wrote there is now in %s",
+                "%s is a %s, and stays one for the new run; the previous run's files are now in %s",
                 path,
                 f"link to {path.resolve()}" if path.is_symlink() else "mounted disk",
                 kept.resolve(),

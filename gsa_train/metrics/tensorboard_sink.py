@@ -1,4 +1,4 @@
-"""TensorBoard's events of a run. Where they cannot be written, training goes on without them until they can."""
+"""Writes TensorBoard's events of a run. Where they cannot be written, training continues without them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Its writer has a thread, which ends with the first error: after that only a new file goes on."""
+    """TensorBoard's writer thread ends with the first error: after that a new file is needed."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         """
         Args:
-            resume_step: what earlier files say of later steps is hidden; None hides nothing.
+            resume_step: hide later steps in earlier files; None hides nothing.
         """
         self._folder = folder
         self._lost = LostRecords("tensorboard")
         self._resume_step = resume_step
-        """Of the first file, until there is one."""
+        """For the first file, until it exists."""
         self._writer: SummaryWriter | None = None
-        with contextlib.suppress(OSError):  # the first record tries again, and says what is wrong
+        with contextlib.suppress(OSError):  # the first record tries again, and reports the error
             self._open()
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float], disk_works: bool) -> None:
-        """Flushed: a run killed right after this has lost nothing.
+        """Write and flush: a run killed right after this has lost nothing.
 
         Args:
             disk_works: whether other files can be written; if not, no event file is opened, as it would stay empty.
@@ -39,7 +39,7 @@ class TensorBoardSink:
         self._guard(record, disk_works, lambda writer: _write(writer, scalars, record["step"]))
 
     def log_texts(self, texts: Mapping[str, str], record: Mapping[str, Any], disk_works: bool) -> None:
-        """Markdown by name, below `samples/`; as `log` otherwise."""
+        """Write Markdown texts by name, below `samples/`; otherwise like `log`."""
 
         def write(writer: SummaryWriter) -> None:
             for name, text in texts.items():
@@ -75,13 +75,13 @@ class TensorBoardSink:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        # Flushed after each record, so that nothing is left but what has failed.
+        # Each record was flushed, so only the failed one is left.
         with contextlib.suppress(OSError):
             writer.close()
 
 
 def _write(writer: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
-    """As one event: one for each of a record's hundreds of scalars takes ten times as long."""
+    """Write one event, which is much faster than one for each of a record's hundreds of scalars."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
@@ -91,10 +91,10 @@ def _write(writer: SummaryWriter, scalars: Mapping[str, float], step: int) -> No
 
 
 def _open_writer(folder: Path, resume_step: int | None) -> SummaryWriter:
-    # Here, so that readers of metrics.jsonl need not wait for the import.
+    # Imported here, so that readers of metrics.jsonl need not wait for it.
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard hides what earlier event files hold from purge_step on.
+    # TensorBoard hides the steps of earlier event files from purge_step on.
     purge_step = None if resume_step is None else resume_step + 1
     writer = SummaryWriter(str(folder), purge_step=purge_step)
     writer.add_custom_scalars(tensorboard_layout())

@@ -1,6 +1,6 @@
-"""W&B's server away: how long a run waits for it, and what it does then.
+"""Outages of W&B's server: how long a run waits, and what it does then.
 
-Training needs no W&B. Each wait has a limit; what was not sent lies in the run folder, for `wandb sync`. A start whose
+Training needs no W&B. Each wait has a limit; unsent records stay in the run folder, for `wandb sync`. A start whose
 records the server has is marked as `wandb sync` marks it, so that one command sends all others, and these only.
 """
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
-"""For a server to answer anything at all, before W&B starts; at the end, for artifacts still on their way."""
+"""Limit for any answer of the server before W&B starts, and for pending artifacts at the end."""
 INIT_SECONDS = 30.0
-"""For W&B to start: a server that answers with errors is asked again so long."""
+"""Limit for W&B's start: a server that answers with errors is asked again until then."""
 FINISH_SECONDS = 30.0
-"""For the last records at the end."""
+"""Limit for sending the last records at the end."""
 RETRIES = 10_000
-"""Of records while the server is away, at most a minute apart: a week. W&B's own number ends after two hours."""
+"""Retries of sending records during an outage, at most a minute apart: a week. W&B's default ends after two hours."""
 REFUSED_RECORDS = "filestream: fatal error"
-"""In W&B's own log, where the server has refused records, as with a revoked key: W&B then sends no more, and its
+"""Line in W&B's log if the server has refused records, as with a revoked key: W&B then stops sending, and its
 `finish` raises nothing."""
 SERVICE, SERVICE_END_SECONDS = "wandb-core", 5.0
 """W&B's process, a child of this one, and how long it may take to end."""
 MARK = ".wandb.synced"
-"""What `wandb sync` puts beside the records that it has sent, which it passes over from then on."""
+"""Suffix of the file with which `wandb sync` marks sent records, which it then skips."""
 
 
 def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path) -> Run:
-    """A W&B run in `mode`; an offline one where the server is away.
+    """Start a W&B run in `mode`; offline if the server does not answer.
 
     Args:
         init: `wandb.init` with everything but the mode.
-        has_begun: the training run has begun. It also goes on where the server refuses it, as with a key that is valid
-            no more: it must not end at night by a restart.
+        has_begun: the training run has begun. Then it continues even if the server refuses it, as with an expired
+            key: a restart must not end it.
 
     Raises:
         wandb.Error: the server refuses a new run.
@@ -71,10 +71,10 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
             if refused and not has_begun:
                 raise
             why = " ".join(str(error).split())
-            wandb.teardown()  # its service would say that the id is in use
+            wandb.teardown()  # else its service would report the id as in use
     run = init("offline")
     logger.warning(
-        "W&B at %s cannot be used: %s. The run goes on, this start's records are kept offline; to send them later: %s",
+        "W&B at %s cannot be used: %s. Records of this start are kept offline; to send them later: %s",
         url,
         why,
         sync_command(run_dir, run.id),
@@ -93,7 +93,7 @@ def _sync_each(folders: str) -> str:
 
 
 def finish(run: Run, exit_code: int) -> str | None:
-    """End a run; None where W&B has all its records or the run is offline, else why it may lack some."""
+    """End a run; returns None if W&B has all its records or the run is offline, else why it may lack some."""
     import wandb
 
     late = f"has not taken the last records in {FINISH_SECONDS:g} s"
@@ -119,8 +119,8 @@ def finish(run: Run, exit_code: int) -> str | None:
 
 
 def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
-    """Whether `run.finish` comes back in time. W&B's own limit is not always kept: where the server hangs, its service
-    may answer no more. Then the service is ended, and with it all that waits for it."""
+    """Whether `run.finish` returns in time. W&B does not always keep its own limit: if the server hangs, its service
+    may not answer. Then this ends the service, and so everything that waits for it."""
     import wandb
 
     done: Future[None] = Future()
@@ -149,8 +149,8 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
-    """Name the starts of this run, apart from `but`, whose records W&B may not have: one was killed before it had sent
-    them, or the server was away."""
+    """Warn of the starts of this run, except `but`, whose records W&B may lack: one was killed before it had sent
+    them, or the server was unreachable."""
     folders = {path.parent for path in run_dir.glob(f"wandb/*run-*-{run_id}*/*.wandb")}
     left = [each for each in folders if each != but and not any(each.glob(f"*{MARK}"))]
     left.sort(key=_when_written)
@@ -163,27 +163,27 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
 
 
 def _when_written(folder: Path) -> tuple[str, int]:
-    """The second of a start, from W&B's name of its folder; for starts within one second, when their records ended."""
+    """Returns a sort key: the second of a start, from the name of its W&B folder, then the time of its last record."""
     second = folder.name.removeprefix("offline-").removeprefix("run-").split("-")[0]
     return second, max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
 
 
 def why_no_answer(url: str, seconds: float) -> str | None:
-    """None where a server answers, whatever it says. No credential is sent."""
+    """Returns None if a server answers at all, else the cause. No credential is sent."""
     answers: list[str | None] = []
 
     def ask() -> None:
         try:
             urllib.request.urlopen(url, timeout=seconds).close()
             answers.append(None)
-        except (urllib.error.HTTPError, ValueError):  # an answer; no address, which W&B explains
+        except (urllib.error.HTTPError, ValueError):  # an answer; or an invalid address, which W&B explains
             answers.append(None)
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            # Another list of certificates than W&B's: it may well trust this server.
+            # W&B has its own list of certificates, and may trust this server.
             answers.append(None if isinstance(reason, ssl.SSLError) else str(reason) or repr(reason))
 
-    # In a thread: looking up a name has no limit of its own.
+    # In a thread: looking up a host name has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -1,7 +1,7 @@
 """Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoints as artifacts.
 
-No credential leaves this machine or enters the run folder: W&B itself reads its API key from the environment or netrc,
-and what stands before the @ of an address in the config is cut out.
+No credential leaves this machine or enters the run folder: W&B reads its API key from the environment or netrc,
+and the part before the @ of an address in the config is removed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 WandbMode = Literal["online", "offline", "shared", "disabled"]
 OLD_MODES = {"dryrun": "offline", "run": "online"}
-"""W&B's own words of before, which it still takes."""
+"""W&B's old names of modes, which it still accepts."""
 CONTINUES = "continues_wandb_run"
-"""Field of the W&B config: the W&B run of the run that this one was copied from."""
+"""Field of the W&B config: the W&B run from which this one was copied."""
 
 
 class WandbRefused(RuntimeError):
-    """W&B did not start; says why, and the remedy."""
+    """W&B did not start; the message has cause and remedy."""
 
 
 class WandbSink:
-    """An open W&B run. Where its service fails, training goes on without it, and says so."""
+    """An open W&B run. If its service fails, training continues without it, and logs that."""
 
     def __init__(self, run: Run, run_dir: Path, alerts: Alerts) -> None:
         self.id: str = run.id
@@ -54,7 +54,7 @@ class WandbSink:
         self._on_their_way: list[Future[None]] = []
 
     def log(self, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
-        """One record, as `metrics.jsonl` has it and by tags."""
+        """Log one record, as in `metrics.jsonl` and by tags."""
         # W&B's own step only grows, but steps after a checkpoint run again: it is a metric like the others.
         place = {key: record[key] for key in ("step", "tokens", "phase") if key in record}
         self._tell("log", {**scalars, **place})
@@ -64,14 +64,14 @@ class WandbSink:
                 title=alert.title,
                 text=alert.text,
                 level=alert.level,
-                wait_duration=INTERVAL_SECONDS / 2,  # ours is the limit; W&B's own would be a minute
+                wait_duration=INTERVAL_SECONDS / 2,  # Alerts has the limit; W&B's default would be a minute
             )
         if record.get("event") == "checkpoint":
             self._log_checkpoint(record)
 
     def log_samples(self, record: Mapping[str, Any]) -> None:
-        """A table of the prompts and what the model wrote. W&B puts it on the disk first, which may fail: that costs
-        this table, nothing else."""
+        """Log a table of the prompts and the model's texts. W&B writes it to disk first; if that fails,
+        only this table is lost."""
         import wandb
 
         columns: list[str | int] = ["step", "prompt", "text", "ended"]
@@ -85,15 +85,15 @@ class WandbSink:
             logger.error("W&B gets no samples of step %d: %s", record["step"], error)
 
     def place(self) -> tuple[str, ...]:
-        """Where the run is, in lines for the console."""
-        if self._run is None:  # its service failed, which was said
+        """Returns lines for the console that say where the run is."""
+        if self._run is None:  # its service failed, which was logged
             return ()
         if not self._run.offline:
             return (f"{self._run.url}",)
         return (f"kept offline; to send it: {wandb_outage.sync_command(self._run_dir, self.id)}",)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """The config of this start, without credentials."""
+        """Log the config of this start, without credentials."""
 
         def fill(artifact: Artifact) -> None:
             with artifact.new_file("config.yaml") as file:
@@ -102,27 +102,28 @@ class WandbSink:
         self._log_artifact("config", fill)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Numbers for W&B's table of runs."""
+        """Set the numbers in W&B's table of runs."""
         self._tell("summary.update", summary)
 
     def close(self, exit_code: int) -> None:
-        """W&B marks the run as failed when `exit_code` is not 0."""
+        """Close the run; W&B marks it as failed when `exit_code` is not 0."""
         if self._run is None:
             return
         late = wait(self._on_their_way, wandb_outage.ANSWER_SECONDS).not_done
         run, self._run = self._run, None
         self._artifacts.shutdown(wait=False, cancel_futures=True)
         if late:
-            logger.warning("W&B does not get the last %d artifacts: its server does not answer", len(late))
+            logger.warning("W&B lacks the last %d artifacts: its server does not answer", len(late))
         why = wandb_outage.finish(run, exit_code)
         if why:
             command = wandb_outage.sync_command(self._run_dir, self.id)
             logger.warning("W&B %s; to send them later: %s", why, command)
 
     def _log_checkpoint(self, record: Mapping[str, Any]) -> None:
-        """By reference: where it is, not what it holds. Later ones replace it on the disk (`checkpoint.keep_last`)."""
+        """Log a checkpoint by reference, without its content. Later ones replace it on disk
+        (`checkpoint.keep_last`)."""
         folder = step_folder(self._run_dir / "checkpoints", record["step"]).resolve()
-        if not folder.exists():  # deleted again before the loop heard of it
+        if not folder.exists():  # deleted before the loop learned of it
             return
 
         def fill(artifact: Artifact) -> None:
@@ -131,7 +132,7 @@ class WandbSink:
         self._log_artifact("checkpoint", fill, step=record["step"], phase=record["phase"])
 
     def _log_artifact(self, kind: str, fill: Callable[[Artifact], None], **metadata: Any) -> None:
-        """A disk that W&B keeps artifacts on (WANDB_DATA_DIR) may fail: that costs the artifact, nothing else."""
+        """Log an artifact. If W&B's disk for artifacts (WANDB_DATA_DIR) fails, only the artifact is lost."""
         import wandb
 
         if self._run is None:
@@ -147,7 +148,7 @@ class WandbSink:
         self._on_their_way.append(self._artifacts.submit(self._send, artifact, ["latest", *steps]))
 
     def _send(self, artifact: Artifact, aliases: list[str]) -> None:
-        """In a thread of its own: W&B asks its server here, and waits for it."""
+        """Send an artifact in a separate thread, since W&B waits for its server here."""
         run = self._run
         if run is None:
             return
@@ -157,8 +158,8 @@ class WandbSink:
             logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """W&B's service is a process of its own, and ends by the signal that asks training to save and stop: its
-        death must not cost that save. The next start opens the same W&B run again."""
+        """Call a method of the run. W&B's service is a separate process, and ends by the signal that asks training to
+        stop: its death must not prevent the save. The next start opens the same W&B run again."""
         import wandb
 
         if self._run is None:
@@ -179,21 +180,21 @@ def open_wandb(
     has_begun: bool = False,
     copied_from: str | None = None,
 ) -> WandbSink | None:
-    """None where it is disabled; kept offline where the server is away.
+    """Open the W&B run; None if it is disabled, offline if the server does not answer.
 
     Args:
-        run_id: of the W&B run to go on with; None: a new one, whatever WANDB_RUN_ID says, as every start by the same
-            shell would be that run.
-        has_begun: the training run has begun, so that no server's refusal ends it.
-        copied_from: the W&B run of another run, from whose checkpoint this one goes on.
+        run_id: the W&B run to continue; None: a new one, regardless of WANDB_RUN_ID, since every start by the same
+            shell would join that run.
+        has_begun: the training run has begun, so a server's refusal must not end it.
+        copied_from: the W&B run of another run, whose checkpoint this one continues.
 
     Raises:
-        WandbRefused: of a new run: no key, a wrong one, no access to the project. Of any: a wrong setting.
+        WandbRefused: for a new run: no key, a wrong key, no access to the project. For any run: a wrong setting.
     """
     mode = wandb_mode(config.wandb, os.environ)
     if mode == "disabled":
         return None
-    if "WANDB_MODE" in os.environ:  # W&B reads it, too, and refuses an empty one whatever it is told here
+    if "WANDB_MODE" in os.environ:  # W&B also reads it, and refuses an empty one in any case
         os.environ["WANDB_MODE"] = mode
     import wandb
 
@@ -210,12 +211,12 @@ def open_wandb(
             tags=list(config.wandb_tags),
             name=run_name,
             id=own_id,
-            resume="allow",  # offline: a second folder with the same id, which `wandb sync` uploads in order
+            resume="allow",  # offline: another folder with the same id, which `wandb sync` uploads in order
             dir=str(run_dir),
             config=shown_config,
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
-                silent=True,  # the header has the address; to say who is logged in, W&B would wait for its server
+                silent=True,  # the header has the address; to name the user, W&B would wait for its server
                 console="off",  # the job's own log has the console output
                 x_disable_meta=without_credentials(sys.argv) != sys.argv,  # W&B would upload the command line
                 init_timeout=wandb_outage.INIT_SECONDS,
@@ -240,7 +241,7 @@ def open_wandb(
 
 
 def define_metrics(run: Run) -> None:
-    """Tokens as the x axis of all; for some, the best value beside the last in the table of runs."""
+    """Make tokens the x axis of all metrics; for some, show also the best value in the table of runs."""
     run.define_metric("tokens")
     run.define_metric("step")
     run.define_metric("*", step_metric="tokens")
@@ -249,10 +250,10 @@ def define_metrics(run: Run) -> None:
 
 
 def wandb_mode(choice: str, environ: Mapping[str, str]) -> WandbMode:
-    """`auto` is what W&B's own variable WANDB_MODE says, else online when an API key is configured.
+    """Returns W&B's mode; `auto` takes the variable WANDB_MODE, else online when an API key is configured.
 
     Raises:
-        WandbRefused: the variable names no mode of W&B.
+        WandbRefused: the variable is not a mode of W&B.
     """
     asked = environ.get("WANDB_MODE") if choice == "auto" else choice
     if not asked:
@@ -267,7 +268,7 @@ def wandb_mode(choice: str, environ: Mapping[str, str]) -> WandbMode:
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:
-    """In the environment, or in netrc for W&B's host."""
+    """Whether the environment, or netrc for W&B's host, has an API key."""
     if environ.get("WANDB_API_KEY"):
         return True
     host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -282,7 +283,7 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 def without_credentials(value: Any) -> Any:
-    """`user:password@` is cut out of addresses (data folders may be fsspec addresses)."""
+    """Returns the value with `user:password@` removed from addresses (data folders may be fsspec addresses)."""
     if isinstance(value, dict):
         return {key: without_credentials(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a run would be, told before it starts: layout, parameters, operations, time, memory, tokens and checkpoints.
+"""The report of a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
 
 Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
 boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory/, which says what
@@ -33,11 +33,11 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 def describe(config: Config, world_size: int, device: str = DEVICE, mfu: float | None = None) -> str:
-    """The report of a dry run, for a config without mistakes on this world size.
+    """Returns the report of a dry run, for a valid config on this world size.
 
     Args:
-        device: the GPU, of `gsa_train.model.flops.DEVICES`.
-        mfu: share of its peak rate that training reaches; None takes what was measured on such a device.
+        device: the GPU, one of `gsa_train.model.flops.DEVICES`.
+        mfu: share of its peak rate that training reaches; None: as measured on such a device.
     """
     counts = _flops_by_phase(config)
     operations = _unit(max(count.total for count in counts), OPERATIONS)
@@ -118,7 +118,8 @@ def _span(layers: range) -> str:
 
 
 def rank_of(config: Config, world_size: int, tensor: int, context: int, pipeline: int, data: int) -> int:
-    """Global rank of a place in the layout: tensor fastest, then context, data, pipeline (megatron-core's order)."""
+    """Returns the global rank of a place in the layout: tensor fastest, then context, data, pipeline (megatron-core's
+    order)."""
     replicas, parallel = data_parallel_size(config, world_size), config.parallel
     return tensor + parallel.tensor * (context + parallel.context * (data + replicas * pipeline))
 
@@ -164,7 +165,7 @@ def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
 
 
 def training_operations(config: Config) -> float:
-    """Floating-point operations of all steps, forward and backward."""
+    """Returns the floating-point operations of all steps, forward and backward."""
     per_step = config.train.global_batch_size * config.train.seq_len_tokens
     counts = _flops_by_phase(config)
     return sum(
@@ -187,7 +188,7 @@ def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list
 def _time(
     config: Config, counts: Sequence[FlopsPerToken], world_size: int, device: str, mfu: float | None
 ) -> list[str]:
-    """Of the steps alone: validations, saves and restarts come on top."""
+    """Returns the time of the steps, without validations, saves and restarts."""
     count = count_parameters(config.model, config.gsa, config.moe)
     peak, measured = peak_flops_per_second(device, "bf16"), measured_mfu(device, count)
     if peak is None:
@@ -253,7 +254,7 @@ def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
 
 
 def plain_torch_reasons(config: Config) -> list[str]:
-    """Why the attention of a GPU run is not the fused kernels; empty where it is."""
+    """Returns why a GPU run does not use the fused attention kernels; empty if it does."""
     if config.gsa.attention_impl == "reference":
         return ["gsa.attention_impl = reference"]
     return unsupported_by_kernels(config)
@@ -283,12 +284,12 @@ def _checkpoint(config: Config, world_size: int, unit: float) -> list[str]:
 
 
 def _unit(largest: float, units: Mapping[str, float]) -> str:
-    """The largest unit that this number has one of; the smallest where it has none."""
+    """Returns the largest unit not above this number, else the smallest."""
     return next((name for name, size in units.items() if largest >= size), list(units)[-1])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Returns rows with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

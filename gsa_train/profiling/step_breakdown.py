@@ -1,4 +1,4 @@
-"""Where a device's time goes, each instant counted once: compute by part, communication that nothing hides, idle."""
+"""A device's time, each instant counted once: compute by trace span, exposed communication, idle."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 
 
 class Interval(NamedTuple):
-    """What runs on a stream of the device: a kernel, a copy or a fill. Microseconds."""
+    """Work on a stream of the device: a kernel, a copy or a fill. Times in microseconds."""
 
     name: str
     part: str
-    """Of the step, that its launch belongs to."""
+    """Trace span of its launch."""
     start: float
     end: float
     stream: int
 
     @property
     def is_communication(self) -> bool:
-        """NCCL's kernels, which run as long as they wait for other ranks, too."""
+        """Whether it is a NCCL kernel, whose time includes waiting for other ranks."""
         return "nccl" in self.name.lower()
 
     @property
@@ -37,23 +37,22 @@ class Breakdown:
 
     wall: float
     parts: dict[str, float]
-    """Without communication."""
+    """Trace span -> time, without communication."""
     exposed_communication: float
-    """A NCCL kernel runs, and no other kernel."""
+    """Time in which only NCCL kernels run."""
     overlapped_communication: float
-    """A NCCL kernel runs beside others; the time is in `parts`."""
+    """Time in which NCCL kernels run beside others, which counts in `parts`."""
     idle: float
-    """Nothing runs: launches that come too late, the host."""
+    """Time in which nothing runs, as after late launches of the host."""
     waits: dict[tuple[str, str], tuple[float, int]]
-    """(name, part) of what ends an idle time, or THE_END -> that time in all, and how often."""
+    """(name, part) of what ends an idle time, or THE_END -> total time, count."""
 
 
 def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakdown:
     """Attribute each instant from `begin` to `end` once.
 
-    It counts to the running kernel that began first, communication aside (if two began together, to the one on the
-    lower stream). Where there is none, to communication; where there is none either, to a copy between host and
-    device, which needs no kernel's place; else the device is idle.
+    An instant counts for the running kernel that began first, communication aside (of two that began together, the one
+    on the lower stream); else for communication; else for a copy between host and device; else the device is idle.
     """
     ordered = sorted(intervals, key=lambda each: (each.start, each.stream))
     edges = []
@@ -61,7 +60,7 @@ def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakd
         first, last = max(each.start, begin), min(each.end, end)
         if first < last:
             edges += [(first, True, number), (last, False, number)]
-    edges.sort()  # at one instant, what ends goes before what begins
+    edges.sort()  # at one instant, ends come before begins
     active: dict[int, Interval] = {}
     parts: dict[str, float] = defaultdict(float)
     waits: dict[tuple[str, str], tuple[float, int]] = {}
@@ -70,7 +69,7 @@ def breakdown(intervals: Iterable[Interval], begin: float, end: float) -> Breakd
     for time, begins, number in [*edges, (end, False, -1)]:
         span, now = time - now, time
         if span > 0:
-            running = list(active.values())  # in the order of their beginnings
+            running = list(active.values())  # in order of begin
             kernels = [each for each in running if not each.is_communication and not each.is_host_copy]
             copies = [each for each in running if each.is_host_copy]
             communicates = any(each.is_communication for each in running)

@@ -1,4 +1,4 @@
-"""A profiler's trace in short: time by part of the step, and the operations that take the most of it."""
+"""Summary of a profiler's trace: time by trace span, and the slowest operations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Operations = dict[tuple[str, str], tuple[float, int]]
 
 
 def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> str:
-    """Milliseconds per step, the backward pass counted to the part whose forward pass it belongs to.
+    """Returns a table of milliseconds per step; backward passes count to the trace span of their forward pass.
 
     Args:
-        events: torch.autograd.profiler_util.FunctionEvent, of all threads.
-        steps: those that were traced.
-        on_gpu: of the device's time each instant once (gsa_train.profiling.step_breakdown); else the CPU time in each
-            operation itself.
+        events: torch.autograd.profiler_util.FunctionEvent of all threads.
+        steps: the traced steps.
+        on_gpu: count each instant of the device's time once (gsa_train.profiling.step_breakdown); else the CPU time of
+            each operation itself.
     """
     events = list(events)
     return _device_table(events, steps) if on_gpu else _host_table(events, steps)

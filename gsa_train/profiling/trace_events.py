@@ -1,8 +1,8 @@
-"""What the events of a torch profiler belong to: the part of the step, on the host and on the device.
+"""Assigns a torch profiler's events, on the host and on the device, to trace spans.
 
-A kernel belongs to the part that its launch is in; in the backward pass, to the part whose forward pass it belongs to.
+A kernel belongs to the span around its launch; in the backward pass, to the span of its forward operation.
 Kernel and launch have one correlation id (`FunctionEvent.id`). All kernels of a CUDA graph have the id of the graph's
-launch, and so count to the part that replays it, whatever parts they were captured in.
+launch, and so count to the span that replays it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ COLLECTIVES = ("c10d::", "nccl:", "gloo:", "record_param_comms")
 STEP = "ProfilerStep"
 OTHER = "other"
 LAUNCH = re.compile(r"(cuda|cu|hip)[A-Z]")
-"""Calls of CUDA's runtime and driver. Operations' ids are numbers of their own, which may be the same as launches'."""
+"""Calls of CUDA's runtime and driver. Operations have separate ids, which may equal launches'."""
 WAITS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
-"""What the profiler may draw on the device and is no work (libkineto's names)."""
+"""Device events of the profiler that are not work (libkineto's names)."""
 
 ForwardParts = dict[tuple[int | None, int], str]
-"""(thread, autograd's sequence number) -> part in which the forward operation ran. Each thread counts its own."""
+"""(thread, autograd's sequence number) -> span in which the forward operation ran. Each thread has its own numbers."""
 
 
 def host_events(events: Iterable[Any]) -> list[Any]:
-    """Operations, ranges and launches; of those that change threads, which have no children, none."""
+    """Returns operations, ranges and launches, without asynchronous ones, which have no children."""
     return [event for event in events if event.device_type.name == "CPU" and not event.is_async]
 
 
@@ -42,7 +42,7 @@ def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
-    """Where each forward operation ran."""
+    """Returns the span of each forward operation."""
     found: ForwardParts = {}
     for event in on_host:
         if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD):
@@ -53,7 +53,7 @@ def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
 
 
 def device_intervals(events: Sequence[Any]) -> list[Interval]:
-    """What ran on the device, with the part that launched it, `other` where that is not known."""
+    """Returns the device's work, with the span that launched it, `other` if unknown."""
     on_host = host_events(events)
     # The profiler also draws the host's ranges on the device, as if they were kernels.
     ranges = {event.name for event in events if event.is_user_annotation}
@@ -77,17 +77,17 @@ def device_intervals(events: Sequence[Any]) -> list[Interval]:
 
 
 def traced_span(on_host: Iterable[Any], intervals: Iterable[Interval]) -> tuple[float, float]:
-    """From the first step's beginning on the host to the end of the last, on the host or on the device.
+    """Returns the time from the first step's begin on the host to the end of the last, on host or device.
 
-    What lies between traced steps, a validation for example, is part of it.
+    It includes what runs between traced steps, such as a validation.
     """
     steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
     return min(each.start for each in steps), max(each.end for each in (*steps, *intervals))
 
 
 def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, str]:
-    """Launch's id -> part. A launch that no operation stands around counts as the main thread's, whatever thread it was
-    on: where that is in no part, it belongs to the part, on any thread, that began last around it."""
+    """Returns launch's id -> span. A launch outside all operations counts as the main thread's, whatever thread it was
+    on: if that is in no span, it belongs to the span, on any thread, that began last around it."""
     forward_parts = forward_parts_of(on_host)
     found: dict[int, str] = {}
     lost = []
@@ -113,7 +113,7 @@ def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, 
 
 
 def _named(event: Any, forward_parts: ForwardParts) -> str | None:
-    """The part that an event itself stands for."""
+    """Returns the span that an event itself defines."""
     if event.name in PARTS:
         return str(event.name)
     if event.name.startswith(COLLECTIVES):
@@ -124,7 +124,7 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """As `host_part` without knowing of forward operations: none inside a backward pass, unless recomputed there."""
+    """Like `host_part` without forward operations: None inside a backward pass, unless recomputed there."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

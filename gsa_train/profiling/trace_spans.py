@@ -1,4 +1,4 @@
-"""Names of a step's parts in a profiler's trace (gsa_train.profiling.profiler); without one they cost nothing."""
+"""Names of trace spans (gsa_train.profiling.profiler); without a profiler they cost nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PARTS = (
     "optimizer",
     "logging",
 )
-"""In the order of a step. What is inside another, as the indexer is inside the attention, counts for itself. With
-experts `mlp` is what is beside the routed ones: norm, residual connection, shared expert."""
+"""In the order of a step. A nested span, such as the indexer inside the attention, counts separately. With
+experts `mlp` is everything except the routed ones: norm, residual connection, shared expert."""
 
 _NOTHING = nullcontext()
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:
-    """A part of the step: one of PARTS, or what holds several of them."""
+    """Mark a span of the step: one of PARTS, or a range around several."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

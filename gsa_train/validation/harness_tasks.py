@@ -28,19 +28,19 @@ YAML = (".yaml", ".yml")
 METRICS = {"acc": "accuracy", "acc_norm": "length_normalised_accuracy"}
 """The harness' name -> ours; both normalise by characters."""
 FEWSHOT_SEED = 1234
-"""The harness' own default."""
+"""The harness' default."""
 TASK_ERRORS = (
     AssertionError, AttributeError, ImportError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
     DatasetsError, TemplateError,
 )  # fmt: skip
-"""What the harness raises of a task with a mistake in it, beside OSError, whose message names a file."""
+"""Errors that the harness raises for a faulty task, in addition to OSError, whose message names a file."""
 
 
 @contextmanager
 def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> Iterator[None]:
     """
     Raises:
-        ValueError: instead of what the harness raises of a task that it cannot use.
+        ValueError: in place of the harness' error for a task that it cannot use.
     """
     try:
         yield
@@ -49,12 +49,12 @@ def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> 
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ValueError(
-            f"{task}: lm-evaluation-harness cannot use it ({said}); mend the file, or name other tasks"
+            f"{task}: lm-evaluation-harness cannot use it ({said}); correct the file, or name other tasks"
         ) from error
 
 
 class NamingManager(TaskManager):  # type: ignore[misc]
-    """Its errors name tasks."""
+    """A TaskManager whose errors name tasks."""
 
     def load(self, task_list: Any) -> Any:
         given = [
@@ -66,15 +66,15 @@ class NamingManager(TaskManager):  # type: ignore[misc]
 
 
 def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
-    """What `TaskManager.load` takes.
+    """Returns the task manager, and what its `load` takes.
 
     Args:
-        tasks: the harness' names, or YAML files of one's own.
+        tasks: the harness' names, or the user's YAML files.
 
     Raises:
-        ValueError: there is no such task, its file is damaged, or a pattern means all tasks.
+        ValueError: a task does not exist, its file is damaged, or a pattern matches all tasks.
     """
-    # To look for the harness' own tasks takes ten seconds.
+    # Searching the harness' own tasks is slow.
     manager = NamingManager(include_defaults=not all(task.endswith(YAML) for task in tasks))
     wanted: list[Any] = []
     for task in tasks:
@@ -89,11 +89,11 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
                 place = getattr(error, "problem_mark", None)
                 line = "" if place is None else f", line {place.line + 1}"
                 wrong = getattr(error, "problem", None) or "cannot be read"
-                raise ValueError(f"{task}{line}: is no YAML ({wrong}); mend the file") from error
+                raise ValueError(f"{task}{line}: not YAML ({wrong}); correct the file") from error
         elif matching := manager.match_tasks([task]):
             if len(matching) > 1 and len(matching) == len(manager.all_tasks):
                 raise ValueError(
-                    f"{task}: means all {len(matching)} tasks of lm-evaluation-harness; name tasks, or give a pattern "
+                    f"{task}: matches all {len(matching)} tasks of lm-evaluation-harness; name tasks or give a pattern "
                     "with a part of their names"
                 )
             wanted += matching
@@ -103,23 +103,23 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
 
 
 def _check_depth(task: str, content: bytes) -> None:
-    """By what the parser finds one after another: the harness' loader calls itself."""
+    """Check the nesting by the parser's events, since the harness' loader is recursive."""
     levels = 0
     for event in yaml.parse(content, yaml.SafeLoader):
         levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if levels > MOST_LEVELS:
-            raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; mend the file")
+            raise ValueError(f"{task}: is nested more than {MOST_LEVELS} levels deep; correct the file")
 
 
 def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
-    """A task of multiple choices, or a group of such, over all its questions.
+    """Prepare a multiple-choice task, or a group of them, over all its questions.
 
     Args:
-        max_tokens: inputs of a forward pass.
-        limit: questions of each task of a group, the first; None: all.
+        max_tokens: number of inputs of a forward pass.
+        limit: number of questions from each task of a group; None: all.
 
     Raises:
-        ValueError: there is no such task, or it needs more than log-likelihoods.
+        ValueError: the task does not exist, or needs more than log-likelihoods.
     """
     manager, wanted = find_tasks([task])
     loaded = manager.load(wanted)["tasks"]
@@ -150,7 +150,7 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
         values: dict[str, list[float]] = {}
         first = 0
         for each, document, count in questions:
-            # Whether an answer is the greedy one, which no metric of METRICS reads, is not known.
+            # No metric of METRICS needs whether an answer is the greedy one.
             results = [(nats, False) for nats in log_likelihoods[first : first + count]]
             first += count
             for name, value in each.process_results(document, results).items():
@@ -164,11 +164,11 @@ def prepare_harness_task(task: str, tokenizer: Tokenizer, max_tokens: int, limit
 
 
 class EncodingLM(TemplateLM):  # type: ignore[misc]
-    """What the harness asks of a model, in training's tokens. Where a context has none, an EOS stands in, as it opens a
-    document.
+    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty
+    context.
 
     Args:
-        template: of a model of conversations. Text that spells a special token is that token for it, as in training.
+        template: a chat model's template. Text that spells a special token becomes that token, as in training.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
@@ -194,16 +194,16 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
         """
         if context.strip():
             before, after = super()._encode_pair(context, continuation)
-        else:  # white space in front belongs to the continuation, as the harness has it
+        else:  # leading white space belongs to the continuation, as in the harness
             before, after = [], self.tok_encode(context + continuation)
         if not before:
-            # A text that begins with an EOS has its own.
+            # A text that begins with an EOS needs no other.
             own = after[:1] == [self.eot_token_id] and len(after) > 1
             before, after = (after[:1], after[1:]) if own else ([self.eot_token_id], after)
         if not after:
             raise ValueError(
-                f"the continuation {continuation!r} of {context[-20:]!r} has no tokens of its own: the tokenizer "
-                "joins the two, or has none for it; let the task's target_delimiter be a space"
+                f"the continuation {continuation!r} of {context[-20:]!r} has no separate tokens: the tokenizer "
+                "joins the two, or has none for it; set the task's target_delimiter to a space"
             )
         return before, after
 
@@ -214,7 +214,7 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
     def chat_template(self, chat_template: bool | str = False) -> str:
         """
         Raises:
-            ValueError: there is none, or one is asked for by name.
+            ValueError: there is no template, or one is requested by name.
         """
         if not chat_template:
             return ""
@@ -232,7 +232,7 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Without an answer's beginning the last message is left open.
+        """The last message is left open if it does not begin an answer.
 
         Raises:
             ValueError: there is no template, or it cannot write such a conversation.
@@ -245,7 +245,7 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise ValueError(f"--apply_chat_template: {error}; leave the option out") from error
-            # As the harness' own class does.
+            # The harness' own class does the same.
             warn_once("the chat template refuses a system message; it is left out")
             return encoder.prompt(others, add_generation_prompt)
 
@@ -256,7 +256,7 @@ class EncodingLM(TemplateLM):  # type: ignore[misc]
 
 
 class _Encoder(EncodingLM):
-    """Notes the tokens of requests as the harness makes them."""
+    """Records the tokens of requests as the harness makes them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)

@@ -1,4 +1,4 @@
-"""Tasks that a run scores between its steps: as tokens, with what makes scores of their log-likelihoods."""
+"""Tasks that a run scores between steps: their tokens, and the function from log-likelihoods to scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PreparedTask:
     name: str
     requests: list[Request]
     scores: Callable[[Sequence[float]], dict[str, float]]
-    """Of the requests' log-likelihoods in nats: some of gsa_data.request_files.SCORES."""
+    """Maps the requests' log-likelihoods in nats to some of gsa_data.request_files.SCORES."""
     questions: int
 
 
@@ -30,23 +30,21 @@ def prepare_tasks(
     """
     Args:
         tasks: `evaluate.tasks`
-        max_tokens: inputs of a sequence.
-        max_questions: of each task; 0: all.
+        max_tokens: number of inputs of a sequence.
+        max_questions: number of questions of each task; 0: all.
 
     Raises:
-        TaskError: there is no such task, its file is damaged, or it cannot be scored here.
+        TaskError: a task does not exist, its file is damaged, or it cannot be scored here.
     """
     found: dict[str, PreparedTask] = {}
     for number, task in enumerate(tasks):
         try:
             prepared = _prepare(task, tokenizer, max_tokens, max_questions or None)
             if prepared.name in found:
-                raise ValueError(
-                    f"{task}: a task {prepared.name} is there already; rename its folder or file"
-                )
+                raise ValueError(f"{task}: a task {prepared.name} exists already; rename its folder or file")
         except ValueError as error:
             raise TaskError(f"evaluate.tasks.{number} = {error}") from error
-        except OSError as error:  # as of a data set that the harness does not find
+        except OSError as error:  # for example a data set that the harness does not find
             raise TaskError(f"evaluate.tasks.{number} = {task}: {error}") from error
         found[prepared.name] = prepared
     return list(found.values())
@@ -54,7 +52,7 @@ def prepare_tasks(
 
 def _prepare(task: str, tokenizer: Tokenizer, max_tokens: int, limit: int | None) -> PreparedTask:
     if not is_request_file(task):
-        # Here: a run without such tasks needs no lm-evaluation-harness.
+        # Imported here: a run without such tasks does not need lm-evaluation-harness.
         from gsa_train.validation.harness_tasks import prepare_harness_task
 
         return prepare_harness_task(task, tokenizer, max_tokens, limit)

@@ -22,16 +22,16 @@ from gsa_train.step import evaluating
 
 @dataclass
 class _Place:
-    """Of the micro-batch under way: the position whose logits are asked for, among this rank's tokens."""
+    """The position in the current micro-batch whose logits are needed, among this rank's tokens."""
 
     local: int | None = None
-    """None: another context-parallel rank has it."""
+    """None: another context-parallel rank has the position."""
     shard: int = 0
-    """Tensor-parallel rank that has it where the sequence is cut over these."""
+    """Tensor-parallel rank that has it under sequence parallelism."""
 
     def take(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Pre-hook of the output layer: of the hidden states [L / ranks, 1, d] that position alone, so that there are
-        not logits of all."""
+        """Pre-hook of the output layer: keep only that position of the hidden states [L / ranks, 1, d], so that
+        no other logits are computed."""
         hidden, *others = inputs
         self.shard, row = divmod(self.local or 0, len(hidden))
         return (hidden[row : row + 1], *others)
@@ -46,14 +46,14 @@ def next_tokens(
     config: Config,
     parallel: Parallel,
 ) -> list[int]:
-    """The most probable token after a position of each sequence, on every rank. Collective over all ranks.
+    """Returns the most probable token after a position of each sequence, on every rank. Collective over all ranks.
 
     Every replica runs every sequence through the whole forward pass; there is no cache.
 
     Args:
-        batches: of one sequence each, the same on all ranks
-        positions: from 0; what follows them in the sequence has no influence
-        vocab_size: tokens from there on are left out
+        batches: batches of one sequence each, the same on all ranks
+        positions: position in each sequence, from 0; later tokens have no influence
+        vocab_size: tokens from this one on are excluded
     """
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
     place = _Place()
@@ -103,7 +103,7 @@ def _forward_to_logits(
 def _most_probable(
     logits: torch.Tensor, non_loss_data: bool, place: _Place, vocab_size: int, parallel: Parallel
 ) -> torch.Tensor:
-    """This rank's logits [1, shards, V / tp] -> int64, 0-d: the token, the lower one of equals; -1 where another
+    """Returns the argmax of this rank's logits [1, shards, V / tp]: int64, 0-d, the lower of equals; -1 if another
     context-parallel rank has the position."""
     logits = logits[0, place.shard].float()
     first = len(logits) * parallel.tensor_rank

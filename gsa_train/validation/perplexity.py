@@ -1,4 +1,4 @@
-"""Validation: perplexities and attention statistics on fixed text, and what n-gram models reach on it."""
+"""Validation: perplexities and attention statistics on fixed text, and n-gram models' perplexities on it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.step import evaluation_step
 
 ROUND_MICRO_BATCHES = 32
-"""Per replica and pass through the pipeline, or fewer where these are no whole groups: seconds, so that a validation of
-hours can be stopped."""
+"""Micro-batches per replica and pass through the pipeline, rounded down to whole groups, so that a validation of
+hours can be stopped within seconds."""
 
 SCORES = ("loss", "perplexity", "bits_per_byte")
 
@@ -39,7 +39,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
 
-    Nothing of the training changes: no random number is drawn, no moving average moves.
+    The training's state does not change: no random number is drawn, no moving average updated.
 
     Args:
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def describe(each: ValidationSet) -> str:
-    """What a set amounts to: a source with few tokens has a perplexity that says little."""
+    """Describe the sizes of a set, since the perplexity of a source with few tokens is noisy."""
     sources = ", ".join(
         f"{printable(source)} {text.scored_tokens}" for source, text in each.by_source.items()
     )
@@ -90,7 +90,7 @@ def describe(each: ValidationSet) -> str:
 
 
 def scores_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What `evaluate` says about the text, without the statistics of the attention."""
+    """Returns the scores of `evaluate`, without the statistics of the attention."""
     endings = tuple(f"_{score}{by_source}" for score in SCORES for by_source in ("", "_by_source"))
     return {name: value for name, value in record.items() if name.endswith(endings)}
 
@@ -104,7 +104,7 @@ def _score(
     before_each: Callable[[], None],
     measures: bool = False,
 ) -> Reduced:
-    """`loss` is the mean over all scored labels of the text, however they are dealt."""
+    """Score a text; `loss` is the mean over all its scored labels, for any distribution over ranks."""
     micro_batches = _deal(text, eos_id, config, parallel)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
     group = schedule_group(config, parallel)
@@ -126,7 +126,7 @@ def _scores(loss: float, text: ScoredText) -> dict[str, float | None]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """Returns exp(loss), or infinity on overflow."""
     return math.inf if loss >= 700 else math.exp(loss)
 
 
@@ -137,8 +137,8 @@ def schedule_group(config: Config, parallel: Parallel) -> int:
 
 
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """This replica's micro-batches. All replicas get as many; what is missing is filled up with sequences that
-    count for nothing in the loss."""
+    """Returns this replica's micro-batches. All replicas get the same number, padded with sequences that
+    do not count in the loss."""
     size = config.train.micro_batch_size
     missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([text.blocks, np.repeat(text.blocks[:1], missing, axis=0)])
@@ -160,7 +160,7 @@ def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> 
 def ngram_perplexities(
     blocks: np.ndarray, tokenizer: Tokenizer, text: Mapping[str, Any], config: Config
 ) -> dict[str, float]:
-    """Perplexity on the same text of a unigram and a bigram model of the run's training sequences.
+    """Returns the perplexity on the same text of a unigram and a bigram model of the run's training sequences.
 
     Args:
         text: the position after them.

@@ -24,15 +24,15 @@ class Request(NamedTuple):
 def encode_requests(
     requests: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_tokens: int, where: str
 ) -> list[Request]:
-    """Contexts that are too long lose their beginning. An empty one becomes an EOS.
+    """Encode requests. Contexts that are too long lose their beginning. An empty one becomes an EOS.
 
-    Context and continuation are encoded apart, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of each
-    text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are the ones after
-    the context's, where the whole text begins with these. It does not where a context ends in white space that becomes
-    part of the next token: that white space then belongs to the continuation.
+    Context and continuation are encoded separately, as `ai2-olmo-eval` does. A tokenizer that puts a space in front of
+    each text, as sentencepiece's usually do, would put one between them: there the continuation's tokens are the ones
+    after the context's, if the whole text begins with these. It does not if a context ends in white space that becomes
+    part of the next token: then that white space belongs to the continuation.
 
     Args:
-        max_tokens: inputs of a forward pass, one less than tokens.
+        max_tokens: number of inputs of a forward pass, one less than tokens.
 
     Raises:
         ValueError: a continuation is longer.
@@ -69,21 +69,21 @@ def encode_requests(
 def read_tasks(tasks: Sequence[str], limit: int | None = None) -> list[RequestTask]:
     """
     Raises:
-        ValueError: one cannot be read, or two have one name.
+        ValueError: a task cannot be read, or two have the same name.
     """
     found: dict[str, RequestTask] = {}
     for task in tasks:
         read = read_requests(task, limit)
         if read.name in found:
             raise ValueError(
-                f"{task}: {read.name} is there already, from {found[read.name].file}; rename a folder"
+                f"{task}: {read.name} exists already, from {found[read.name].file}; rename a folder"
             )
         found[read.name] = read
     return list(found.values())
 
 
 def requests_table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """For results.table."""
+    """Returns the tables of scores for results.table."""
     rows = [
         [name, *(f"{each[key]:.4f}" if key in each else "" for key in SCORES), str(each["questions"])]
         for name, each in found.items()

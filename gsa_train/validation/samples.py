@@ -1,4 +1,4 @@
-"""Samples: what the model in training writes after fixed prompts, at each validation.
+"""Samples: the text that the model generates after fixed prompts, at each validation.
 
 Greedy, by the training's own forward pass over a sequence of the training's length, padded after the text: on any
 layout, with the selection that training sees, and without a cache. Each token costs a forward pass over each prompt's
@@ -22,10 +22,10 @@ from gsa_train.validation.next_tokens import next_tokens
 
 
 def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of `evaluate.prompts`.
+    """Returns the tokens of `evaluate.prompts`.
 
     Raises:
-        TokenizerError: a prompt has no tokens, or more than a sequence has room for.
+        TokenizerError: a prompt has no tokens, or more than fit into a sequence.
     """
     length, new = config.train.seq_len_tokens, config.evaluate.prompt_tokens
     encoded = []
@@ -51,14 +51,14 @@ def generate_samples(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The same on every rank. Collective. Nothing of the training changes: see `evaluate`.
+    """Generate samples, the same on every rank. Collective. The training's state does not change, as in `evaluate`.
 
     Args:
-        prompts: tokens, of `encode_prompts`
+        prompts: result of `encode_prompts`
         before_each: called on every rank before each token; may raise to end it
 
     Returns:
-        For each prompt `prompt` and `text`, what the model wrote, and `ended`, whether it ended the document
+        For each prompt `prompt`, the generated `text`, and `ended`: whether it ended the document
         or its turn.
     """
     texts = [list(prompt) for prompt in prompts]

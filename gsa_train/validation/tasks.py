@@ -1,7 +1,7 @@
 """Tasks between training steps: log-likelihoods of continuations, by the training's own forward pass.
 
-Requests stand one after the other in sequences of the training's length, each a document that sees no other. An
-indexer over groups of keys gets each in a sequence of its own, as short as it can be: its kernels take one document per
+Requests are packed into sequences of the training's length, each a document that sees no other. An
+indexer over groups of keys gets each in a separate sequence, as short as possible: its kernels take one document per
 sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
 validation: scores equal a single rank's, and the training's state does not change.
 """
@@ -34,20 +34,21 @@ from gsa_train.validation.requests import Request
 
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
-"""Of a step's time: the backward pass takes about twice the forward's. Before tasks have been timed themselves."""
+"""Forward share of a step's time, since the backward pass takes about twice the forward's; used until tasks are
+timed."""
 COMPILATION_SECONDS = 10.0
-"""Of the first scoring on a GPU: where training attends across documents, tasks need kernels that it does not."""
+"""Assumed for the first scoring on a GPU: if training attends across documents, tasks need other kernels."""
 LEAST_ROW_TOKENS = 2 * max(KEY_POOLS)
-"""Of a sequence with one request: two whole groups of any size, the least that the kernels take. Each length is a part
-of its own, with kernels of its own."""
+"""Least length of a sequence with one request: two whole groups of any size, the kernels' minimum. Each length is
+scored separately, with separately compiled kernels."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
-    """`evaluate.tasks`. Collective.
+    """Prepare `evaluate.tasks` on every rank. Collective.
 
     Raises, on every rank:
-        TaskError: one cannot read or score them.
-        DataFault: ranks have other requests.
+        TaskError: some rank cannot read or score them.
+        DataFault: ranks have different requests.
     """
     tasks: list[PreparedTask] = []
     outcome: TaskError | dict[str, str]
@@ -77,7 +78,7 @@ def score_tasks(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """`eval_<score>`: task -> value, the same on every rank. Collective.
+    """Returns `eval_<score>`: task -> value, the same on every rank. Collective.
 
     Args:
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
@@ -98,7 +99,7 @@ def log_likelihoods(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Nats of each request's continuation, on every rank. Collective."""
+    """Returns the nats of each request's continuation, on every rank. Collective."""
     group = schedule_group(config, parallel)
     most = max(ROUND_MICRO_BATCHES // group, 1) * group
     losses = torch.zeros(len(requests), dtype=torch.float64, device=parallel.device)
@@ -118,13 +119,13 @@ class PlacedRequests:
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
     owners: NDArray[np.int64]
-    """[n, L] of each label: the number of the request whose continuation it is in, else NOBODY"""
+    """[n, L], for each label: the number of the request whose continuation it is in, else NOBODY"""
     one_document: bool
     """Each sequence holds one request; padding follows it, where no query of the request looks."""
 
 
 def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> list[PlacedRequests]:
-    """Packed; or one in each sequence for an indexer over groups of keys, whatever core it runs on."""
+    """Place requests: packed, or one in each sequence for an indexer over groups of keys, with any core."""
     if not _needs_own_rows(config):
         return [pack_requests(requests, eos_id, config.train.seq_len_tokens)]
     by_length: dict[int, list[int]] = {}
@@ -134,15 +135,16 @@ def place_requests(requests: Sequence[Request], eos_id: int, config: Config) -> 
 
 
 def _needs_own_rows(config: Config) -> bool:
-    """The kernels for groups of keys take one document per sequence (gsa_kernels/selection/groups.py)."""
+    """Whether each request needs a sequence: kernels for groups of keys take one document
+    (gsa_kernels/selection/groups.py)."""
     return config.gsa.indexer_pool > 1
 
 
 def row_tokens(request: Request, config: Config) -> int:
-    """L of a sequence with this request alone: the training's length, halved as long as the request has room and each
-    tensor-parallel rank, of those that share a sequence's tokens out, has whole groups of keys."""
+    """Returns L of a sequence with this request alone: the training's length, halved while the request fits and each
+    rank that holds a share of the sequence has whole groups of keys."""
     unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
-    least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is a label alone
+    least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is only a label
     while length % (2 * unit) == 0 and length // 2 >= least:
         length //= 2
     return length
@@ -161,7 +163,8 @@ def _place_alone(
 
 
 def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int) -> PlacedRequests:
-    """The longest first, each followed by an EOS where there is room, so that what follows is another document."""
+    """Pack requests, the longest first, each followed by an EOS where there is room, so that the next is another
+    document."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     blocks: list[NDArray[np.int32]] = []
     owners: list[NDArray[np.int64]] = []
@@ -183,8 +186,8 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
 def _deal(
     placed: PlacedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """This replica's micro-batches and their owners. All replicas get as many, filled up with sequences of nobody; each
-    has as many tokens as one of training."""
+    """Returns this replica's micro-batches and their owners. All replicas get the same number, padded with sequences of
+    NOBODY; each has the tokens of a training micro-batch."""
     length = placed.owners.shape[1]
     size = config.train.micro_batch_size * (config.train.seq_len_tokens // length)
     missing = -len(placed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
@@ -203,24 +206,26 @@ def _deal(
 
 @dataclass
 class TaskClock:
-    """What tasks have taken of the run's time, all starts together; checkpoints keep it."""
+    """Time spent on tasks in the run, over all starts; saved in checkpoints."""
 
     train_seconds: float = 0.0
-    """Of logged steps, without validation, tasks and saves."""
+    """Time of logged steps, without validation, tasks and saves."""
     train_steps: int = 0
     task_seconds: float = 0.0
     newest_seconds: float = 0.0
-    """Of all tasks the last time; 0: never."""
+    """Time of the last scoring of all tasks; 0: never."""
 
     def of_main_rank(self, device: torch.device) -> TaskClock:
-        """Ranks measure the same work a little differently, and a checkpoint wants one clock. Collective."""
+        """Returns the main rank's clock, since ranks measure slightly different times, and a checkpoint has one.
+        Collective."""
         values = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         dist.broadcast(values, src=0)
         train_seconds, train_steps, *of_tasks = values.tolist()
         return TaskClock(train_seconds, int(train_steps), *of_tasks)
 
     def expected_seconds(self, tasks: Sequence[PreparedTask], config: Config, parallel: Parallel) -> float:
-        """Of scoring all tasks once: as the last time, or by the time of training steps; infinite before any."""
+        """Returns the expected time of scoring all tasks: as last time, or from the time of training steps; inf before
+        any."""
         if self.newest_seconds:
             return self.newest_seconds
         if not self.train_steps:
@@ -236,7 +241,7 @@ class TaskClock:
         return compilation_seconds + FORWARD_SHARE * step_seconds * tokens / length / train.global_batch_size
 
     def has_room(self, expected_seconds: float, max_percent: float) -> bool:
-        """Whether tasks stay within their share of the time of steps and tasks; at 100 they always do."""
+        """Whether tasks stay within their share of the total time of steps and tasks; at 100 they always do."""
         if max_percent >= 100:
             return True
         room_seconds = self.train_seconds * max_percent / (100 - max_percent)

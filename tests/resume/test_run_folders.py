@@ -148,7 +148,7 @@ def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_sam
     original = finished()
     fault = {"removed_folder": [8, str(tmp_path / "run")]}
     removed = start(tmp_path, *TINY, launcher="python", faults=fault).wait(expected=75)
-    assert "metrics.jsonl was removed, moved or replaced while the run writes it" in removed.output
+    assert "metrics.jsonl was removed, moved or replaced during the run" in removed.output
     assert "stopped by the removal of its run folder after step " in removed.output
     assert "Traceback" not in removed.output
     assert removed.latest in ("step_00000008", "step_00000009")

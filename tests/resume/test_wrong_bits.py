@@ -113,7 +113,7 @@ def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finish
     assert logged.codes == [0, 0]
     found = [(event["step"], event["ranks"], event["action"]) for event in logged.found]
     assert found == [(5, [1], "log"), (7, [0], "log")]
-    assert "metrics.jsonl is written again, with 2 records that waited; it misses none" in logged.log
+    assert "metrics.jsonl is written again, with 2 records that waited; it lacks none" in logged.log
     assert logged.numbers == runs["clean"].numbers
 
 

@@ -269,8 +269,8 @@ LIES = [
     (state_with(unknown=1), "common.pt is damaged: it holds no run state"),
     (state_with(config_yaml="!!python/object/apply:os.mkdir [x]"), "common.pt is damaged: it does not hold"),
     (state_with(config_yaml=7), "common.pt is damaged: it does not hold the run's config"),
-    (name_in_manifest(run_id="other"), "manifest.json is of run "),
-    (name_in_manifest(step=2), "manifest.json is of run "),
+    (name_in_manifest(run_id="other"), "manifest.json belongs to run "),
+    (name_in_manifest(step=2), "manifest.json belongs to run "),
     (name_in_manifest(step="3"), "manifest.json is damaged: it names no run and step"),
     (leave_out_shard, ".metadata names __0_0.distcp, which is not in the manifest"),
     (

@@ -206,7 +206,7 @@ def test_latest_that_names_an_older_checkpoint_is_said_and_loses_nothing(runs, t
     shutil.copytree(runs[0], folder)
     (folder / "checkpoints/latest").write_text("step_00000002")
     outcome = outcome_of(folder, runs[0], caplog)
-    assert "latest names step_00000002, and step_00000004 beside it is newer" in outcome
+    assert "latest names step_00000002, but step_00000004 is newer" in outcome
     assert (folder / "checkpoints/set_aside/step_00000004/common.pt").is_file()
     rewound = (folder / "metrics_rewound.jsonl").read_text()
     assert [json.loads(line)["step"] for line in rewound.splitlines()] == [1, 2, 3, 4, 3, 4]

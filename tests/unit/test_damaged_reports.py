@@ -175,7 +175,7 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     path.write_text(path.read_text().replace("[0.25, 0.5]", "[0,25, 0.5]", 1))
     write_report([tmp_path / "run"], tmp_path / "report.html")
     write_plots(tmp_path / "run")
-    assert "1 records have lists of another number of layers; left out" in caplog.text
+    assert "1 records have lists for another number of layers; left out" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_damaged_tokenizer_is_named(
             "--run {}/run --prompts {}/none.txt",
             "none.txt: cannot be read (No such file or directory); give a file",
         ),
-        ("--run {}/run --prompts {}/latin.txt", "latin.txt: no UTF-8 text"),
+        ("--run {}/run --prompts {}/latin.txt", "latin.txt: not UTF-8 text"),
         ("--run {}/run --prompt caf\udce9", "--prompt: character 4 is no UTF-8"),
         (f"--run {{}}/run --prompt a --temperature 1 --seed {2**64}", "seed is 18446744073709551616"),
         (

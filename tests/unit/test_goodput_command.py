@@ -108,7 +108,7 @@ def test_the_account_of_a_run(run, capsys, monkeypatch):
         assert row in re.sub(" +", " ", said)
     assert "1 0 0.0s 10s lost 118 6.0s 18" in re.sub(" +", " ", said)
     simulated = re.search(
-        r"its faults and start-ups simulated with the mean of all else: ETTR ([\d.]+)%\n$", said
+        r"its faults and start-ups simulated with the mean of everything else: ETTR ([\d.]+)%\n$", said
     )
     assert simulated is not None
     assert abs(float(simulated[1]) - 71.09) < 2

@@ -57,10 +57,10 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
     assert caplog.messages == [
         "step 3: metrics.jsonl cannot be written ([Errno 27] File too large); training goes on, and its records wait "
         "in memory",
-        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and what it misses is "
+        "step 3: tensorboard cannot be written ([Errno 27] File too large); training goes on, and lost records are "
         "counted",
-        "step 6: metrics.jsonl is written again, with 3 records that waited; it misses none",
-        "step 6: tensorboard is written again; it misses 4 records of steps 3 to 5",
+        "step 6: metrics.jsonl is written again, with 3 records that waited; it lacks none",
+        "step 6: tensorboard is written again; it lacks 4 records of steps 3 to 5",
     ]
     sent = [call.args[0]["step"] for call in wandb_run.log.call_args_list if "train/loss" in call.args[0]]
     assert sent == [1, 2, 3, 4, 5, 6, 7]
@@ -135,7 +135,7 @@ def test_beyond_the_bound_the_oldest_lines_are_lost_and_named(tmp_path, reluctan
     lost["last_step"] = 3
     assert event == lost
     assert read_strictly(tmp_path / "metrics.jsonl") == [*map(line_of, range(4, 9)), lost]
-    assert caplog.messages[-1].endswith("with 4 records that waited; it misses 3 records of steps 1 to 3")
+    assert caplog.messages[-1].endswith("with 4 records that waited; it lacks 3 records of steps 1 to 3")
     assert file.write(line_of(9)) is None
     file.close()
     assert len(caplog.messages) == 2
@@ -147,7 +147,7 @@ def test_lines_that_wait_when_the_process_ends_are_lost_and_named(tmp_path, relu
         file.write(line_of(step))
     file.close()
     assert caplog.messages[-1] == (
-        "metrics.jsonl misses 2 records of steps 1 to 2, for which it could not be written"
+        "metrics.jsonl lacks 2 records of steps 1 to 2, since it could not be written"
     )
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
@@ -158,7 +158,7 @@ def test_a_run_starts_and_goes_on_where_no_record_can_be_written(tmp_path, caplo
             sinks.log(step_record(step))
     first, last = caplog.messages
     assert first.startswith("step 1: metrics.jsonl cannot be written ([Errno 27] File too large)")
-    assert last.startswith("metrics.jsonl misses 2 records of steps 1 to 2")
+    assert last.startswith("metrics.jsonl lacks 2 records of steps 1 to 2")
 
 
 def test_a_rewind_misses_no_record_that_waited(tmp_path):
@@ -195,7 +195,7 @@ def test_a_tensorboard_folder_that_cannot_be_made_ends_no_start(tmp_path, caplog
     folder.unlink()
     sink.log({"step": 6}, {"train/loss": 1.0}, disk_works=True)
     sink.close()
-    assert "it misses 1 records of steps 5 to 5" in caplog.text
+    assert "it lacks 1 records of steps 5 to 5" in caplog.text
     (file,) = folder.iterdir()
     assert b"train/loss" in file.read_bytes()
 
@@ -218,7 +218,7 @@ def test_a_run_folder_removed_under_a_run_costs_no_record(tmp_path, caplog, how)
     for step in (3, 4):
         sinks.log(step_record(step))
     assert steps_of(folder) == [1, 2, 3, 4]
-    message = "metrics.jsonl was removed, moved or replaced while the run writes it: it is written again"
+    message = "metrics.jsonl was removed, moved or replaced during the run: it is written again"
     assert caplog.text.count(message) == 1
     assert sinks.folder_was_gone is (how in ("removed", "moved"))
     if how == "removed":

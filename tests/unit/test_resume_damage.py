@@ -111,7 +111,7 @@ def test_a_latest_that_names_nothing_beside_it_counts_as_absent(content, config,
     checkpoints = checkpoints_of(config)
     (checkpoints / "latest").write_bytes(content)
     assert start_of(config).step == 6
-    assert caplog.text.count("latest names no checkpoint beside it: the newest one there counts") == 1
+    assert caplog.text.count("latest names no checkpoint in its folder: using the newest one there") == 1
     assert find_checkpoint(checkpoints) == checkpoints / "step_00000006"
     assert start_of(config, resume_from=str(checkpoints / "step_00000004")).step == 4
     go_on(config, resume_from=str(checkpoints / "step_00000004"))

@@ -201,7 +201,7 @@ def test_ranks_that_see_other_validation_text_are_refused(config, tokenizer, mon
 
 def test_a_start_warns_of_validation_text_that_is_trained_on(tmp_path, config, tokenizer, caplog):
     opened(config, None, tokenizer)
-    assert "scored on" not in caplog.text
+    assert "its validation text" not in caplog.text
     train = Path(config.data.train_dir)
     write_text(train / "held_out", "new")
     (tmp_path / "link").symlink_to(train)
@@ -211,7 +211,7 @@ def test_a_start_warns_of_validation_text_that_is_trained_on(tmp_path, config, t
         "other": write_text(tmp_path / "o", "o"),
     }
     opened(with_data(config, validation_sets=sets), None, tokenizer)
-    warned = [record.args for record in caplog.records if "scored on" in record.message]
+    warned = [record.args for record in caplog.records if "its validation text" in record.message]
     assert warned == [("data.validation_sets.inside",), ("data.validation_sets.same",)]
 
 
@@ -259,7 +259,7 @@ def test_readers_that_share_lanes_are_said(config, tokenizer, caplog, workers, i
     assert ("readers share lanes, 3 to each" in caplog.text) == is_said
     assert "on_bad_shard" not in caplog.text
     opened(with_data(config, num_workers=workers, on_bad_shard="skip"), None, tokenizer).close()
-    assert ("data.on_bad_shard = skip: where only some" in caplog.text) == is_said
+    assert ("data.on_bad_shard = skip: if only some" in caplog.text) == is_said
 
 
 def test_a_shard_of_the_same_size_is_named(tmp_path, config, tokenizer, saved):

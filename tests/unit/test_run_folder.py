@@ -301,7 +301,7 @@ def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, ca
     assert len(list((run / "previous").glob("*/checkpoints/step_00000002"))) == 1
     assert (disk / "lost+found").is_dir()
     if name == "checkpoints":
-        assert f"is a link to {disk}, and stays one for the new run; what the run before" in caplog.text
+        assert f"is a link to {disk}, and stays one for the new run; the previous run's" in caplog.text
         assert len(list(disk.glob("previous/*/step_00000002"))) == 1
 
 

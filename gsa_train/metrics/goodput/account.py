@@ -1,13 +1,13 @@
-"""Where a run's wall time went: lines of goodput.jsonl -> ETTR and the time lost, each second once.
+"""A run's wall time from the lines of goodput.jsonl: ETTR and the time lost, each second counted once.
 
-A line says what the main rank had spent its time on, in seconds since its process began, when the run stood at a step:
+A line says how the main rank has spent its time since its process began, at a step of the run:
 
-    start   the process has opened the run folder: `began`, when it began itself
+    start   the process has opened the run folder; `began`: when the process began
     steps   the number of steps done (`phase` of the last one)
-    rewind  the run stands at an earlier checkpoint again
+    rewind  the run has gone back to an earlier checkpoint
     end     the process leaves on purpose: `reason`
-    lost    written by the next start for a process that did not say `end`: `time` is its last sign of life, `progress`
-            the last moment at which its main thread went on
+    lost    written by the next start for a process that wrote no `end`: `time` is its last sign of life, `progress`
+            the last progress of its main thread
 
 Every line has `time` (Unix seconds), `step`, and `seconds`: activity -> seconds, which add up to `time` - `began`
 (`progress` - `began` of a `lost` line). docs/reference/goodput.md defines the terms.
@@ -35,7 +35,7 @@ ACTIVITIES = (
     "stragglers",
     "other",
 )
-"""What a main thread spends its time on; `copies`, `text` and `stragglers` are parts of steps."""
+"""Activities of the main thread; `copies`, `text` and `stragglers` are parts of steps."""
 LOSSES = (
     *START_UP,
     "first_step",
@@ -50,16 +50,16 @@ LOSSES = (
     "down",
     "other",
 )
-"""What a second may be lost to."""
+"""Categories of lost time."""
 COMPLETE, INTERRUPTED, STOPPED = "complete", "interrupted", "stopped"
 """Reasons of an `end` after a save: no step is left, Ctrl-C, or any other stop request."""
 PAUSES = (COMPLETE, INTERRUPTED)
-"""Ends that the user chose: what passes until the next start is no time of the run's."""
+"""Ends that the user chose: the time until the next start does not count."""
 
 
 @dataclass
 class StartAccount:
-    """One start of the run."""
+    """The account of one start of the run."""
 
     began: float
     """Unix seconds."""
@@ -70,33 +70,33 @@ class StartAccount:
     start_up_seconds: float = 0.0
     """Without the first step."""
     detection_seconds: float = 0.0
-    """Of the fault that ended it."""
+    """Time until the fault that ended it was detected."""
     ended: str = ""
-    """Reason of its end, `lost` for a process that could not say one; empty while it runs."""
+    """Reason of its end, `lost` for a process that wrote none; empty while it runs."""
     until: float = 0.0
-    """Unix seconds of its newest line; of one that ended by a fault, its last sign of life."""
+    """Unix seconds of its newest line, or its last sign of life if a fault ended it."""
     last_step: int = 0
     repeated_steps: int = 0
-    """Of its steps and of those before, which later starts had to do again."""
+    """Number of its steps and earlier ones that later starts had to repeat."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """The run so far. `productive_seconds` and all of `lost_seconds` add up to `wall_seconds`."""
+    """The account of the run so far. `productive_seconds` and all `lost_seconds` add up to `wall_seconds`."""
 
     wall_seconds: float
     """Since the first start, without the time after an end listed in PAUSES."""
     productive_seconds: float
-    """Of the steps whose result the run still has."""
+    """Time of the steps whose result the run still has."""
     lost_seconds: dict[str, float]
-    """Of LOSSES."""
+    """Category in LOSSES -> seconds."""
     starts: list[StartAccount]
     steps: int
-    """Training steps whose time is known, those that were done again included."""
+    """Number of training steps whose time is known, repeated ones included."""
     step_seconds: float | None
-    """Mean of those, without first steps; None before there are any."""
+    """Their mean, without first steps; None if there are none."""
     saves: int
-    """That training waited for."""
+    """Number of saves that training waited for."""
 
     @property
     def ettr(self) -> float:
@@ -106,7 +106,7 @@ class Account:
 
 @dataclass
 class _Stretch:
-    """Steps after `first`, up to `last`, in one go."""
+    """Consecutive steps after `first`, up to `last`."""
 
     first: int
     last: int
@@ -115,7 +115,7 @@ class _Stretch:
 
 @dataclass
 class _FirstStep:
-    """Of a phase in a process: compilation, and a step."""
+    """First step of a phase in a process: compilation, and a step."""
 
     step: int
     seconds: float
@@ -126,17 +126,17 @@ class _FirstStep:
 class _Phase:
     steps: int = 0
     seconds: float = 0.0
-    """Of these steps."""
+    """Time of these steps."""
     first_steps: list[_FirstStep] = field(default_factory=list)
 
     @property
     def usual(self) -> float:
-        """Seconds of a step that is no first one; 0 where none is known."""
+        """Returns the mean seconds of steps other than first ones; 0 if none is known."""
         return self.seconds / self.steps if self.steps else 0.0
 
 
 class Accounting:
-    """Adds up lines one after another, in constant time each."""
+    """Accumulates lines one by one, in constant time each."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         self._kept: list[_Stretch] = []
@@ -145,20 +145,20 @@ class Accounting:
         self._phases: dict[str, _Phase] = {}
         self._starts: list[StartAccount] = []
         self._seconds: Mapping[str, float] = {}
-        """Of the newest line."""
+        """`seconds` of the newest line."""
         self._step = self._saves = 0
         self._time = self._pauses = self._set_back = 0.0
-        """The last: seconds by which clocks were set back between starts."""
+        """`_set_back`: seconds by which clocks were set back between starts."""
         for line in lines:
             self.add(line)
 
     @property
     def is_complete(self) -> bool:
-        """The newest start has ended the run."""
+        """Whether the newest start has completed the run."""
         return bool(self._starts) and self._starts[-1].ended == COMPLETE
 
     def add(self, line: Line) -> None:
-        """The next line of the file. What comes before the first start is left out."""
+        """Add the next line of the file. Lines before the first start are ignored."""
         kind = line["kind"]
         if kind == "start":
             self._begin(line)
@@ -172,7 +172,7 @@ class Accounting:
             if name in START_UP:
                 start.start_up_seconds += seconds
         self._saves += spent.get("save", 0.0) > 0
-        if kind in ("lost", "rewind"):  # no checkpoint has what was done since the line before
+        if kind in ("lost", "rewind"):  # no checkpoint holds the work since the previous line
             self._lost["repeated"] += spent.get("training", 0.0)
             self._lost["first_step"] += spent.get("first_step", 0.0)
         else:
@@ -198,7 +198,7 @@ class Accounting:
                 else:
                     lost["repeated"] += usual
         wall = self._time - self._starts[0].began - self._pauses + self._set_back if self._starts else 0.0
-        lost["other"] += wall - productive - sum(lost.values())  # lines that are missing
+        lost["other"] += wall - productive - sum(lost.values())  # time of missing lines
         steps, seconds = (
             sum(getattr(each, name) for each in self._phases.values()) for name in ("steps", "seconds")
         )
@@ -229,7 +229,7 @@ class Accounting:
         if first > 0 and steps > 0:
             phase.first_steps.append(_FirstStep(self._step + 1, first))
             steps -= 1
-        elif first > 0 and phase.first_steps:  # the rest of one, after its line
+        elif first > 0 and phase.first_steps:  # the rest of a first step, after its line
             phase.first_steps[-1].seconds += first
         elif first > 0:
             self._lost["first_step"] += first

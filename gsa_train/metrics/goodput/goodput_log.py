@@ -1,4 +1,4 @@
-"""What a run notes about its time, on the main rank: lines of goodput.jsonl, and that its process still lives."""
+"""Writes a run's use of time on the main rank: lines of goodput.jsonl, and its process's sign of life."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GoodputLog:
     def __init__(self, clock: RunClock) -> None:
         self.clock = clock
         self.step = 0
-        """Of the newest line."""
+        """Step of the newest line."""
         self._accounting = Accounting()
         self._file: MetricsFile | None = None
         self._alive: int | None = None
@@ -33,16 +33,16 @@ class GoodputLog:
         self._newest_beat = (0, clock.began)
         self._start_up_is_said = False
         self._over = False
-        """The process has said how it ends, or only writes the end of a complete run again."""
+        """Whether the process has written its end, or only repeats the end of a complete run."""
 
     def open(self, folder: Path, step: int, before: list[Line], lost: list[Line], is_complete: bool) -> None:
-        """On the main rank: go on in a run folder.
+        """On the main rank: continue in a run folder.
 
         Args:
             step: the step after which this start continues.
             before: lines of the run so far.
-            lost: how the process before this one ended, if it could not say so itself.
-            is_complete: the run has no step left.
+            lost: the `lost` line of the previous process, if it wrote no end.
+            is_complete: whether the run has no step left.
 
         Raises:
             OSError: a file cannot be opened.
@@ -56,7 +56,7 @@ class GoodputLog:
         self._file = MetricsFile(path, to_json)
         for line in [*(before if has_moved else []), *lost]:
             self._file.write(dict(line))
-        (folder / ALIVE).unlink(missing_ok=True)  # what a link there leads to stays as it is
+        (folder / ALIVE).unlink(missing_ok=True)  # keeps the target of a link
         self._alive = os.open(folder / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._note("start", step, began=self.clock.began)
         self._say_alive(step, self.clock.now())
@@ -67,17 +67,17 @@ class GoodputLog:
         self._note("steps", step, phase=phase)
 
     def start_up_in_words(self) -> str | None:
-        """At the end of this process's first step; None of later ones."""
+        """Returns the start-up times at the end of this process's first step; None at later steps."""
         said, self._start_up_is_said = self._start_up_is_said, True
         return None if said else start_up_in_words(self.clock.read()[1])
 
     def go_back(self, step: int) -> None:
-        """The run stands at an earlier step again."""
+        """Record that the run has gone back to an earlier step."""
         self.step = step
         self._note("rewind", step)
 
     def end(self, reason: str) -> None:
-        """The process leaves on purpose. What it does after this is no part of the run."""
+        """Record that the process ends on purpose. Later activity does not belong to the run."""
         self._note("end", self.step, reason=reason)
         self._over = True
 
@@ -85,7 +85,7 @@ class GoodputLog:
         return self._accounting.account()
 
     def metrics(self) -> dict[str, Any]:
-        """For the record of a step."""
+        """Returns metrics for the record of a step."""
         if self._file is None:
             return {}
         account = self.account()
@@ -93,7 +93,7 @@ class GoodputLog:
         return {"ettr": account.ettr, "lost_seconds": lost}
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Returns entries for summary.json."""
         account = self.account()
         seconds = {"wall_seconds": account.wall_seconds, "productive_seconds": account.productive_seconds}
         return {"ettr": account.ettr, **_rounded(seconds), "lost_seconds": _rounded(account.lost_seconds)}
@@ -102,11 +102,11 @@ class GoodputLog:
         return in_one_line(self.account())
 
     def beat(self, step: int, progress: float) -> None:
-        """The process lives. From the watchdog's thread.
+        """Write a sign of life. Called from the watchdog's thread.
 
         Args:
-            step: done so far.
-            progress: when the main thread last went on, by `time.monotonic`.
+            step: number of steps done.
+            progress: time of the main thread's last progress, by `time.monotonic`.
         """
         self._say_alive(step, self.clock.unix_at(progress))
 
@@ -126,7 +126,7 @@ class GoodputLog:
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:
-        """The process leaves, after an `end` or by an error."""
+        """Close the files, after an `end` or an error."""
         self._say_alive(*self._newest_beat)
         if self._file is not None:
             self._file.close()

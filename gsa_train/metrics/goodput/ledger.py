@@ -1,4 +1,4 @@
-"""goodput.jsonl and alive.json of a run folder, as they were left: by a run under way, complete or killed."""
+"""Reads goodput.jsonl and alive.json of a run folder, of a run in progress, complete or killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gsa_train.metrics.record_format import read_records
 logger = logging.getLogger(__name__)
 
 FILE = "goodput.jsonl"
-"""Lines of gsa_train.metrics.goodput.account. Nothing is ever taken out of it."""
+"""Lines of gsa_train.metrics.goodput.account. Lines are never removed."""
 ALIVE = "alive.json"
-"""What the newest process would say in a `lost` line, written again every few seconds."""
+"""Content for a `lost` line of the newest process, rewritten every few seconds."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "start": ("began",),
     "steps": (),
@@ -26,14 +26,14 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "end": (),
     "lost": ("progress",),
 }
-"""Kind of a line -> moments that it has beside `time`, in Unix seconds, and `step`."""
+"""Kind of a line -> its timestamps in addition to `time`, in Unix seconds, and `step`."""
 ALIVE_BYTES = 1024
-"""Its size, with spaces at the end: written at once in its place, it is whole after any kill."""
+"""Its size, padded with spaces: overwritten by one write, it stays intact after any kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Of the run so far; empty for one of a version that wrote none. A warning names damaged lines, which are left
-    out: later ones hold what they said."""
+    """Read the lines of the run so far; empty for a run of a version that wrote none. A warning names damaged lines,
+    which are skipped: later ones include their times."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -43,7 +43,7 @@ def read_lines(folder: Path) -> list[Line]:
 
 
 def is_whole(line: Line) -> bool:
-    """It has what lines of its kind have."""
+    """Whether it has the keys of its kind of line."""
     kind, seconds = line.get("kind", ""), line.get("seconds")
     needed = NEEDED.get(kind) if isinstance(kind, str) else None
     return (
@@ -57,7 +57,7 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """What is known of the end of the newest process; empty where it has said `end` itself, or there is none.
+    """Returns what is known about the end of the newest process; empty if it wrote `end` itself, or there is none.
 
     Its last sign of life is the newest of its last line, its alive.json, and a report of a hang by another rank.
     """
@@ -81,7 +81,8 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Empty where there is none, or a damaged one, which is named; a kill before its first writing leaves it empty."""
+    """Read alive.json; returns {} if it is missing, or damaged (with a warning). A kill before the first write leaves
+    it empty."""
     if not path.is_file():
         return {}
     try:
@@ -91,7 +92,7 @@ def _read_alive(path: Path) -> dict[str, Any]:
         content = error
     if isinstance(content, dict) and (not content or _is_sign_of_life(content)):
         return content
-    logger.warning("%s is damaged; the newest line of %s counts as the last sign of life", path, FILE)
+    logger.warning("%s is damaged; using the newest line of %s as the last sign of life", path, FILE)
     return {}
 
 
@@ -102,6 +103,6 @@ def _is_sign_of_life(content: dict[str, Any]) -> bool:
 
 
 def read_account(folder: Path) -> Account | None:
-    """Where the time of a run went; None for a run of a version that did not note it."""
+    """Returns the account of a run's time; None for a run of a version that did not record it."""
     lines = read_lines(folder)
     return Accounting([*lines, *lost_line(folder, lines)]).account() if lines else None

@@ -1,4 +1,4 @@
-"""What the main thread spends its time on, from the moment at which its process began: each second once."""
+"""Measures the main thread's activities from the begin of its process, each second counted once."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from gsa_train.metrics.goodput.account import ACTIVITIES
 
 
 def process_began(pid: int) -> float:
-    """Unix seconds, to some milliseconds. psutil adds to the whole second of the boot, and is up to one off."""
+    """Returns Unix seconds, exact to milliseconds; psutil's time of the boot is rounded to seconds."""
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         after_name = file.read().rpartition(")")[2].split()
-    ticks = int(after_name[19])  # starttime, the 22nd field: since the boot
+    ticks = int(after_name[19])  # starttime, the 22nd field: ticks since the boot
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 class _Spent(NamedTuple):
-    """Never changed, only replaced: the watchdog's thread reads it."""
+    """Immutable, since the watchdog's thread reads it."""
 
     seconds: dict[str, float]
-    """By activity, without the one under way."""
+    """By activity, without the current one."""
     activity: str
     since: float
 
 
 class RunClock:
-    """Times are Unix seconds that never jump: of the monotonic clock, which is set once."""
+    """Times are Unix seconds that never jump: the monotonic clock plus a fixed offset."""
 
     def __init__(self, began: float | None = None) -> None:
         """
         Args:
-            began: when the process began; None asks the system. Until now it has loaded its packages.
+            began: when the process began; None asks the system. The time until now counts as import.
         """
         self.began = process_began(os.getpid()) if began is None else began
         self._offset = time.time() - time.monotonic()
         self._spent = _Spent({}, "import", self.began)
         self._shared_out = 0.0
-        """Seconds of training that `share_out` has left as such."""
+        """Seconds of training that `share_out` has not moved."""
 
     def now(self) -> float:
         return self.unix_at(time.monotonic())
 
     def unix_at(self, monotonic: float) -> float:
-        """Of a moment that `time.monotonic` told."""
+        """Convert a time of `time.monotonic`."""
         return self._offset + monotonic
 
     def begin(self, activity: str) -> None:
-        """The main thread does this from now on: one of goodput.account.ACTIVITIES."""
+        """Begin an activity of the main thread: one of goodput.account.ACTIVITIES."""
         assert activity in ACTIVITIES, activity
         now = self.now()
         self._spent = _Spent(_until(self._spent, now), activity, now)
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """This, and then again what was before. An error leaves it at this: a peer may have died long before, and what
-        has passed since the last progress is no part of any activity."""
+        """Do this activity, then return to the previous one. An error keeps it current: a peer may have died long
+        before, and the time since the last progress belongs to no activity."""
         before = self._spent.activity
         self.begin(activity)
         yield
@@ -83,8 +83,8 @@ class RunClock:
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:
-        """A moment, now or that one but not before the activity under way began, and the seconds by activity up to it.
-        From any thread."""
+        """Returns a time (now, or `until` if the current activity had begun), and the seconds by activity up to it.
+        Callable from any thread."""
         spent = self._spent
         moment = max(spent.since, self.now() if until is None else until)
         return moment, _until(spent, moment)

@@ -1,4 +1,4 @@
-"""Where the time went, in words: a line for the console, rows for tables."""
+"""Formats the account of a run's time: a line for the console, rows for tables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NAMES = {
     "down": "down",
     "other": "other",
 }
-"""Of losses, for people."""
+"""Category of lost time -> its name in texts."""
 MOST_NAMED = 4
-"""Losses, or ranks, in a line of the console."""
+"""Largest number of losses, or ranks, named in a console line."""
 
 
 def in_one_line(account: Account) -> str:
-    """How much was lost so far, and to what above all."""
+    """Returns a line with the time lost so far and its largest categories."""
     lost = sum(account.lost_seconds.values())
     largest = sorted(account.lost_seconds.items(), key=lambda each: -each[1])[:MOST_NAMED]
     named = ", ".join(f"{NAMES[name]} {short(seconds)}" for name, seconds in largest if seconds >= 0.05)
@@ -45,25 +45,25 @@ def in_one_line(account: Account) -> str:
 
 
 def lost_in_words(line: Line, silent: Sequence[str]) -> str:
-    """Of a start that did not say its end.
+    """Returns a line about a start that wrote no end.
 
     Args:
-        silent: ranks without last words, as of the start before by the same torchrun.
+        silent: ranks without last words in the previous start by the same torchrun.
     """
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
     named = f"; without last words, as if killed: {', '.join(silent[:MOST_NAMED])}" if silent else ""
     more = f" and {len(silent) - MOST_NAMED} more" if silent[MOST_NAMED:] else ""
     return (
-        f"the start before this one did not end by itself: after step {line['step']}, last sign of life at {at}"
+        f"the previous start did not end by itself: after step {line['step']}, last sign of life at {at}"
         f"{named}{more}"
     )
 
 
 def start_up_in_words(seconds: Mapping[str, float]) -> str:
-    """From the begin of a process to the end of its first step, by part.
+    """Returns a line about the time from a process's begin to the end of its first step, by part.
 
     Args:
-        seconds: by activity, of this process.
+        seconds: by activity of this process.
     """
     parts = {name: seconds.get(name, 0.0) for name in START_UP}
     named = ", ".join(f"{NAMES[name]} {short(value)}" for name, value in parts.items())
@@ -72,12 +72,12 @@ def start_up_in_words(seconds: Mapping[str, float]) -> str:
 
 
 def short(seconds: float) -> str:
-    """1.4s, 45s, 2m31s, 3h05m."""
+    """Format as 1.4s, 45s, 2m31s, 3h05m."""
     return f"{seconds:.1f}s" if abs(seconds) < 9.95 else duration(seconds)
 
 
 def rows_of_losses(account: Account) -> list[tuple[str, str, str]]:
-    """Name, time and share of the wall time of each, productive time first; losses of nothing left out."""
+    """Returns (name, time, share of the wall time) rows, productive time first, without losses of zero."""
     wall = account.wall_seconds or 1.0
     parts = {"productive": account.productive_seconds}
     parts |= {NAMES[name]: value for name, value in account.lost_seconds.items() if abs(value) >= 0.05}
@@ -97,7 +97,7 @@ STARTS_HEAD = (
 
 
 def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
-    """Below STARTS_HEAD: a row for each start of the run."""
+    """Returns a row for each start of the run, with the columns of STARTS_HEAD."""
     return [
         (
             str(number),
@@ -114,20 +114,20 @@ def rows_of_starts(account: Account) -> list[tuple[str, ...]]:
 
 
 def about_run(name: str, account: Account, ettr_in_fast_motion: float) -> str:
-    """The account of a run, and what the simulation makes of its faults."""
+    """Returns lines with the account of a run, and the ETTR that the simulation gives for its faults."""
     lines = [
         f"{name}: ETTR {account.ettr:.2%} over {short(account.wall_seconds)} and {len(account.starts)} starts",
         *table(("", "time", "share"), rows_of_losses(account)),
         "",
         *table(STARTS_HEAD, rows_of_starts(account)),
         "",
-        f"its faults and start-ups simulated with the mean of all else: ETTR {ettr_in_fast_motion:.2%}",
+        f"its faults and start-ups simulated with the mean of everything else: ETTR {ettr_in_fast_motion:.2%}",
     ]
     return "\n".join(lines)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of equal columns, the first to the left and the others to the right."""
+    """Returns lines with aligned columns, the first to the left and the others to the right."""
     cells = [tuple(head), *map(tuple, rows)]
     widths = [max(len(each[column]) for each in cells) for column in range(len(head))]
     return ["  ".join(_aligned(row, widths)).rstrip() for row in cells]

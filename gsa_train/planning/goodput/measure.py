@@ -1,4 +1,4 @@
-"""What a run's folder says of the parts that a simulation needs, and the run itself in fast motion, to compare."""
+"""Reads the parts of a simulation from a run's folder, and simulates the run itself for comparison."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BESIDE_STEPS = ("validation", "tasks", "text", "stragglers", "other")
 
 
 class NoAccount(ValueError):
-    """The folder does not say where the run's time went; says what is missing, and the remedy."""
+    """The folder has no account of the run's time; the message names what is missing, and the remedy."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
     account: Account
     parts: dict[str, float]
-    """Fields of Parts that the run tells; without faults it tells none of theirs, without saves none of theirs."""
+    """Fields of Parts that the run measured; fields of faults or saves are absent if it had none."""
     interval_steps: int
     """checkpoint.every_steps"""
 
@@ -32,7 +32,7 @@ class MeasuredRun:
 def measure_run(folder: Path) -> MeasuredRun:
     """
     Raises:
-        NoAccount: there is no run, it is of a version that did not note its time, or a file of it is missing.
+        NoAccount: there is no run, its version did not record its time, or a file is missing.
     """
     account = read_account(folder)
     if account is None or account.step_seconds is None:
@@ -81,7 +81,7 @@ def _parts(account: Account, metrics: Path) -> dict[str, float]:
 
 
 def again_in_fast_motion(run: MeasuredRun, parts: Parts) -> Outcome:
-    """The run with its own faults and stops, each at its own time, its own start-ups, and the mean of all else."""
+    """Simulate the run with its own faults, stops and start-ups at their times, and the mean of everything else."""
     account = run.account
     first_step = account.lost_seconds["first_step"] / len(account.starts)
     lives = [

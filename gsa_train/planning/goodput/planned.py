@@ -1,4 +1,4 @@
-"""A simulated run in words: ETTR, the best interval between checkpoints, and where the time goes."""
+"""Formats a simulated run: ETTR, the best interval between checkpoints, and categories of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gsa_train.metrics.goodput.words import short, table
 from gsa_train.planning.goodput.simulate import Parts, Tried, daly_seconds, first_order_ettr, young_seconds
 
 AS_GOOD = 0.001
-"""Of ETTR: intervals that lose no more than this to the best one are as good."""
+"""Intervals whose ETTR is at most this much below the best are equally good."""
 SHARES = {
     "productive": "productive",
     "repeated": "steps done again",
@@ -19,7 +19,7 @@ SHARES = {
     "down": "down",
     "extra": "validation and the like",
 }
-"""Fields of Outcome, for people."""
+"""Fields of Outcome -> their names in texts."""
 ASSUMED = (
     "  assumed: faults come one by one, by chance, and each ends the whole run; a new node is there at once;\n"
     "    no part takes longer on more GPUs (docs/reference/goodput.md)"
@@ -32,18 +32,18 @@ EVERY = 4
 class Planned:
     gpus: int
     mtbf_hours: float
-    """Of one GPU."""
+    """Mean time between faults of one GPU."""
     days: float
     trials: int
     parts: Parts
     tried: list[Tried]
-    """By interval, ascending."""
+    """Sorted by interval, ascending."""
     asked: Tried | None
-    """The interval that the user, or the run that was measured, has."""
+    """The interval of the user, or of the measured run."""
 
     @property
     def mean_seconds(self) -> float:
-        """Between faults of the run."""
+        """Returns the mean seconds between faults of the run."""
         return 3600 * self.mtbf_hours / self.gpus
 
     @property

@@ -1,4 +1,4 @@
-"""A run of many GPUs, in fast motion: faults by chance, restarts and saves with the parts of a step that were measured.
+"""Simulates a run of many GPUs with random faults, restarts and saves, from measured times.
 
 Faults strike GPUs one by one, each after a time that is exponentially distributed, so that among `gpus` of them one is
 hit every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time
@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 SECONDS_PER_DAY = 86400.0
 GRID = 2**0.25
-"""Between intervals that are tried."""
+"""Ratio of consecutive intervals that are tried."""
 REACH = 8.0
 """The search runs from Young's interval / REACH to Young's interval * REACH."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run consists of, in seconds of wall time."""
+    """The parts of a run, in seconds of wall time."""
 
     step_seconds: float
-    """Of a step, without what `extra_share` counts."""
+    """Time of a step, without what `extra_share` counts."""
     stall_seconds: float
-    """That training waits for a save."""
+    """How long training waits for a save."""
     durable_seconds: float
     """From a save's begin until a restart would find it; the next save waits for it."""
     start_up_seconds: float
@@ -36,32 +36,32 @@ class Parts:
     detection_seconds: float
     """From a fault to the end of the processes."""
     down_seconds: float
-    """From there to the begin of the next ones."""
+    """From there to the begin of the next processes."""
     extra_share: float = 0.0
     """Validation, tasks, waiting for text and the like: seconds for each second of steps."""
 
     @property
     def whole_step_seconds(self) -> float:
-        """Of a step with its share of what is beside the steps."""
+        """Returns the time of a step with its share of `extra_share`."""
         return self.step_seconds * (1 + self.extra_share)
 
 
 class Life(NamedTuple):
-    """Of the processes of one start."""
+    """The life of one start's processes."""
 
     seconds: float
     """From their begin to the fault, or to the stop."""
     saves_at_end: bool = False
-    """They were asked to stop, saved what was done, and waited for that."""
+    """Whether they were asked to stop, saved, and waited for the save."""
     start_up_seconds: float | None = None
-    """Their own; None takes the usual one."""
+    """Start-up of these processes; None: the usual time."""
     down_seconds: float | None = None
-    """Until the next start; None takes the usual one."""
+    """Time until the next start; None: the usual time."""
 
 
 @dataclass
 class Outcome:
-    """Seconds; all but the first add up to it."""
+    """Seconds, except `faults`; `wall` is the sum of the others."""
 
     wall: float = 0.0
     productive: float = 0.0
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seconds: float) -> Outcome:
-    """One run of so much wall time, with a save every `interval_steps`. What its last start did counts, saved or not.
+    """Simulate a run of `wall_seconds`, with a save every `interval_steps`. The last start's steps count, saved or not.
 
     Raises:
         ValueError: the lives do not fill the time.
@@ -118,24 +118,24 @@ def simulate(parts: Parts, interval_steps: int, lives: Iterable[Life], wall_seco
 
 
 def _one_life(parts: Parts, interval_steps: int, seconds: float) -> tuple[float, float, float, float]:
-    """Start-up, time in steps, time in stalls, and how much of the steps the newest durable checkpoint holds."""
+    """Returns start-up, time in steps, time in stalls, and the time of steps in the newest durable checkpoint."""
     start_up = min(parts.start_up_seconds, seconds)
     trains = seconds - start_up
     work = interval_steps * parts.whole_step_seconds
-    cycle = max(work + parts.stall_seconds, parts.durable_seconds)  # one save waits for the one before
+    cycle = max(work + parts.stall_seconds, parts.durable_seconds)  # a save waits for the previous one
     begun = _count(trains - work, cycle)
     durable = _count(trains - work - parts.durable_seconds, cycle)
     stalls = 0.0
     if begun > 0:
         # The only time known to follow the begin of the newest save is its own stall.
         since_begin = trains - work - (begun - 1) * cycle
-        rest = max(0.0, since_begin - parts.stall_seconds - work)  # waits for the save under way
+        rest = max(0.0, since_begin - parts.stall_seconds - work)  # waits for the save in progress
         stalls = (begun - 1) * (cycle - work) + min(parts.stall_seconds, since_begin) + rest
     return start_up, trains - stalls, stalls, durable * work
 
 
 def _count(seconds: float, cycle: float) -> int:
-    """Of moments at 0, one cycle, two cycles ... that have come."""
+    """Returns the number of moments 0, one cycle, two cycles ... that have passed."""
     return 0 if seconds < 0 else int(seconds / cycle) + 1
 
 
@@ -147,7 +147,7 @@ def lives_by_chance(mean_seconds: float, seed: int) -> Iterator[Life]:
 
 @dataclass(frozen=True)
 class Tried:
-    """Runs with one interval between saves."""
+    """Simulated runs with one interval between saves."""
 
     interval_steps: int
     runs: list[Outcome]
@@ -158,16 +158,16 @@ class Tried:
 
     @property
     def error(self) -> float:
-        """Standard error of `ettr`."""
+        """Returns the standard error of `ettr`."""
         return statistics.stdev(each.ettr for each in self.runs) / math.sqrt(len(self.runs))
 
     @property
     def faults(self) -> float:
-        """Of a run, mean."""
+        """Returns the mean number of faults of a run."""
         return statistics.fmean(each.faults for each in self.runs)
 
     def share(self, part: str) -> float:
-        """Of the wall time, mean over the runs."""
+        """Returns a part's share of the wall time, mean over the runs."""
         return statistics.fmean(getattr(each, part) / each.wall for each in self.runs)
 
 
@@ -187,8 +187,8 @@ def try_interval(
 
 
 def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, seed: int) -> list[Tried]:
-    """The intervals about Young's, or about the time that a save takes where that is longer and one would wait for the
-    other, in ascending order; the best is the one of the highest ETTR."""
+    """Try intervals around Young's, or around the time of a save if that is longer and saves would wait for each
+    other, in ascending order; the best has the highest ETTR."""
     middle = (
         max(young_seconds(parts.stall_seconds, mean_seconds), parts.durable_seconds)
         / parts.whole_step_seconds
@@ -199,12 +199,12 @@ def try_intervals(parts: Parts, mean_seconds: float, days: float, trials: int, s
 
 
 def young_seconds(stall_seconds: float, mean_seconds: float) -> float:
-    """Work between two saves by Young (1974): sqrt(2 C M), first order in C / M."""
+    """Returns the work between two saves by Young (1974): sqrt(2 C M), first order in C / M."""
     return math.sqrt(2 * stall_seconds * mean_seconds)
 
 
 def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
-    """The same by Daly (2006), of higher order; M itself where a save takes more than 2 M."""
+    """Returns the same by Daly (2006), of higher order; M itself if a save takes more than 2 M."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     ratio = math.sqrt(stall_seconds / (2 * mean_seconds))
@@ -212,6 +212,7 @@ def daly_seconds(stall_seconds: float, mean_seconds: float) -> float:
 
 
 def first_order_ettr(parts: Parts, interval_seconds: float, mean_seconds: float) -> float:
-    """What Young's formula minimises the loss of: 1 - C / T - (T / 2 + restart) / M, for T and C far below M."""
+    """Returns the ETTR whose loss Young's formula minimises: 1 - C / T - (T / 2 + restart) / M, for T and C far below
+    M."""
     restart = parts.start_up_seconds + parts.detection_seconds + parts.down_seconds
     return 1 - parts.stall_seconds / interval_seconds - (interval_seconds / 2 + restart) / mean_seconds

@@ -1,14 +1,14 @@
 """Memory of each rank's device in a training step, from a config alone.
 
-Counted tensor by tensor from what the layers keep (layer.py) and what is in use beside it when memory is at its
+Counts tensor by tensor what the layers keep (layer.py) and what is in addition in use when memory is at its
 peak (moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers; the reference core by its large tensors only. It is held against traces of the real step
-(tests/unit/test_memory_trace.py). Not in it: what a checkpoint, a validation and a logged step need for a moment,
+linear layers; the reference core by its large tensors only. Tests compare it with traces of the real step
+(tests/unit/test_memory_trace.py). Not included: what a checkpoint, a validation and a logged step need for a moment,
 buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
 `attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
-(selection.py), experts as grouped products whose loads are even (`worst_expert_load` has what another could take). Of
-context-parallel ranks it is the one with most.
+(selection.py), experts as grouped products whose loads are even (`worst_expert_load` gives the worst case). The
+estimate is for the context-parallel rank with most.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ class MemoryEstimate:
     activations: float
     """Kept from forward to backward, over all micro-batches in flight."""
     working: float
-    """Beside them while a layer (or a recomputed unit) runs forward or backward."""
+    """In addition, while a layer (or a recomputed unit) runs forward or backward."""
     logits: float
-    """Beside them while the output layer and the loss run."""
+    """In addition, while the output layer and the loss run."""
     buffers: float
-    """Held all the time."""
+    """Allocated all the time."""
     graph: float
-    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): another time what its pass needs, which logged
-    steps take beside it."""
+    """Held by the CUDA graph of a micro-batch (`train.cuda_graphs`): its pass's memory a second time, which logged
+    steps need in addition."""
 
     @property
     def total(self) -> float:
-        """At the peak: a layer and the loss never run at once."""
+        """Returns the bytes at the peak: a layer and the loss never run at once."""
         held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.graph
         return held + max(self.working, self.logits)
 
 
 def fields_of(estimate: MemoryEstimate) -> dict[str, float]:
-    """Name -> bytes, the total last."""
+    """Returns name -> bytes, the total last."""
     return {**asdict(estimate), "total": estimate.total}
 
 
 def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: int) -> MemoryEstimate:
-    """Memory of a stage's ranks in a phase; the module's docstring says what is left out."""
+    """Estimate the memory of a stage's ranks in a phase; see the module's docstring for what is left out."""
     parallel, train = config.parallel, config.train
     sizes = sizes_of(config)
     weights, gradients, optimizer = _parameters_and_state(config, phase, world_size, stage)
@@ -89,13 +89,13 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
 
 
 def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
-    """Bytes that a rank of a stage needs beyond an estimate, which takes experts' loads as even, if all tokens of all
-    layers and micro-batches in flight go to its experts."""
+    """Returns the bytes that a rank of a stage needs beyond an estimate, which assumes even loads of experts, if all
+    tokens of all layers and micro-batches in flight go to its experts."""
     replicas = data_parallel_size(config, world_size)
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
     kept = _in_flight(config, stage, micro_batches) * _mixtures_among(layers, config)
-    if config.train.recompute == "full":  # one unit after the other
+    if config.train.recompute == "full":  # units run one by one
         units = (layers[at : at + recomputed] for at in range(0, len(layers), recomputed))
         kept = max(_mixtures_among(unit, config) for unit in units)
     return worst_load_bytes(config, sizes_of(config), kept)
@@ -107,7 +107,7 @@ def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
 def _parameters_and_state(
     config: Config, phase: PhaseConfig, world_size: int, stage: int
 ) -> tuple[float, float, float]:
-    """Bytes of the weights, of their gradients and of the optimizer's state.
+    """Returns the bytes of weights, gradients and optimizer state.
 
     Weights in the working precision, gradients as they are reduced. Only what the phase trains has gradients and
     optimizer state.
@@ -134,8 +134,8 @@ def _parameters_and_state(
 
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
-    """Of a save in a phase, all ranks together, which hold as much in host memory until it is written: weights in the
-    working precision, and of what the phase trains the optimizer's state."""
+    """Returns the bytes of a save in a phase over all ranks, which hold them in host memory until they are written:
+    weights in the working precision, and for trained ones the optimizer's state."""
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
@@ -149,8 +149,9 @@ def _state_bytes(train: TrainConfig) -> int:
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
-    """Parameters of the base without its routed experts, and of the indexers, on one rank of a stage; norms, routers
-    and indexers are replicated over tensor-parallel ranks, and with tied embeddings the last stage holds a copy."""
+    """Returns the parameters of the base without routed experts, and of the indexers, on one rank of a stage; norms,
+    routers and indexers are replicated over tensor-parallel ranks, and with tied embeddings the last stage holds a
+    copy."""
     parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
@@ -175,7 +176,7 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
 
 
 def _expert_parameters_per_rank(config: Config, stage: int) -> float:
-    """Of the routed experts."""
+    """Returns the parameters of the routed experts."""
     mixtures = _mixtures_among(stage_layers(config, stage), config)
     if mixtures == 0:
         return 0.0
@@ -199,7 +200,7 @@ def _indexers_among(layers: list[int], config: Config) -> int:
 
 
 def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once."""
+    """Returns the number of micro-batches whose activations a stage holds at once."""
     stages, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if virtual == 1:  # 1F1B
         return float(min(stages - stage, micro_batches))
@@ -209,12 +210,12 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
 
 
 def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Bytes that a stage keeps of one micro-batch."""
+    """Returns the bytes that a stage keeps of one micro-batch."""
     if not has_graph(config, phase):
         return 0.0
     recompute, held = config.train.recompute, stage_layers(config, stage)
     is_last = stage == config.parallel.pipeline - 1
-    # Of each chunk that has a next one the schedule holds what it sent on, [L / shards, B, d].
+    # The schedule holds the output of each chunk that has a next one, [L / shards, B, d].
     sent = (config.parallel.virtual_pipeline - is_last) * sizes.stream
     if recompute == "full":
         return len(held) // config.train.recompute_num_layers * sizes.stream + sent
@@ -222,14 +223,14 @@ def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float
 
 
 def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: list[int]) -> float:
-    """Without recompute=full."""
+    """Returns the bytes that layers keep without recompute=full."""
     mixtures = _mixtures_among(layers, config)
     dense, mixture = (layer_of(config, phase, sizes, kind) for kind in (False, True))
     selecting = _indexers_among(layers, config) if uses_indexer(config, phase) else 0
     kept = len(layers) * dense.attention + selecting * dense.indexer
     kept += (len(layers) - mixtures) * dense.feed_forward + mixtures * mixture.feed_forward
     if phase.attention == "sparse":
-        kept += selecting * dense.selection  # also under recomputation: choosing again could choose otherwise
+        kept += selecting * dense.selection  # also under recomputation: a second selection could differ
     if config.train.recompute == "none":
         kept += len(layers) * dense.core
     return kept
@@ -256,7 +257,7 @@ def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> fl
 
 
 def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: int) -> float:
-    # Of each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
+    # For each token of a step: itself and its label in int64, its document in int32, its weight in fp32.
     text = (8 + 8 + 4 + 4) * micro_batches * sizes.all_tokens
     local_tokens = sizes.tokens // config.train.micro_batch_size
     # Angles of the rotary embedding, fp32 [L, d_k], cos and sin of half of them: each chunk of the model has its own.
@@ -270,7 +271,7 @@ def _buffers(config: Config, phase: PhaseConfig, sizes: Sizes, micro_batches: in
 
 
 def _passed_on(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int, micro_batches: int) -> float:
-    """What the schedule holds beside the micro-batches in flight, [L / shards, B, d] each."""
+    """Returns what the schedule holds in addition to the micro-batches in flight, [L / shards, B, d] each."""
     parallel = config.parallel
     if parallel.pipeline == 1 or micro_batches == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a layer that is a mixture of experts keeps, and what is in use beside it, where all experts get as many tokens.
+"""Memory that a mixture of experts keeps, and uses in addition, at even loads of its experts.
 
 Symbols in shapes, in addition to sizes.py's: T = B L / shards tokens that a rank routes to k of E experts each, N = T
 k copies rows that it sends, one copy for each rank that splits an expert's width; R rows that its own experts get, w
@@ -34,7 +34,7 @@ def sends(config: Config) -> bool:
 
 
 def matrix_elements(config: Config, sizes: Sizes) -> float:
-    """Of one of the three matrices of all a layer's experts on this rank."""
+    """Returns the elements of one of the three matrices of a layer's experts on this rank."""
     moe, parallel = config.moe, config.parallel
     width = moe.expert_ffn_hidden_size / parallel.expert_tensor
     return moe.experts / parallel.expert * width * sizes.hidden
@@ -93,7 +93,7 @@ def _kept_by_shared(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Name -> bytes beside what is kept."""
+    """Returns name -> bytes in addition to what is kept."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,
@@ -121,7 +121,7 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Name -> bytes of a forward pass that keeps nothing."""
+    """Returns name -> bytes of a forward pass that keeps nothing."""
     rows, width = (
         routed_rows(config, sizes),
         config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor,

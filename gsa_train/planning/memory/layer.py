@@ -1,4 +1,4 @@
-"""What one layer keeps of one micro-batch from its forward to its backward pass, tensor by tensor."""
+"""Memory that one layer keeps of one micro-batch from forward to backward pass, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Tensors = dict[str, float]
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one micro-batch; of all B sequences on this rank."""
+    """Bytes of one micro-batch, for all B sequences on this rank."""
 
     attention: float
-    """Around the attention core, its inputs included."""
+    """Attention outside its core, the core's inputs included."""
     core: float
-    """Of the attention core; calculated again with recompute=selective."""
+    """The attention core; recomputed with recompute=selective."""
     feed_forward: float
-    """With the norm before it."""
+    """The feed-forward layer with its input norm."""
     indexer: float
-    """0 where the phase runs none."""
+    """0 if the phase runs none."""
     selection: float
-    """The same."""
+    """0 if the phase runs none."""
 
 
 def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) -> Layer:
-    """Of a layer that owns an indexer, if the config has any.
+    """Returns the bytes of a layer that owns an indexer, if the config has any.
 
     Args:
-        mixture: its feed-forward layer is a mixture of experts.
+        mixture: whether its feed-forward layer is a mixture of experts.
     """
     indexes = uses_indexer(config, phase)
     core = _core(config, sizes)

@@ -1,8 +1,8 @@
-"""The moments of a step at which memory may be at its peak, and what is in use then beside what is kept.
+"""The moments of a step at which memory may peak, and the memory then used in addition to what is kept.
 
-Bytes are relative to all that the stage's layers keep of the micro-batches in flight: what a moment has not made yet,
-or has let go of, counts negative. Only the last layer of a stage matters: when the others run, less is kept. Moments at
-which traces never had their peak are left out: attention's projections, norms, sums.
+Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated,
+or already freed, counts negative. Only the last layer of a stage matters: when the others run, less is kept. Moments at
+which traces never peaked are left out: attention's projections, norms, sums.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gsa_train.planning.memory.sizes import Sizes, fuses_heads, has_graph, uses_
 def layer_moments(
     config: Config, phase: PhaseConfig, sizes: Sizes, layer: Layer, mixture: bool
 ) -> dict[str, float]:
-    """Name -> bytes, of the layers' own work.
+    """Returns name -> bytes of the layers' own work.
 
     Args:
-        mixture: the layer is a mixture of experts.
+        mixture: whether the layer is a mixture of experts.
     """
     if not has_graph(config, phase):
         return _without_graph(config, phase, sizes, layer, mixture)
@@ -61,7 +61,7 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def _selecting(config: Config, sizes: Sizes) -> float:
-    """Forward: scores and a selection; what linear_proj is to read [L, B, q] is not there yet."""
+    """Forward: scores and a selection; linear_proj's input [L, B, q] does not exist yet."""
     return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
 
 
@@ -71,7 +71,7 @@ def _learning(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _indexed(config: Config, sizes: Sizes) -> float:
-    """What the indexer made of the tokens, queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]; and the
+    """The indexer's projections of the tokens, queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]; and the
     normed input [L / shards, B, d] beside the gathered one, where the gates' projection keeps only this."""
     gsa = config.gsa
     queries = sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1))
@@ -100,7 +100,7 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
 
 
 def _recomputed(config: Config, sizes: Sizes, layer: Layer) -> float:
-    """What is made again and kept until the backward pass has been through it."""
+    """Bytes recomputed and kept until the end of their backward pass."""
     recompute = config.train.recompute
     if recompute == "selective":
         return layer.core
@@ -140,7 +140,7 @@ def embedding_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """From the last norm to the loss and back."""
+    """Returns the bytes from the last norm to the loss and back."""
     vocabulary = config.model.vocab_size / config.parallel.tensor
     logits = sizes.tokens * vocabulary  # [L, B, V / tp]
     normed = 2 * sizes.stream  # the last layer's output and the normed one

@@ -1,7 +1,8 @@
-"""Memory of selections, and what the fused kernels take while they select, attend over a selection, or learn from it.
+"""Memory of selections, and of the fused kernels while they select, attend over a selection, or compute the indexer
+loss.
 
-Lists of keys are counted at their longest: neighbouring queries select nothing in common, as an untrained indexer does
-on random tokens. A trained one's are a tenth to a half as long.
+Lists of keys are counted at their longest: neighbouring queries share no keys, as with an untrained indexer
+on random tokens. A trained indexer's lists are shorter.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def key_gradients(sizes: Sizes) -> float:
-    """Of K and V, [B, Lw, kv] each."""
+    """Returns the bytes of the gradients of K and V, [B, Lw, kv] each."""
     return 2 * sizes.value * sizes.key_value * sizes.all_tokens
 
 

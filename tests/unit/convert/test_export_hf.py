@@ -174,7 +174,7 @@ def test_the_checkpoint_that_is_meant(gsa: tuple[Path, Path]) -> None:
         find_source(None, None, checkpoint.parents[2])
     with pytest.raises(ValueError, match=r"--checkpoint .*nowhere: no such folder; give a step_\* folder"):
         find_source(None, None, run / "nowhere")
-    with pytest.raises(ValueError, match=r"--run .*nowhere: no such folder; give that of a run"):
+    with pytest.raises(ValueError, match=r"--run .*nowhere: no such folder; give a run's folder"):
         find_source(run / "nowhere", None, None)
 
 

@@ -147,11 +147,11 @@ def test_where_a_template_is_found(tmp_path: Path, tokenizer_file: Path, chat_to
     with pytest.raises(TokenizerError, match="chat template 'gone' does not exist; give a Jinja file"):
         find_chat_template(str(copy), "gone", READING)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is no JSON"):
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not JSON"):
         find_chat_template(str(copy), "", READING)
     (tmp_path / "tokenizer_config.json").write_text("[" * 10_000 + "]" * 10_000)
     with pytest.raises(
-        TokenizerError, match=r"tokenizer_config\.json is no JSON .*nested more than 64 levels deep"
+        TokenizerError, match=r"tokenizer_config\.json is not JSON .*nested more than 64 levels deep"
     ):
         find_chat_template(str(copy), "", READING)
     (tmp_path / "tokenizer_config.json").unlink()

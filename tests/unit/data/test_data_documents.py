@@ -81,7 +81,7 @@ def test_a_number_that_is_no_json_is_named_with_its_line(tmp_path: Path, value: 
     """In any field: Python's json and pandas write them."""
     lines = [b'{"text": "good"}', b"", b'{"text": "good", "score": %s}' % value.encode()]
     write_shard(tmp_path / "s0.jsonl.zst", lines)
-    message = rf"line 3: .* at character 2\d; {value.removeprefix('-')} is no JSON, write null"
+    message = rf"line 3: .* at character 2\d; {value.removeprefix('-')} is not JSON, write null"
     with pytest.raises(DataFault, match=message):
         read_documents(build_manifest(str(tmp_path)), "s0.jsonl.zst", Reading(), Counter())
 

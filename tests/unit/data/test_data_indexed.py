@@ -113,8 +113,11 @@ def flip(path: Path, at: int, value: bytes) -> None:
             r"\.bin has \d+ bytes where a_text_document\.idx",
         ),
         (lambda folder: cut(folder / "a_text_document.idx"), r"\.idx has \d+ bytes where its header says"),
-        (lambda folder: (folder / "a_text_document.idx").write_bytes(b"MMIDIDX"), "no index of a megatron"),
-        (lambda folder: flip(folder / "a_text_document.idx", 0, b"TNTIDX"), "no index of a megatron"),
+        (
+            lambda folder: (folder / "a_text_document.idx").write_bytes(b"MMIDIDX"),
+            "not an index of a megatron",
+        ),
+        (lambda folder: flip(folder / "a_text_document.idx", 0, b"TNTIDX"), "not an index of a megatron"),
         (lambda folder: flip(folder / "a_text_document.idx", 9, b"\2"), "version 2"),
         (lambda folder: flip(folder / "a_text_document.idx", 17, b"\7"), "id type 7"),
     ],

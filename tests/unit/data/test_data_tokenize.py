@@ -253,7 +253,7 @@ def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "t"
     for content, message in {
         b"IQ== 0\nIg== 1\n": "it is a tiktoken file, as Llama 3's tokenizer.model is",
-        b'{"model": ': "is no JSON",
+        b'{"model": ': "is not JSON",
         b'{"model": ' + b"[" * 10_000: "lists and objects are nested more than 64 levels deep",
         b'{"model": {}}': "is no tokenizer.json that `tokenizers` reads",
     }.items():

@@ -226,7 +226,7 @@ def test_wrong_use(
         (("--layer", 2), "--layer 2: the model has 2; give one from 0 to 1"),
         (("--head", 4), "--head 4: the model has 4; give one from 0 to 3"),
         (("--file", tmp_path / "empty.txt"), "empty.txt: 0 tokens"),
-        (("--file", tmp_path / "bytes.txt"), "no UTF-8 text"),
+        (("--file", tmp_path / "bytes.txt"), "not UTF-8 text"),
         (
             ("--file", tmp_path / "nowhere.txt"),
             f"--file {tmp_path}/nowhere.txt: cannot be read (No such file",
@@ -235,7 +235,7 @@ def test_wrong_use(
         (("--max-tokens", 1), "--max-tokens 1: give 2 to 4,096"),
         (("gsa.k_base=many",), "not a number"),
         (("--text", "caf\udce9"), "--text: character 4 is no UTF-8"),
-        (("--out", tmp_path / "empty.txt"), "is no folder that can be written to"),
+        (("--out", tmp_path / "empty.txt"), "is not a writable folder"),
     ):
         assert analyzed(monkeypatch, "--run", run[2], "--name", "wrong", *words) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -139,7 +139,7 @@ def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> No
 
 def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM, Path]) -> None:
     """It would have the probability 1."""
-    with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no tokens of its own"):
+    with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no separate tokens"):
         models[0].loglikelihood(requests("loglikelihood", ("def main(", "):")))
 
 
@@ -266,7 +266,7 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
     (expected,) = continue_prompts(ours.subject.model, ours.subject.tokenizer, [[ours.eot_token_id]], 4)
     assert found[0] == expected != ""
     for context in ("", "a"):
-        with pytest.raises(ValueError, match=r"the continuation '' of .* has no tokens of its own"):
+        with pytest.raises(ValueError, match=r"the continuation '' of .* has no separate tokens"):
             ours.loglikelihood(requests("loglikelihood", (context, "")))
 
 
@@ -323,7 +323,7 @@ def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytes
         return TaskManager(include_defaults=False, include_path=str(tasks[0].parent))
 
     monkeypatch.setattr("gsa_train.validation.harness_tasks.NamingManager", manager)
-    with pytest.raises(ValueError, match=r"\*: means all 2 tasks of lm-evaluation-harness; name tasks"):
+    with pytest.raises(ValueError, match=r"\*: matches all 2 tasks of lm-evaluation-harness; name tasks"):
         find_tasks(["*"])
     assert find_tasks(["col*"])[1] == ["colours"]
 
@@ -375,10 +375,12 @@ def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, tmp_path, monk
     tokenizer = models[0].subject.tokenizer
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("task: mine\ndoc_to_choice: [\n")
-    with pytest.raises(TaskError, match=r"damaged.yaml, line 3: is no YAML \(.+\); mend the file"):
+    with pytest.raises(TaskError, match=r"damaged.yaml, line 3: not YAML \(.+\); correct the file"):
         prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
     damaged.write_text("task: " + "[" * 5000 + "]" * 5000)
-    with pytest.raises(TaskError, match=r"damaged.yaml: is nested more than 64 levels deep; mend the file"):
+    with pytest.raises(
+        TaskError, match=r"damaged.yaml: is nested more than 64 levels deep; correct the file"
+    ):
         prepare_tasks([str(damaged)], tokenizer, LENGTH, 0)
     absent = tmp_path / "absent.yaml"
     absent.write_text(tasks[0].read_text().replace("test.jsonl", "nowhere.jsonl"))

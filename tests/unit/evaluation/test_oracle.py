@@ -93,7 +93,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert all(row["log_probability"] < 0 for row in rows)
     for wrong, message in (
         (["--forms", "q1"], "form 'q1': give"),
-        (["--forms", "q1k3"], "40 keys are no multiple of 3"),
+        (["--forms", "q1k3"], "40 keys are not a multiple of 3"),
     ):
         monkeypatch.setattr("sys.argv", ["oracle.py", *words, *wrong])
         assert command.main() == 2

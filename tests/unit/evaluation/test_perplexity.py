@@ -212,7 +212,7 @@ def test_what_was_finished_is_shown_when_the_rest_fails(
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| sample"))
     for said in (failed.out, unwritten.out):
         assert row in said
-        assert said.endswith(f"{folder} was not written; this is what was finished\n")
+        assert said.endswith(f"{folder} was not written; these results were finished\n")
 
 
 def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_wikitext_is_articles_and_its_perplexity_is_of_words(
     assert max(len(tokens) for tokens, _ in sequences) <= 65
     expected = math.exp(straight_line(exported, sequences) / len(WIKI.split()))
     assert found["word_perplexity"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=r"no WikiText; give a file wiki"):
+    with pytest.raises(ValueError, match=r"not WikiText; give a file wiki"):
         read_text(f"wikitext:{SAMPLE / 'README.md'}", subject.tokenizer, TextOptions(64, None, None, False))
 
 
@@ -409,14 +409,14 @@ def test_wrong_use(
         (("--run", run[2], "--step", 9), "no complete checkpoint there"),
         (("--checkpoint", checkpoint, "--data", SAMPLE / "nowhere"), "does not exist"),
         (("--hf", SAMPLE), "no config.json there"),
-        (("--run", run[2], "--data", "a=/x", "--data", "a=/y"), "a is there already"),
+        (("--run", run[2], "--data", "a=/x", "--data", "a=/y"), "a is used already"),
         (("--run", run[2], "--data", ""), "--data '': names no place; give the folder of a text"),
         (("--run", run[2], "--data", "a="), "--data 'a=': names no place"),
         (("--run", run[2], "--stride", "64"), "above the context length 32"),
         (("--run", run[2], "--device", "abacus"), "--device abacus: not on this machine"),
-        (("--run", run[2], "--device", "meta"), "--device meta: models run on cpu and cuda alone"),
-        (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: no UTF-8 text"),
-        (("--run", run[2], "--out", latin), f"{latin} is no folder that can be written to"),
+        (("--run", run[2], "--device", "meta"), "--device meta: models run only on cpu and cuda"),
+        (("--run", run[2], "--data", f"wikitext:{latin}"), f"{latin}: not UTF-8 text"),
+        (("--run", run[2], "--out", latin), f"{latin} is not a writable folder"),
     ):
         assert evaluated(monkeypatch, *words, "--name", "wrong") == 2
         assert message in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_files_are_read_with_what_counts(places: tuple[Path, Path]) -> None:
     )  # not the unconditional ones
     assert gold.requests == [(context, continuation) for context, continuation, _ in GOLD]
     assert len(read_requests(str(places[0]), limit=2).questions) == 2
-    with pytest.raises(ValueError, match="colours_rc is there already"):
+    with pytest.raises(ValueError, match="colours_rc exists already"):
         read_tasks([str(places[0]), str(places[0] / "requests.jsonl.gz")])
 
 

@@ -108,7 +108,7 @@ def test_labels_and_continuations_are_those_of_transformers(runs, monkeypatch):
     for each in (one, other):  # at the beginning, and where a special token is named
         stops = [texts[0][1][:2], "</s>"]
         assert continue_prompts(each.model, each.tokenizer, prompts[1:], 6, stops) == [""]
-    with pytest.raises(ValueError, match="greedily alone"):
+    with pytest.raises(ValueError, match="only continue greedily"):
         continue_prompts(other.model, other.tokenizer, prompts, 2, do_sample=True)
 
 
