@@ -28,7 +28,7 @@ ROOM_SLOTS = 256
 """Caches have a multiple of this many slots, so that the next prompts mostly fit the existing graph."""
 
 LOOK_STEPS = 16
-"""Steps between checks for ended sequences, each of which waits for the device."""
+"""Steps between checks for ended sequences; each check waits for the device."""
 
 
 NO_TOKENS = torch.LongTensor()

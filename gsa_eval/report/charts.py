@@ -153,7 +153,7 @@ def marks_of(run: RunFiles) -> list[tuple[int, str]]:
 
 
 def thin(values: list[float], most: int) -> list[int]:
-    """Returns the indices to keep: all, or those of least and largest value in each section, so that no spike is
+    """Returns the indices to keep: all, or the least and the largest value in each section, so that no spike is
     lost."""
     if len(values) <= most:
         return list(range(len(values)))
