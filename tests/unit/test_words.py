@@ -14,7 +14,7 @@ COVERED += [
 ]
 COVERED += [f"gsa_train/{room}" for room in ("planning", "process", "profiling", "validation")]
 COVERED += [f"gsa_train/{file}.py" for file in ("arguments", "cli", "files", "phases")]
-COVERED += ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"]
+COVERED += ["gsa_study", "studies", "kernels", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"]
 REFUSED = {
     "behind": "after, below, following or fused into",
     "anew": "again",
