@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,36 +16,38 @@ import torch.distributed as dist
 from gsa_train.metrics.record_format import read_records
 from gsa_train.run.state import Run
 from gsa_train.run_folder.paths import run_dir
+from gsa_train.services import Service
 from gsa_train.validation.tasks import score_tasks
 
 RECORDS = "metrics.jsonl"
 
 
-def score_tasks_in_turn(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> None:
-    """Score and log, or say why not, unless this step's turn is over. Collective.
+@dataclass
+class Tasks(Service):
+    run: Run
 
-    Args:
-        stop_if_asked: called between parts; may raise to end it, and the next start scores all tasks again.
-    """
-    step, clock = run.state.step, run.state.task_clock
-    if run.newest_tasks_step == step:
-        return
-    if _has_time(run):
-        before, began = clock.task_seconds, time.perf_counter()
+    def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
+        """Score and log, or say why not, unless this step's turn is over. If `stop_if_asked` raises, the next start scores
+        all tasks again."""
+        run, clock = self.run, self.run.state.task_clock
+        if run.newest_tasks_step == step:
+            return
+        if _has_time(run):
+            before, began = clock.task_seconds, time.perf_counter()
 
-        def count_and_ask() -> None:  # a stop saves the clock
-            clock.task_seconds = before + time.perf_counter() - began
-            stop_if_asked()
+            def count_and_ask() -> None:  # a stop saves the clock
+                clock.task_seconds = before + time.perf_counter() - began
+                stop_if_asked()
 
-        eos_id = run.data.tokenizer.eos_id
-        scores = score_tasks(run.model, run.data.tasks, eos_id, run.config, run.parallel, count_and_ask)
-        clock.newest_seconds = time.perf_counter() - began
-        clock.task_seconds = before + clock.newest_seconds
-        place = {"step": step, "phase": phase_name, "tokens": run.state.tokens}
-        share = clock.task_seconds / (clock.task_seconds + clock.train_seconds)
-        spent = {"eval_seconds": clock.newest_seconds, "eval_time_share": share}
-        run.services.log.log({"event": "tasks", **place, **scores, **spent})
-    run.newest_tasks_step = step
+            eos_id = run.data.tokenizer.eos_id
+            scores = score_tasks(run.model, run.data.tasks, eos_id, run.config, run.parallel, count_and_ask)
+            clock.newest_seconds = time.perf_counter() - began
+            clock.task_seconds = before + clock.newest_seconds
+            place = {"step": step, "phase": phase, "tokens": run.state.tokens}
+            share = clock.task_seconds / (clock.task_seconds + clock.train_seconds)
+            spent = {"eval_seconds": clock.newest_seconds, "eval_time_share": share}
+            run.services.log.log({"event": "tasks", **place, **scores, **spent})
+        run.newest_tasks_step = step
 
 
 def _has_time(run: Run) -> bool:
