@@ -1,5 +1,5 @@
-"""The loop over one phase. What a step does is planned in gsa_train/plan.py, and done here; services (run.listening) are
-told of it."""
+"""The loop over one phase. What a step does is planned in gsa_train/plan.py and done here, and services
+(`run.listening`) are told of it."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Tasks(Service):
     run: Run
 
     def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """Score and log, or say why not, unless this step's turn is over. If `stop_if_asked` raises, the next start scores
-        all tasks again."""
+        """Score and log, or say why not, unless this step's turn is over. If `stop_if_asked` raises, the next start
+        scores all tasks again."""
         run, clock = self.run, self.run.state.task_clock
         if run.newest_tasks_step == step:
             return

@@ -13,6 +13,7 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run_folder.resume import Start
+from gsa_train.train import services_of
 from helpers.single_rank import single_rank
 
 
@@ -30,7 +31,6 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
         "stop_vote": Mock(ask=lambda: 0),
         "watchdog": MagicMock(),
         "profiler": Mock(),
-        "straggler_warning": Mock(),
         "goodput": GoodputLog(RunClock()),
         "start": Start(),
     }
@@ -42,4 +42,6 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
 
     held = {"data": take(Data), "state": take(TrainState), "log": take(RunLog)}
     values["log"] = held.pop("log")
-    return Run(config=config, parallel=single_rank(), model=model, services=take(Services), **held, **values)
+    run = Run(config=config, parallel=single_rank(), model=model, services=take(Services), **held, **values)
+    run.listening = services_of(run)
+    return run

@@ -128,7 +128,7 @@ def test_training_does_not_notice(model: Model) -> None:
 def test_a_validation_logs_them_and_a_stop_leaves_both_for_the_next_start(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gsa_train.trainer.evaluate", lambda *_: {"validation_loss": 1.0})
+    monkeypatch.setattr("gsa_train.run.validate.evaluate", lambda *_: {"validation_loss": 1.0})
     sinks = Mock()
     fields = {"tokenizer": Letters(), "prompts": encode_prompts(CONFIG, Letters()), "sinks": sinks}
     run = tiny_run(CONFIG, model, **fields)

@@ -29,7 +29,6 @@ from gsa_train.data.batches import TrainBatches, read_validation_sets
 from gsa_train.metrics import record
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange
-from gsa_train.plan import StepPlan
 from gsa_train.reliability import stop_signals
 from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.reliability.monitor.spikes import Verdict
@@ -45,6 +44,8 @@ from gsa_train.reliability.stop_signals import (
     reason_in_words,
 )
 from gsa_train.reliability.stop_vote import StopVote
+from gsa_train.run import validate
+from gsa_train.services import StepPlan
 from gsa_train.step import StepResult
 from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of
@@ -380,14 +381,14 @@ def test_a_validation_that_a_start_makes_up_for_takes_no_time_of_a_step(
 ) -> None:
     train_phase(tmp_path, stop_at(2))
     seconds = itertools.count(0.0, 1e-3)
-    evaluate = trainer.evaluate
+    evaluate = validate.evaluate
 
     def slow(*arguments: Any) -> dict[str, Any]:
         nonlocal seconds
         seconds = itertools.count(next(seconds) + 1000.0, 1e-3)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(trainer, "evaluate", slow)
+    monkeypatch.setattr(validate, "evaluate", slow)
     monkeypatch.setattr(record, "time", Mock(perf_counter=lambda: next(seconds)))
     after, _ = train_phase(tmp_path, lambda: 0, resume_from=tmp_path / "step_00000002")
     assert [each["step"] for each in after if each.get("event") == "validation"] == [2, 4]

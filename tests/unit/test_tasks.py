@@ -35,7 +35,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
 from gsa_train.reliability.stop_signals import Stopped
-from gsa_train.run.tasks_in_turn import score_tasks_in_turn
+from gsa_train.run.tasks_in_turn import Tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
 from gsa_train.trainer import run_phase
@@ -343,14 +343,14 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(
     )
     run = tiny_run(config, model, step=3)
     for _ in range(2):
-        score_tasks_in_turn(run, "sparse", lambda: None)
+        Tasks(run).on_tasks(3, "sparse", lambda: None)
     assert len(calls) == 1
     for scored, expected in ((False, 2), (True, 2)):
         lines = [{"step": 3, "phase": "sparse", "event": "tasks"}] * scored
         (tmp_path / "r").mkdir(exist_ok=True)
         (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         again = tiny_run(config, model, step=3, start=Mock(spec=Start, step=3))
-        score_tasks_in_turn(again, "sparse", lambda: None)
+        Tasks(again).on_tasks(3, "sparse", lambda: None)
         assert len(calls) == expected
 
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train import train, trainer
+from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
@@ -28,13 +28,14 @@ from gsa_train.profiling import work_time
 from gsa_train.reliability.monitor.corruption import CorruptionFound
 from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
-from gsa_train.run import finish, saves
+from gsa_train.run import finish, go_back, saves
+from gsa_train.run.open import open_run
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run_folder.resume import Start
 from gsa_train.run_folder.rewind import Rewind
 from gsa_train.step import StepResult, train_step
-from gsa_train.train import open_run, train_phases
+from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
 from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
@@ -321,13 +322,13 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
 
     config = tiny_config([SPARSE])
     done = Rewind(4, 6, 5, 9, spikes=1)
-    monkeypatch.setattr(train, "rewind", lambda *_: (Path("step_00000004"), done, []))
-    monkeypatch.setattr(train, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
-    monkeypatch.setattr(train, "open_batches", Mock(side_effect=Killed))
+    monkeypatch.setattr(go_back, "rewind", lambda *_: (Path("step_00000004"), done, []))
+    monkeypatch.setattr(go_back, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
+    monkeypatch.setattr(go_back, "open_batches", Mock(side_effect=Killed))
     saver = Mock(ended=lambda now, wait: [])
     run = tiny_run(config, tiny_model(config), step=7, saver=saver)
     with pytest.raises(Killed):
-        train.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
+        go_back.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
     sinks = run.services.log.sinks
     assert sinks is not None
     calls = sinks.method_calls  # type: ignore[attr-defined]

@@ -45,7 +45,9 @@ class GoodputNotes(Service):
         waited = numbers.part_seconds["data_wait"] - (self._first_wait_seconds or 0.0)
         self._first_wait_seconds = None
         stragglers = numbers.work_seconds[rank] * (1 - 1 / ratio) if slow else 0.0
-        self.goodput.clock.share_out({"text": waited, "stragglers": stragglers, "copies": self.held_seconds()})
+        self.goodput.clock.share_out(
+            {"text": waited, "stragglers": stragglers, "copies": self.held_seconds()}
+        )
         self.goodput.note(record["step"], self._phase)
         record |= self.goodput.metrics()
 
