@@ -20,7 +20,6 @@ from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.report.page import write_report
 from gsa_eval.report.plots import write_plots
-from gsa_train import trainer
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -272,9 +271,7 @@ def test_an_error_in_tasks_costs_no_step(
 ) -> None:
     """Where a step saves, too, it does so before its tasks."""
     with monkeypatch.context() as patched:
-        patched.setattr(
-            trainer, "score_tasks_in_turn", Mock(side_effect=RuntimeError("no such continuation"))
-        )
+        patched.setattr(Tasks, "on_tasks", Mock(side_effect=RuntimeError("no such continuation")))
         with pytest.raises(RuntimeError, match="no such continuation"):
             trained(tmp_path, places, save_every_steps=2)
     saved = find_checkpoint(tmp_path)
