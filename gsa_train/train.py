@@ -3,7 +3,7 @@
 config -> parallel groups -> where to start -> data, model, optimizer, checkpoint, run folder (run/open.py) -> services
     -> for each phase: steps (trainer.py), its own optimizer -> end
 
-A spike may take it back to an earlier checkpoint (run/go_back.py), from which it goes on as a new start would.
+A spike may take it back to an earlier checkpoint (`go_back`), from which it goes on as a new start would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config
 from gsa_train.distributed.parallel import init_parallel, join_world
-from gsa_train.metrics.goodput.notes import GoodputNotes
+from gsa_train.metrics.goodput.goodput_log import GoodputNotes
 from gsa_train.metrics.goodput.run_clock import RunClock
 from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -25,13 +25,11 @@ from gsa_train.reliability.monitor.corruption import CorruptionFound
 from gsa_train.reliability.monitor.monitor import MonitorStop, NotFinite, SpikeFound
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
 from gsa_train.run.finish import finish, give_up, give_up_corrupted, leave, leave_world
-from gsa_train.run.go_back import go_back
-from gsa_train.run.open import open_run
+from gsa_train.run.open import go_back, open_run
 from gsa_train.run.report import Report
 from gsa_train.run.saves import save_the_end
 from gsa_train.run.state import Run
-from gsa_train.run.tasks_in_turn import Tasks
-from gsa_train.run.validate import Samples
+from gsa_train.run.validate import Samples, Tasks
 from gsa_train.run.warnings import BlindIndexerWarning, DenseQueriesWarning, warn_of_cpus
 from gsa_train.run_folder.lock import RunLock
 from gsa_train.run_folder.paths import run_dir

@@ -34,7 +34,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
 from gsa_train.reliability.stop_signals import Stopped
-from gsa_train.run.tasks_in_turn import Tasks
+from gsa_train.run.validate import Tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
 from gsa_train.trainer import run_phase
@@ -334,7 +334,7 @@ def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("gsa_train.run.tasks_in_turn.score_tasks", lambda *_: calls.append(1) or {})
+    monkeypatch.setattr("gsa_train.run.validate.score_tasks", lambda *_: calls.append(1) or {})
     config = tiny_config(
         run={"dir": str(tmp_path), "name": "r"}, evaluate={"tasks": ["./x"], "tasks_max_time_percent": 100}
     )

@@ -28,7 +28,8 @@ from gsa_train.profiling import work_time
 from gsa_train.reliability.monitor.corruption import CorruptionFound
 from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
-from gsa_train.run import finish, go_back, saves
+from gsa_train.run import finish, saves
+from gsa_train.run import open as opening
 from gsa_train.run.open import open_run
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
@@ -322,13 +323,13 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
 
     config = tiny_config([SPARSE])
     done = Rewind(4, 6, 5, 9, spikes=1)
-    monkeypatch.setattr(go_back, "rewind", lambda *_: (Path("step_00000004"), done, []))
-    monkeypatch.setattr(go_back, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
-    monkeypatch.setattr(go_back, "open_batches", Mock(side_effect=Killed))
+    monkeypatch.setattr(opening, "rewind", lambda *_: (Path("step_00000004"), done, []))
+    monkeypatch.setattr(opening, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
+    monkeypatch.setattr(opening, "open_batches", Mock(side_effect=Killed))
     saver = Mock(ended=lambda now, wait: [])
     run = tiny_run(config, tiny_model(config), step=7, saver=saver)
     with pytest.raises(Killed):
-        go_back.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
+        opening.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
     sinks = run.services.log.sinks
     assert sinks is not None
     calls = sinks.method_calls  # type: ignore[attr-defined]

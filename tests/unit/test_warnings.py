@@ -1,8 +1,6 @@
 """What a run warns of: a model for GPUs on CPUs; text that leaves most queries no choice of keys; an indexer that
 selects no better than at random, once a phase and not while it is still learning."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterable
@@ -52,9 +50,7 @@ def test_what_is_made_for_cpus_is_not_warned_of() -> None:
     ("world_size", "local", "threads", "cores"),
     [(1, None, 4, 4), (1, None, 99, 8), (2, "2", 1, 2), (16, "4", 1, 16), (16, "4", 99, 32)],
 )
-def test_the_cores_are_those_that_the_ranks_use(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, local: str | None, threads: int, cores: int
-) -> None:
+def test_the_cores_are_those_that_the_ranks_use(monkeypatch, world_size, local, threads, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
@@ -63,9 +59,7 @@ def test_the_cores_are_those_that_the_ranks_use(
 
 
 @pytest.mark.parametrize(("rank", "device", "warnings"), [(0, "cpu", 1), (1, "cpu", 0), (0, "cuda", 0)])
-def test_rank_0_warns_on_cpus(
-    caplog: pytest.LogCaptureFixture, rank: int, device: str, warnings: int
-) -> None:
+def test_rank_0_warns_on_cpus(caplog, rank, device, warnings):
     parallel: Any = SimpleNamespace(is_main=rank == 0, device=torch.device(device), world_size=1)
     with caplog.at_level(logging.WARNING):
         warn_of_cpus(LARGE, parallel)
@@ -139,9 +133,7 @@ def messages(
     return caplog.messages
 
 
-def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(caplog):
     (said,) = messages(caplog, [0.21] * 28)
     # 30 steps of warm-up and 100 more: steps 150, 160 and 170 are looked at.
     assert said.startswith(
