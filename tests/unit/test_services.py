@@ -9,7 +9,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import phase_ranges
 from gsa_train.services import Service, StepPlan
 from gsa_train.trainer import run_phase
-from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 
@@ -32,10 +32,8 @@ def test_a_service_that_counts_steps():
     phase = dataclasses.replace(SPARSE, steps=4)
     config = tiny_config([phase], logging={"every_steps": 2})
     model, count, records = tiny_model(config, variance_ema=0.02), StepCount(), []
-    text = {"next_step": lambda: random_batches(config), "checksum": lambda: 0}
-    batches = Mock(wait_seconds=0.0, counters={}, **text)
     sinks, skipped = Mock(log=records.append), frozenset([3])
-    run = tiny_run(config, model, batches=batches, sinks=sinks, skipped_steps=skipped)
+    run = tiny_run(config, model, sinks=sinks, skipped_steps=skipped)
     run.listening.append(count)
     optimizer = build_optimizer(model, phase, config)
     run_phase(run, phase_ranges(config.phases)[0], optimizer)
