@@ -32,7 +32,7 @@ def plan_step(
         left_out_through = step
         while left_out_through < phase_range.end and left_out_through + 1 in skipped_steps:
             left_out_through += 1
-    # The first and the last step of a phase, and every so many: the same whether or not a run was resumed.
+    # The first and the last step of a phase, and every `every_steps`: the same whether or not a run was resumed.
     in_turn = step % config.logging.every_steps == 0
     every, tasks_every = config.evaluate.every_steps, config.evaluate.tasks_every_steps
     return StepPlan(

@@ -93,8 +93,8 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """How long ranks may show no progress. That of the slowest activity, as the others wait for it; but a process that
-    is silent for longer than a step may take is frozen, whatever it did."""
+    """How long ranks may show no progress: as long as the slowest activity may take, as the others wait for it. But a
+    process that is silent for longer than a step may take is frozen, whatever it did."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -147,7 +147,7 @@ def _where(rank: int, age: Age) -> str:
 
 
 def in_short(report: str) -> str:
-    """Its first line, and those of the ranks that hold up the others."""
+    """Its first line, and the lines of the ranks that hold up the others."""
     return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
 
 
@@ -244,7 +244,7 @@ class HangWatchdog(Service):
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """This, and then again what was before, behind as many steps."""
+        """This, and then again what was before, after the same step."""
         step, before = self._place
         self.heartbeat(step, activity)
         yield

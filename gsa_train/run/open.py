@@ -180,7 +180,7 @@ def open_phase(
         weights_from: another run's checkpoint, whose weights the model has (`checkpoint.initial_weights`).
 
     Raises:
-        StateError: the checkpoint's optimizer state is not that of its weights.
+        StateError: the checkpoint's optimizer state does not belong to its weights.
         DamagedCheckpoint: it is not what was written, or has values that are not finite; call this again with another
             one.
         ResumeError: `weights_from` has such values.

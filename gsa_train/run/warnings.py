@@ -43,7 +43,7 @@ def warn_of_cpus(config: Config, parallel: Parallel) -> None:
 
 
 def cpu_warning(config: Config, cores: int) -> str | None:
-    """What to say of the run's steps on so many CPU cores; None where they are short."""
+    """What to say of the run's steps on this number of CPU cores; None where they are short."""
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     flops, name = max(
         (
