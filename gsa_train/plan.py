@@ -3,38 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from gsa_train.config import Config
 from gsa_train.phases import PhaseRange
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step of a phase, in the order in which things happen. Steps are counted from 1."""
-
-    step: int
-    trains: bool
-    """Else its batch is read and left out."""
-    left_out_through: int | None
-    """The last step of the left-out steps that begin here, for the log; None elsewhere."""
-    logs: bool
-    """Measures the attention, and writes the step's record."""
-    validates: bool
-    scores_tasks: bool
-    saves: bool
-    ends_phase: bool
-    ends_run: bool
-
-    @property
-    def reads_monitor(self) -> bool:
-        """Nothing is logged, validated or saved before the monitor has judged the step, and no phase ends."""
-        return self.logs or self.validates or self.scores_tasks or self.saves or self.ends_phase
-
-    @property
-    def weights_are_kept(self) -> bool:
-        """What the step makes of the weights will be in a checkpoint."""
-        return self.saves or self.ends_run
+from gsa_train.services import StepPlan
 
 
 def plan_step(
@@ -60,7 +32,7 @@ def plan_step(
         left_out_through = step
         while left_out_through < phase_range.end and left_out_through + 1 in skipped_steps:
             left_out_through += 1
-    # The first and the last step of a phase, and every so many: the same whether or not a run was resumed.
+    # The first and the last step of a phase, and every `every_steps`: the same whether or not a run was resumed.
     in_turn = step % config.logging.every_steps == 0
     every, tasks_every = config.evaluate.every_steps, config.evaluate.tasks_every_steps
     return StepPlan(

@@ -38,21 +38,14 @@ class IntervalClock:
         self._tokens += tokens
         self._wait_seconds += wait_seconds
 
-    def pause(self) -> None:
-        """Stop the clock until `resume`. Waits for the device first, whose work belongs to the steps."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what runs inside. Waits for the device, whose work belongs to the steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._began
-
-    def resume(self) -> None:
-        self._began = time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock inside this context."""
-        self.pause()
         yield
-        self.resume()
+        self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
         """Returns the interval up to now, when the host has just waited for the verdict on the step: the rest of the

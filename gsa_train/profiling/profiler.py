@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from gsa_train.config import ProfileConfig
 from gsa_train.files import write_atomically
 from gsa_train.profiling.table import profile_table
+from gsa_train.services import Service, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ class ProfileError(ValueError):
     """What the config asks for cannot be profiled here."""
 
 
-class StepProfiler:
-    """One rank's. Call `before` and `after` around each step, numbered from 1, and `close` in the end."""
+class StepProfiler(Service):
+    """One rank's."""
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
         """
@@ -55,8 +56,9 @@ class StepProfiler:
         self._step_name: record_function | None = None
         self._steps: list[int] = []
 
-    def before(self, step: int) -> None:
+    def before_step(self, plan: StepPlan) -> None:
         """Start with the first step of the window, or where a resume comes into it. The step before it warms up."""
+        step = plan.step
         if not self._first - 1 <= step <= self._last:
             return
         if self._running is None:
@@ -78,19 +80,22 @@ class StepProfiler:
         self._step_name.__enter__()
         self._steps.append(step)
 
-    def after(self, step: int) -> None:
+    def after_step(self, plan: StepPlan) -> None:
         """End with the last step of the window."""
+        self._end(plan.step)
+
+    def on_stop(self) -> None:
+        """A run that ends inside the window leaves what there is, also one that ran out of memory."""
+        if self._running is not None:
+            self._end(self._last)
+
+    def _end(self, step: int) -> None:
         if self._step_name is not None:
             self._step_name.__exit__(None, None, None)
             self._step_name = None
         if self._running is not None and step >= self._last:
             self._write(self._running)
             self._last = 0  # steps that a rewind repeats are not profiled again
-
-    def close(self) -> None:
-        """A run that ends inside the window leaves what there is, also one that ran out of memory."""
-        if self._running is not None:
-            self.after(self._last)
 
     def _write(self, trace: profile) -> None:
         """A full disk costs the profile, not the run."""

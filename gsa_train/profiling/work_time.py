@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gsa_train.profiling.trace_spans import trace_span
+from gsa_train.services import Service
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def slowest(work_seconds: Sequence[float]) -> tuple[int, float]:
     return rank, work_seconds[rank] / usual if usual > 0 else 1.0
 
 
-class StragglerWarning:
+class StragglerWarning(Service):
     """Names a rank that is much slower than the others at several logged steps in a row."""
 
     LOGGED_STEPS = 3
@@ -103,13 +104,12 @@ class StragglerWarning:
         self._ratio = ratio
         self._rank = self._times = 0
 
-    def look(self, step: int, rank: int, ratio: float) -> None:
+    def on_record(self, record: dict[str, Any], numbers: Any) -> None:
+        rank, ratio = record["slowest_rank"], record["slowest_rank_ratio"]
         self._times = 0 if ratio < self._ratio else self._times + 1 if rank == self._rank else 1
         self._rank = rank
         if self._times == self.LOGGED_STEPS:
             logger.warning(
                 "step %d: rank %d works %.2f times as long as the median rank; all others wait for it",
-                step,
-                rank,
-                ratio,
-            )
+                record["step"], rank, ratio,
+            )  # fmt: skip

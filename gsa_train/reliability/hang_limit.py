@@ -23,7 +23,7 @@ ACTIVITIES = (
     "training",
     "ending",
 )
-"""What a main thread does behind a number of steps, in this order: who is behind is who the others wait for."""
+"""What a main thread does after a number of steps, in this order: the others wait for the rank that is behind."""
 STEP = "training"
 """The activity whose limit follows the steps."""
 SILENT = ("starting", "compiling", "ending")
@@ -31,7 +31,7 @@ SILENT = ("starting", "compiling", "ending")
 TIMES_THE_SLOWEST = 5.0
 RECENT_STEPS = 32
 FEWEST_STEPS = 3
-"""Before so many are known, the longest limit holds."""
+"""Until this number is known, the longest limit holds."""
 LEAST_SECONDS = 40.0
 """So that a hang is reported within a minute, and a network that recovers in half of one goes on."""
 

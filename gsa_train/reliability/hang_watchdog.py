@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import torch.distributed as dist
 
+from gsa_train.config import PhaseConfig
 from gsa_train.distributed.store import connect_to_store
 from gsa_train.files import own_file
 from gsa_train.process.console import drain_console
@@ -39,6 +40,7 @@ from gsa_train.process.exit_codes import FAILED
 from gsa_train.reliability.hang_limit import ACTIVITIES, SILENT, STEP, StepLimit
 from gsa_train.reliability.last_words import tell_torchrun
 from gsa_train.reliability.stop_signals import launchers_patience
+from gsa_train.services import Service, StepPlan
 
 LATE_SHARE = 0.2
 """Of the limit: without a heartbeat for so long, a process may be frozen."""
@@ -91,8 +93,8 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """How long ranks may show no progress. That of the slowest activity, as the others wait for it; but a process that
-    is silent for longer than a step may take is frozen, whatever it did."""
+    """How long ranks may show no progress: as long as the slowest activity may take, as the others wait for it. But a
+    process that is silent for longer than a step may take is frozen, whatever it did."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -145,7 +147,7 @@ def _where(rank: int, age: Age) -> str:
 
 
 def in_short(report: str) -> str:
-    """Its first line, and those of the ranks that hold up the others."""
+    """Its first line, and the lines of the ranks that hold up the others."""
     return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
 
 
@@ -157,7 +159,7 @@ def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
     return in_short(hangs[-1]) if hangs else None
 
 
-class HangWatchdog:
+class HangWatchdog(Service):
     """The heartbeat of this rank; on the first and the last rank also the reader of all."""
 
     def __init__(self, rank: int, world_size: int, limit: StepLimit, folder: Path, step: int) -> None:
@@ -198,6 +200,8 @@ class HangWatchdog:
         self._step_seconds = 0.0
         """Of the step under way, in the parts that logs leave of it."""
         self._compiles = False
+        self._known_kinds: set[tuple[bool, bool]] = set()
+        """Of steps of this phase that this process has begun."""
         self._over = threading.Event()
         self._beat()
         dist.barrier()
@@ -216,14 +220,31 @@ class HangWatchdog:
         self._progress_at, self._compiles = now, False
         self._progress += 1
 
-    def begin_phase(self) -> None:
-        """Its steps may take much longer than those of the phase before."""
+    def begin_phase(self, phase: PhaseConfig, start: int) -> None:
+        """Its steps may take much longer than steps of the phase before."""
         self._limit.forget()
         self._step_seconds = 0.0
+        self._known_kinds.clear()
+
+    def before_step(self, plan: StepPlan) -> None:
+        self.heartbeat(plan.step - 1, "reading text")
+
+    def on_batch(self, plan: StepPlan, micro_batches: Sequence[Any], wait_seconds: float) -> None:
+        """The first step of each kind in a phase compiles."""
+        kind = plan.logs, plan.weights_are_kept
+        self.heartbeat(plan.step - 1, "training" if kind in self._known_kinds else "compiling")
+        self._known_kinds.add(kind)
+
+    def on_save(self, step: int) -> None:
+        self.heartbeat(step, "saving")
+
+    def end_phase(self, step: int) -> None:
+        """The next phase begins, or the end of the run."""
+        self.heartbeat(step, "starting")
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """This, and then again what was before, behind as many steps."""
+        """This, and then again what was before, after the same step."""
         step, before = self._place
         self.heartbeat(step, activity)
         yield

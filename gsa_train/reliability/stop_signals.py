@@ -211,6 +211,6 @@ def _slurm_time(name: str, environ: Mapping[str, str]) -> int:
 
 
 def job_start_time() -> float:
-    """When torchrun started, whose restarts start this process anew; when this process did without torchrun."""
+    """When torchrun started, whose restarts start this process again; when this process did without torchrun."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return psutil.Process(os.getppid() if under_torchrun else os.getpid()).create_time()

@@ -1,14 +1,11 @@
-"""The end of a run: last validation, baselines, summary, and plots once the ranks have left; or a stop before it."""
+"""The end of a run: last validation, baselines and summary; or a stop before it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +30,6 @@ from gsa_train.reliability.stop_signals import Stopped, reason_in_words
 from gsa_train.run.folder import STOPPED
 from gsa_train.run.saves import newest_save
 from gsa_train.run.state import Run
-from gsa_train.run.tasks_in_turn import score_tasks_in_turn
 from gsa_train.run.validate import validate
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.paths import run_dir
@@ -69,7 +65,8 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
         )
     if run.data.tasks:
         with goodput.clock.during("tasks"):
-            score_tasks_in_turn(run, last_phase.name, stop_if_asked)
+            for service in run.listening:
+                service.on_tasks(step, last_phase.name, stop_if_asked)
     goodput.end(COMPLETE)
     watchdog.heartbeat(step, "ending")
     text = run.data.batches.state()
@@ -97,28 +94,6 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
     if fault[0] is not None:
         _close(run, exit_codes.REFUSED)
         raise RunFolderError(fault[0])
-
-
-def draw(run: Run) -> None:
-    """Plots and report, by a process of the main rank, of a run that is over. Call it once the process group is left:
-    they may take minutes, for which no rank waits and after which no watch takes the run for one that hangs."""
-    if not run.parallel.is_main or not run.config.logging.plots:
-        return
-    folder, message = run_dir(run.config), run.services.log.message
-    command = [sys.executable, "-m", "gsa_eval.report.at_end", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        drawn = subprocess.run(
-            command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
-        )
-    except OSError as error:  # of a process that may start no other
-        message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
-        return
-    for line in drawn.stdout.splitlines():
-        message(line)
-    if drawn.returncode != 0:
-        why = (drawn.stderr.splitlines() or [f"exit code {drawn.returncode}"])[-1]
-        message(f"the run is complete, and cannot be drawn: {why}; gsa-plot {folder} tries again")
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _open_wandb(config: Config, start: Start) -> WandbSink | None:
         run_id, of = start.state.wandb_run_id, start.state.run
         if run_id is not None and of not in ("", config.run.name):
             logger.info(
-                "the folder is a copy of that of run %s: W&B gets a new run, which names that one", of
+                "the folder is a copy of the folder of run %s: W&B gets a new run, which names that one", of
             )
             run_id, copied_from = None, run_id
     with children_keep_running():  # W&B's service among them
@@ -210,7 +210,7 @@ def _go_back_to_older(checkpoint: Path | None) -> bool:
 
 
 def _keep_summary(folder: Path) -> None:
-    """That of a run which now goes on, as its phases became longer, is not this one's: it would look complete."""
+    """Set aside a summary from before the phases became longer: the run that goes on would look complete."""
     path = folder / "summary.json"
     if not path.is_file():
         return

@@ -28,7 +28,7 @@ class RunLog:
     """What makes and writes the records that are to come."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record at once, behind those that are late."""
+        """Write a record at once, after the late ones."""
         self.write_late()
         if self.sinks is not None:
             self.sinks.log(_stamped(record))

@@ -27,8 +27,8 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
     state, saver = run.state, run.services.saver
     if saver.has(state.step):
         return
-    run.services.watchdog.heartbeat(state.step, "saving")
-    run.services.goodput.note(state.step, phase_range.phase.name)
+    for service in run.listening:
+        service.on_save(state.step)
     with run.services.goodput.clock.during("save"):
         content = RunState(
             step=state.step,
@@ -62,8 +62,8 @@ def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimi
         NotFinite: weights or optimizer state are not finite.
     """
     step, saver = run.state.step, run.services.saver
-    run.services.watchdog.heartbeat(step, "saving")
-    run.services.goodput.note(step, phase_range.phase.name)
+    for service in run.listening:
+        service.on_save(step)
     longest_wait_seconds = LONGEST_WAIT_SHARE * 60 * run.config.parallel.timeout_minutes
     with run.services.goodput.clock.during("save"):
         save(run, phase_range, phase_optimizer)

@@ -15,12 +15,12 @@ from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.profiling.profiler import StepProfiler
-from gsa_train.profiling.work_time import StragglerWarning
 from gsa_train.reliability.hang_watchdog import HangWatchdog
 from gsa_train.reliability.monitor.monitor import MonitorState
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run.run_log import RunLog
 from gsa_train.run_folder.resume import Start
+from gsa_train.services import Service
 from gsa_train.validation.loop_tasks import PreparedTask
 from gsa_train.validation.tasks import TaskClock
 
@@ -64,7 +64,6 @@ class Services:
     watchdog: HangWatchdog
     profiler: StepProfiler
     stop_vote: StopVote
-    straggler_warning: StragglerWarning
     goodput: GoodputLog
 
 
@@ -88,3 +87,5 @@ class Run:
     """Its step and result, so that no step is validated twice."""
     newest_tasks_step: int | None = None
     """At which tasks were scored, or left out, in this process."""
+    listening: list[Service] = field(default_factory=list)
+    """Told of the loop's events, in this order (`services_of` in train.py)."""

@@ -30,7 +30,7 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
             self._move(error)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Path of the file. Triton's own does not wait for the disk: behind a crash of the node a kernel may be empty
+        """Path of the file. Triton's own does not wait for the disk: after a crash of the node a kernel may be empty
         there, and fail all restarts."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:

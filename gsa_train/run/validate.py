@@ -1,31 +1,109 @@
-"""One validation of a run: the loss on its validation sets, and samples of its prompts, logged once a step."""
+"""What scores the model between steps: the loss on validation sets, samples of prompts, tasks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from gsa_train.metrics.record_format import read_records
 from gsa_train.run.state import Run
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.services import Service
 from gsa_train.validation.perplexity import evaluate
 from gsa_train.validation.samples import generate_samples
+from gsa_train.validation.tasks import score_tasks
+
+RECORDS = "metrics.jsonl"
 
 
 def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
-    """Score the validation sets, go on with `evaluate.prompts`, and log both, unless this step has been scored.
-    Collective."""
+    """Score the validation sets, let services add theirs, and log, unless this step has been scored. Collective."""
     step, data = run.state.step, run.data
     if run.newest_validation is not None and run.newest_validation[0] == step:
         return run.newest_validation[1]
     eos_id = data.tokenizer.eos_id
     result = evaluate(run.model, data.validation_sets, eos_id, run.config, run.parallel, stop_if_asked)
-    samples = None
-    if data.prompts:
-        samples = generate_samples(
-            run.model, data.prompts, data.tokenizer, run.config, run.parallel, stop_if_asked
-        )
+    for service in run.listening:
+        service.on_validate(step, phase_name, stop_if_asked)
     place = {"step": step, "phase": phase_name, "tokens": run.state.tokens}
     run.services.log.log({"event": "validation", **place, **result})
-    if samples is not None:
-        run.services.log.log_samples({"event": "samples", **place, "samples": samples})
     run.newest_validation = (step, result)
     return result
+
+
+@dataclass
+class Samples(Service):
+    """Goes on with `evaluate.prompts` at each validation."""
+
+    run: Run
+
+    def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
+        run, data = self.run, self.run.data
+        if data.prompts:
+            samples = generate_samples(
+                run.model, data.prompts, data.tokenizer, run.config, run.parallel, stop_if_asked
+            )
+            place = {"step": step, "phase": phase, "tokens": run.state.tokens}
+            run.services.log.log_samples({"event": "samples", **place, "samples": samples})
+
+
+@dataclass
+class Tasks(Service):
+    """Scores `evaluate.tasks` within their share of the run's time. Which steps have a turn is decided by their numbers
+    alone. Whether there is time depends on the clock of the main rank, which decides for all: nothing of the training
+    depends on it."""
+
+    run: Run
+
+    def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
+        """Score and log, or say why not, unless this step's turn is over. If `stop_if_asked` raises, the next start
+        scores all tasks again."""
+        run, clock = self.run, self.run.state.task_clock
+        if run.newest_tasks_step == step:
+            return
+        if _has_time(run):
+            before, began = clock.task_seconds, time.perf_counter()
+
+            def count_and_ask() -> None:  # a stop saves the clock
+                clock.task_seconds = before + time.perf_counter() - began
+                stop_if_asked()
+
+            eos_id = run.data.tokenizer.eos_id
+            scores = score_tasks(run.model, run.data.tasks, eos_id, run.config, run.parallel, count_and_ask)
+            clock.newest_seconds = time.perf_counter() - began
+            clock.task_seconds = before + clock.newest_seconds
+            place = {"step": step, "phase": phase, "tokens": run.state.tokens}
+            share = clock.task_seconds / (clock.task_seconds + clock.train_seconds)
+            spent = {"eval_seconds": clock.newest_seconds, "eval_time_share": share}
+            run.services.log.log({"event": "tasks", **place, **scores, **spent})
+        run.newest_tasks_step = step
+
+
+def _has_time(run: Run) -> bool:
+    """The main rank's decision, on every rank. Collective."""
+    step, clock, percent = run.state.step, run.state.task_clock, run.config.evaluate.tasks_max_time_percent
+    decision = torch.zeros((), dtype=torch.int32, device=run.parallel.device)
+    if run.parallel.is_main and not (step == run.start.step and _was_scored(run)):
+        expected = clock.expected_seconds(run.data.tasks, run.config, run.parallel)
+        if clock.has_room(expected, percent):
+            decision += 1
+        else:
+            run.services.log.message(
+                f"tasks left out at step {step}: they took {clock.task_seconds:.1f} s and would take about "
+                f"{expected:.1f} s more, above evaluate.tasks_max_time_percent = {percent:g} of "
+                f"{clock.train_seconds:.0f} s of steps and their own time"
+            )
+    dist.broadcast(decision, src=0)
+    return bool(decision)
+
+
+def _was_scored(run: Run) -> bool:
+    """Before this start, which began at this step: a complete run that is started again."""
+    path = run_dir(run.config) / RECORDS
+    records = read_records(path) if path.exists() else []
+    return any(each.get("event") == "tasks" and each["step"] == run.state.step for each in records)

@@ -70,7 +70,7 @@ SIZES = {
     "moe": ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
     "gsa": ("indexer_dim",),
 }
-"""Fields that a weight of another size may come from, beside those of MEANING."""
+"""Fields that a weight of another size may come from, beside the fields of MEANING."""
 
 WITHOUT_WEIGHTS = ("output_transform",)
 """The same of `gsa`, of every checkpoint."""

@@ -46,7 +46,7 @@ def is_restart(run_folder: Path, parallel: Parallel) -> bool:
     if opened_by != job_id():
         return False
     # Without --rdzv-id all jobs over several nodes are called "none": then a launcher that ran before the folder was
-    # opened tells. Those of nodes that were replaced did not.
+    # opened tells. Launchers of nodes that were replaced did not.
     return any(each[2] for each in found) or (
         any(each[3] for each in found) and opened_at > min(each[4] for each in found)
     )

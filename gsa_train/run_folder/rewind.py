@@ -126,7 +126,7 @@ def rewind(
 
 
 def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[dict[str, Any]]:
-    """Those of the run that starts, in order: of its folder, or of the checkpoint from elsewhere. Collective."""
+    """The rewinds of the run that starts, in order: of its folder, or of the checkpoint from elsewhere. Collective."""
     shared: list[list[dict[str, Any]]] = [start.monitor.rewinds]
     path = checkpoints / FILE
     if parallel.is_main and start.same_run and path.exists():

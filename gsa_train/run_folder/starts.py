@@ -44,7 +44,7 @@ def run_id_of(run_dir: Path) -> str:
 
 
 def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) -> None:
-    """Append this start, which begins behind `step`."""
+    """Append this start, which begins after `step`."""
     start = {
         "run_id": run_id,
         "unix_seconds": time.time(),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,9 +75,9 @@ def test_a_breakdown_adds_up_to_the_steps_it_is_of(tmp_path: Path) -> None:
 
         profiler = StepProfiler(ProfileConfig(start_step=5, steps=2), tmp_path, 0, torch.device("cuda", 0))
         for step in (4, 5, 6):
-            profiler.before(step)
+            profiler.before_step(Mock(step=step))
             marks.step()
-            profiler.after(step)
+            profiler.after_step(Mock(step=step))
         by_clock = marks.milliseconds_of_last(2) / 2
         table = (tmp_path / "steps_00000005-00000006" / "rank_00000.txt").read_text()
         print(table)

@@ -13,14 +13,16 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.run.run_log import RunLog
 from gsa_train.run.state import Data, Run, Services, TrainState
 from gsa_train.run_folder.resume import Start
-from helpers.single_rank import single_rank
+from gsa_train.train import services_of
+from helpers.single_rank import random_batches, single_rank
 
 
 def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
-    """Saves nothing, is never asked to stop and logs into the void, unless `fields` say otherwise: fields of `Run` and
-    of what it holds, all by their own names."""
+    """Trains on random tokens, saves nothing, is never asked to stop and logs into the void, unless `fields` say
+    otherwise: fields of `Run` and of what it holds, all by their own names."""
+    text = {"next_step": lambda: random_batches(config), "wait_seconds": 0.0, "counters": {}}
     defaults = {
-        "batches": Mock(state=dict),
+        "batches": Mock(state=dict, checksum=lambda: 0, **text),
         "validation_sets": [],
         "tokenizer": Mock(),
         "saver": Mock(is_due=lambda step: False, ended=lambda now: [], take_held_seconds=lambda: 0.0),
@@ -30,7 +32,6 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
         "stop_vote": Mock(ask=lambda: 0),
         "watchdog": MagicMock(),
         "profiler": Mock(),
-        "straggler_warning": Mock(),
         "goodput": GoodputLog(RunClock()),
         "start": Start(),
     }
@@ -42,4 +43,6 @@ def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
 
     held = {"data": take(Data), "state": take(TrainState), "log": take(RunLog)}
     values["log"] = held.pop("log")
-    return Run(config=config, parallel=single_rank(), model=model, services=take(Services), **held, **values)
+    run = Run(config=config, parallel=single_rank(), model=model, services=take(Services), **held, **values)
+    run.listening = services_of(run)
+    return run

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
 def profile_steps(folder: Path, config: ProfileConfig, *steps: int) -> list[str]:
     profiler = StepProfiler(config, folder, rank=0, device=CPU)
     for step in steps:
-        profiler.before(step)
+        profiler.before_step(Mock(step=step))
         torch.ones(3).sum()
-        profiler.after(step)
-    profiler.close()
+        profiler.after_step(Mock(step=step))
+    profiler.on_stop()
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -106,9 +107,9 @@ def test_a_profile_that_cannot_be_written_costs_the_profile(
     profiler = StepProfiler(ProfileConfig(start_step=1, steps=1), tmp_path / "profile", rank=0, device=CPU)
     (tmp_path / "profile").touch()  # no folder
     for step in (1, 2):
-        profiler.before(step)
-        profiler.after(step)
-    profiler.close()
+        profiler.before_step(Mock(step=step))
+        profiler.after_step(Mock(step=step))
+    profiler.on_stop()
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert error.startswith("the profile of steps 1 to 1 cannot be written")
 

@@ -15,6 +15,7 @@ from gsa_train.metrics.sinks import Sinks
 from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run import finish
 from gsa_train.run.finish import _goes_on_without
+from gsa_train.run.report import Report
 from gsa_train.run.state import Run
 from gsa_train.run_folder.lock import RunFolderError
 from helpers.single_rank import SPARSE, tiny_config
@@ -60,9 +61,9 @@ def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.Monk
     run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
     finish.finish(run, SPARSE)
     console.message.reset_mock()
-    finish.draw(replace(run, parallel=replace(run.parallel, rank=1)))
+    Report(replace(run, parallel=replace(run.parallel, rank=1))).on_complete()
     assert not console.message.called
-    finish.draw(run)
+    Report(run).on_complete()
     told = [call.args[0] for call in console.message.call_args_list]
     assert len(told) == 2
     assert told[0].startswith("the run is complete, and its plots cannot be drawn: ")
@@ -73,9 +74,9 @@ def test_a_process_that_cannot_draw_at_all_costs_no_exit_code(tmp_path, monkeypa
     monkeypatch.setattr("sys.executable", "/bin/false")
     console, model = Mock(), cast(Any, None)
     run = tiny_run(tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "a"}), model, console=console)
-    finish.draw(run)
+    Report(run).on_complete()
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
-    finish.draw(run)
+    Report(run).on_complete()
     failed, not_started = (call.args[0] for call in console.message.call_args_list)
     assert failed.startswith("the run is complete, and cannot be drawn: exit code 1; gsa-plot ")
     assert "No such file or directory" in not_started

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gsa_train.config import ParallelConfig
+from gsa_train.config import ParallelConfig, PhaseConfig
 from gsa_train.metrics.goodput.goodput_log import GoodputLog
 from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.metrics.goodput.run_clock import RunClock
@@ -51,7 +51,7 @@ def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch)
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.steps(FEWEST_STEPS + 1)
     assert watched.watch._limit.seconds == LEAST_SECONDS
-    watched.watch.begin_phase()
+    watched.watch.begin_phase(PhaseConfig(), 0)
     assert watched.watch._limit.seconds == LONGEST
     watched.watch.close()
 

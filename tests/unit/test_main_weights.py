@@ -24,9 +24,10 @@ from gsa_train.optimizer.main_weights import MainWeights, carry_over, keep_main_
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, phase_ranges
 from gsa_train.reliability.monitor.monitor import SpikeFound
+from gsa_train.run.open import open_phase
 from gsa_train.run.state import Run
 from gsa_train.run_folder.resume import Start
-from gsa_train.train import open_phase, train_phases
+from gsa_train.train import train_phases
 from helpers.checkpoints import write_checkpoint
 from helpers.runs import numbers_of
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from gsa_train.phases import phase_ranges
-from gsa_train.plan import StepPlan, plan_step
+from gsa_train.plan import plan_step
+from gsa_train.services import StepPlan
 from helpers.single_rank import SPARSE, WARM_UP, tiny_config
 
 PHASES = [dataclasses.replace(WARM_UP, steps=8), dataclasses.replace(SPARSE, steps=12)]

@@ -27,7 +27,6 @@ from gsa_train.data.batches import TrainBatches, read_validation_sets
 from gsa_train.metrics import record
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange
-from gsa_train.plan import StepPlan
 from gsa_train.reliability import stop_signals
 from gsa_train.reliability.monitor.monitor import MonitorState, MonitorStop, SpikeFound, state_of
 from gsa_train.reliability.monitor.spikes import Verdict
@@ -44,6 +43,7 @@ from gsa_train.reliability.stop_signals import (
 )
 from gsa_train.reliability.stop_vote import StopVote
 from gsa_train.run import validate
+from gsa_train.services import StepPlan
 from gsa_train.step import StepResult
 from gsa_train.trainer import run_phase
 from helpers.runs import numbers_of

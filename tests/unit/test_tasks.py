@@ -18,7 +18,6 @@ from gsa_data.faults import DataFault
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.report.page import write_report
 from gsa_eval.report.plots import write_plots
-from gsa_train import trainer
 from gsa_train.checkpoint.files import find_checkpoint
 from gsa_train.checkpoint.load import load_checkpoint, read_run_state
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -33,7 +32,7 @@ from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.phases import PhaseRange, enter_phase
 from gsa_train.reliability.hang_watchdog import ACTIVITIES
 from gsa_train.reliability.stop_signals import Stopped
-from gsa_train.run.tasks_in_turn import score_tasks_in_turn
+from gsa_train.run.validate import Tasks
 from gsa_train.run_folder.resume import Start, start_from
 from gsa_train.step import owners_losses
 from gsa_train.trainer import run_phase
@@ -266,9 +265,7 @@ def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
 def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypatch):
     """Where a step saves, too, it does so before its tasks."""
     with monkeypatch.context() as patched:
-        patched.setattr(
-            trainer, "score_tasks_in_turn", Mock(side_effect=RuntimeError("no such continuation"))
-        )
+        patched.setattr(Tasks, "on_tasks", Mock(side_effect=RuntimeError("no such continuation")))
         with pytest.raises(RuntimeError, match="no such continuation"):
             trained(tmp_path, places, save_every_steps=2)
     saved = find_checkpoint(tmp_path)
@@ -327,20 +324,20 @@ def test_what_tasks_will_take(places: list[str]) -> None:
 
 def test_a_step_has_one_turn_and_a_complete_run_keeps_its_scores(model, tmp_path, monkeypatch):
     calls: list[int] = []
-    monkeypatch.setattr("gsa_train.run.tasks_in_turn.score_tasks", lambda *_: calls.append(1) or {})
+    monkeypatch.setattr("gsa_train.run.validate.score_tasks", lambda *_: calls.append(1) or {})
     config = tiny_config(
         run={"dir": str(tmp_path), "name": "r"}, evaluate={"tasks": ["./x"], "tasks_max_time_percent": 100}
     )
     run = tiny_run(config, model, step=3)
     for _ in range(2):
-        score_tasks_in_turn(run, "sparse", lambda: None)
+        Tasks(run).on_tasks(3, "sparse", lambda: None)
     assert len(calls) == 1
     for scored, expected in ((False, 2), (True, 2)):
         lines = [{"step": 3, "phase": "sparse", "event": "tasks"}] * scored
         (tmp_path / "r").mkdir(exist_ok=True)
         (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         again = tiny_run(config, model, step=3, start=Mock(spec=Start, step=3))
-        score_tasks_in_turn(again, "sparse", lambda: None)
+        Tasks(again).on_tasks(3, "sparse", lambda: None)
         assert len(calls) == expected
 
 

@@ -1,7 +1,5 @@
 """The loop: its last saves, and what its clocks count."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools
@@ -15,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gsa_train import train, trainer
+from gsa_train import trainer
 from gsa_train.checkpoint.save import CheckpointError, CheckpointSaver
 from gsa_train.cli import parse_arguments
 from gsa_train.config import CheckpointConfig
@@ -29,14 +27,16 @@ from gsa_train.reliability.monitor.corruption import CorruptionFound
 from gsa_train.reliability.monitor.monitor import MonitorStop, SpikeFound
 from gsa_train.reliability.stop_signals import Stopped, StopRequest
 from gsa_train.run import finish, saves
+from gsa_train.run import open as opening
+from gsa_train.run.open import open_run
 from gsa_train.run.saves import newest_save, save, save_the_end
 from gsa_train.run.state import Run
 from gsa_train.run_folder.resume import Start
 from gsa_train.run_folder.rewind import Rewind
 from gsa_train.step import StepResult, train_step
-from gsa_train.train import open_run, train_phases
+from gsa_train.train import train_phases
 from gsa_train.trainer import run_phase
-from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, single_rank, tiny_config, tiny_model
 from helpers.tiny_run import tiny_run
 
 
@@ -117,9 +117,7 @@ def test_the_last_save_is_tried_again_until_it_works_or_has_failed_too_often(tmp
         run.services.saver.close()
 
 
-def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(tmp_path, monkeypatch):
     run, phase_range, optimizer = run_of(tmp_path, CheckpointConfig(save_retries=12))
     waits: list[float] = []
     monkeypatch.setattr(saves, "time", Mock(sleep=waits.append))
@@ -134,9 +132,7 @@ def test_the_last_save_is_tried_again_before_the_run_would_count_as_hanging(
     assert max(waits) <= 0.5 * 60 * run.config.parallel.timeout_minutes
 
 
-def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypatch):
     first, second = (dataclasses.replace(SPARSE, name=name, steps=4) for name in ("first", "second"))
     config = tiny_config(
         [first, second],
@@ -145,12 +141,7 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
     )
     model = tiny_model(config, variance_ema=0.02)
     records: list[dict[str, Any]] = []
-    batches = Mock(
-        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
-    )
-    run = tiny_run(
-        config, model, batches=batches, sinks=Mock(log=records.append), skipped_steps=frozenset([4])
-    )
+    run = tiny_run(config, model, sinks=Mock(log=records.append), skipped_steps=frozenset([4]))
     ticks = itertools.count(0.0, 1.0)
     monkeypatch.setattr(work_time, "time", Mock(perf_counter=lambda: next(ticks)))
     for phase_range in phase_ranges(config.phases):
@@ -163,9 +154,7 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(
     assert steps[0]["optimizer_seconds"] == steps[1]["optimizer_seconds"]
 
 
-def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_saver_of_a_run_knows_how_far_back_a_rewind_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: None)  # for the other tests of this process
     sample = Path(__file__).parents[2] / "data" / "sample"
     config = tiny_config(
@@ -200,16 +189,11 @@ class FailedStep(Exception):
 
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("fails_at", [None, 4])
-def test_a_late_record_is_written_when_the_next_step_is_launched(
-    late: bool, fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_record_is_written_when_the_next_step_is_launched(late, fails_at, tmp_path, monkeypatch):
     """And before a save, at the end of a phase, and when the next step fails."""
     phase = dataclasses.replace(SPARSE, steps=6)
     config = tiny_config([phase], logging={"every_steps": 3})
     model = tiny_model(config, variance_ema=0.02)
-    batches = Mock(
-        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
-    )
     seen: dict[str, list[int]] = {}
 
     def logged() -> list[int]:
@@ -232,7 +216,6 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
     run = tiny_run(
         config,
         model,
-        batches=batches,
         saver=Mock(is_due=lambda step: step in (2, 3), ended=lambda now: [], take_held_seconds=lambda: 0.0),
         sinks=Sinks(tmp_path, None, None),
         phase_optimizer=build_optimizer(model, phase, config),
@@ -251,9 +234,7 @@ def test_a_late_record_is_written_when_the_next_step_is_launched(
 
 
 @pytest.mark.parametrize("part", ["linear_qkv", "indexer"])
-def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(part, monkeypatch):
     phase = dataclasses.replace(SPARSE, steps=3)
     config = tiny_config([phase], logging={"every_steps": 1}, monitor={"action": "skip"})
     model = tiny_model(config, variance_ema=0.02)
@@ -270,12 +251,9 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(
 
     monkeypatch.setattr(trainer, "train_step", step)
     records: list[dict[str, Any]] = []
-    batches = Mock(
-        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
-    )
     held = iter([0.0, 1e9, 0.0])  # an update that waited for copies: no more than there was training
     saver = Mock(is_due=lambda step: False, ended=lambda now: [], take_held_seconds=held.__next__)
-    run = tiny_run(config, model, batches=batches, sinks=Mock(log=records.append), saver=saver)
+    run = tiny_run(config, model, sinks=Mock(log=records.append), saver=saver)
     optimizer = build_optimizer(model, phase, config)
     assert run_phase(run, phase_ranges(config.phases)[0], optimizer) is None
     spent = run.services.goodput.clock.read()[1]
@@ -294,14 +272,10 @@ def test_batches_left_out_are_told_of_also_behind_a_range_that_a_start_before_ha
     model = tiny_model(config, variance_ema=0.02)
     optimizer = build_optimizer(model, phase, config)
     records: list[dict[str, Any]] = []
-    batches = Mock(
-        next_step=lambda: random_batches(config), wait_seconds=0.0, counters={}, checksum=lambda: 0
-    )
     skipped = frozenset([2, 3, 4, 5, 7])
     run = tiny_run(
         config,
         model,
-        batches=batches,
         sinks=Mock(log=records.append),
         start=Mock(step=2),
         step=2,
@@ -321,13 +295,13 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
 
     config = tiny_config([SPARSE])
     done = Rewind(4, 6, 5, 9, spikes=1)
-    monkeypatch.setattr(train, "rewind", lambda *_: (Path("step_00000004"), done, []))
-    monkeypatch.setattr(train, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
-    monkeypatch.setattr(train, "open_batches", Mock(side_effect=Killed))
+    monkeypatch.setattr(opening, "rewind", lambda *_: (Path("step_00000004"), done, []))
+    monkeypatch.setattr(opening, "start_from", lambda *_: Mock(step=4, phase_index=0, damaged=[]))
+    monkeypatch.setattr(opening, "open_batches", Mock(side_effect=Killed))
     saver = Mock(ended=lambda now, wait: [])
     run = tiny_run(config, tiny_model(config), step=7, saver=saver)
     with pytest.raises(Killed):
-        train.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
+        opening.go_back(run, SpikeFound(6, 7, "loss", 9.0, 5.0, 1), Mock(), phase_ranges(config.phases))
     sinks = run.services.log.sinks
     assert sinks is not None
     calls = sinks.method_calls  # type: ignore[attr-defined]
@@ -336,9 +310,7 @@ def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("end", "code"), [("leave", 75), ("give_up", 13), ("give_up_corrupted", 14)])
-def test_a_note_that_cannot_be_written_changes_no_exit_code(
-    end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_that_cannot_be_written_changes_no_exit_code(end, code, tmp_path, monkeypatch):
     codes: list[int] = []
     monkeypatch.setattr(finish, "_close", lambda run, code: codes.append(code))
     config = tiny_config([SPARSE], run={"dir": str(tmp_path)})

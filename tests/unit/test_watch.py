@@ -109,10 +109,10 @@ def test_a_slow_rank_is_named_once_when_it_stays_slow(caplog: pytest.LogCaptureF
     warning = StragglerWarning(ratio=1.5)
     with caplog.at_level(logging.WARNING):
         for step, (rank, ratio) in enumerate([(3, 2.0), (1, 2.0), (3, 2.0), (3, 1.6), (3, 1.2)]):
-            warning.look(step, rank, ratio)
+            warning.on_record({"step": step, "slowest_rank": rank, "slowest_rank_ratio": ratio}, None)
         assert caplog.messages == []
         for step in range(5, 10):
-            warning.look(step, 3, 1.75)
+            warning.on_record({"step": step, "slowest_rank": 3, "slowest_rank_ratio": 1.75}, None)
     assert caplog.messages == [
         "step 7: rank 3 works 1.75 times as long as the median rank; all others wait for it"
     ]

@@ -23,6 +23,8 @@ from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.interface import MAIN_WEIGHT
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
 from gsa_train.phases import phase_ranges
+from gsa_train.run import open as opening
+from gsa_train.run.open import open_phase
 from gsa_train.run_folder.initial_weights import (
     MEANING,
     WITHOUT_WEIGHTS,
@@ -32,7 +34,7 @@ from gsa_train.run_folder.initial_weights import (
 )
 from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.resume import ResumeError, Start
-from gsa_train.train import open_phase, train_phases
+from gsa_train.train import train_phases
 from helpers.checkpoints import run_state, write_checkpoint
 from helpers.runs import REPOSITORY
 from helpers.single_rank import (
@@ -244,10 +246,10 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
-    monkeypatch.setattr(train, "load_tokenizer", lambda _: NO_TOKENIZER)
+    monkeypatch.setattr(opening, "load_tokenizer", lambda _: NO_TOKENIZER)
     for name in ("HangWatchdog", "shared_validation_sets", "open_batches"):
-        monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "build_model", Mock(side_effect=train.build_model))
+        monkeypatch.setattr(opening, name, Mock())
+    monkeypatch.setattr(opening, "build_model", Mock(side_effect=opening.build_model))
     arguments = Arguments("", (), str(checkpoint), False, False, False, False, 1)
     with pytest.raises(StateError, match=r"fp32 weights of embedding.* differ from the model's"):
         train.train(config, arguments, Mock())
@@ -257,7 +259,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(initial_weights=str(checkpoint)))
     with pytest.raises(RunFolderError, match="cannot be written"):
         train.train(config, dataclasses.replace(arguments, resume_from=None), Mock())
-    assert train.build_model.call_count == 1
+    assert opening.build_model.call_count == 1
 
 
 FOUR_EXPERTS = {"experts": 4, "expert_ffn_hidden_size": 16}

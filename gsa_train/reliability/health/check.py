@@ -173,5 +173,5 @@ def note_bad_nodes(nodes: Sequence[str]) -> None:
         new = [name for name in dict.fromkeys(nodes) if name not in known]
         with open(
             path, "a", encoding="utf-8", opener=own_file
-        ) as file:  # behind what other nodes note at the same moment
+        ) as file:  # after what other nodes note at the same moment
             file.write("".join(f"{name}\n" for name in new))

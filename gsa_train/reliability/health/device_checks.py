@@ -62,7 +62,7 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
     del blocks
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is that of its training
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports the peak of its training
 
 
 def write(block: torch.Tensor, word: int) -> None:

@@ -91,7 +91,7 @@ class Exchange:
             try:
                 self._store.wait([f"{stage}/{rank}"], timedelta(seconds=left))
                 found.append(Finding(**json.loads(self._store.get(f"{stage}/{rank}"))))
-            except RuntimeError:  # of the store, behind this time
+            except RuntimeError:  # of the store, after this time
                 silent = (
                     f"rank {rank} has not answered for {ANSWER_SECONDS:.0f} s: its device or its host hangs"
                 )

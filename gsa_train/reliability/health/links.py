@@ -65,7 +65,7 @@ def pattern(rank: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Of the patterns of so many ranks."""
+    """Of the patterns of this number of ranks."""
     whole, rest = divmod(count, VALUES)
     total = torch.full((size,), float(whole * sum(range(VALUES))), device=device)
     for rank in range(rest):

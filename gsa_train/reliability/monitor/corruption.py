@@ -205,7 +205,7 @@ class CorruptionCheck:
     # --- what is found ---------------------------------------------------------------------------------------
 
     def _gather(self, values: torch.Tensor) -> list[list[int]]:
-        """Those of every rank. Waits for the device."""
+        """The values of every rank. Waits for the device."""
         rows = [torch.empty_like(values) for _ in range(self._parallel.world_size)]
         dist.all_gather(rows, values)
         return [row.tolist() for row in rows]
@@ -231,7 +231,7 @@ def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:
-    """Rank -> what is wrong with its sum, beside those of its replicas; empty if all are the same.
+    """Rank -> what is wrong with its sum, beside the sums of its replicas; empty if all are the same.
 
     More than half of them are believed; without such a majority every rank is suspect.
     """

@@ -75,7 +75,7 @@ class MonitorState:
     """What a checkpoint keeps, as plain values."""
 
     phase_index: int = 0
-    # Of the phase: begins anew with each.
+    # Each phase begins its own.
     detector: dict[str, Any] | None = None
     """`SpikeDetector.state()`; None before the first save."""
     recent: list[tuple[float, float]] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Monitor:
     ) -> None:
         """
         Args:
-            state: that of the checkpoint or of the phase before.
+            state: of the checkpoint, or of the phase before.
             log: takes events for metrics.jsonl.
             saved_step: newest checkpoint; asked where the run ends.
         """

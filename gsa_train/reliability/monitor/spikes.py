@@ -56,7 +56,7 @@ class Row:
     """Nats per scored token of the global batch."""
     grad_norm: float
     loss_limit: float
-    """The limit that it is above, else that of a single step; infinite while there is too little history."""
+    """The limit that it is above, else the limit of a single step; infinite while there is too little history."""
     grad_norm_limit: float
     loss_spikes: bool
     grad_norm_spikes: bool
@@ -160,7 +160,7 @@ class SpikeDetector:
     def _robust_limits(self, history: torch.Tensor) -> torch.Tensor:
         """Median + max(sigmas * deviation, least rise).
 
-        The median is the lower of that of the window and that of the last 32 steps: a falling loss is compared with
+        The median is the lower of the medians of the window and of the last 32 steps: a falling loss is compared with
         where it is now, one that creeps up with where it was. The deviation comes from the differences of steps 8 and
         32 apart about their median, so that neither a trend widens it nor an earlier spike.
         """

@@ -1,0 +1,299 @@
+"""Open all that a run needs: data, model, the first phase's optimizer, their checkpoint, the run folder. After a spike
+that asks for a rewind, open them again where the checkpoint before it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gsa_train.arguments import Arguments
+from gsa_train.checkpoint.damage import tensor_files
+from gsa_train.checkpoint.finite import not_finite
+from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
+from gsa_train.checkpoint.save import CheckpointSaver
+from gsa_train.config import Config
+from gsa_train.data.batches import shared_validation_sets
+from gsa_train.data.tokenizer import companions_of, load_tokenizer
+from gsa_train.distributed.parallel import Parallel, collective_timeout
+from gsa_train.metrics.goodput.run_clock import RunClock
+from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.optimizer.interface import PhaseOptimizer
+from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
+from gsa_train.phases import PhaseRange, phase_ranges
+from gsa_train.profiling.profiler import StepProfiler
+from gsa_train.reliability.hang_limit import step_limit, watch_compilation
+from gsa_train.reliability.hang_watchdog import HangWatchdog
+from gsa_train.reliability.monitor.monitor import SpikeFound
+from gsa_train.reliability.stop_signals import LAUNCHER_GONE, StopRequest
+from gsa_train.reliability.stop_vote import StopVote
+from gsa_train.run.folder import open_run_folder
+from gsa_train.run.saves import report_saves
+from gsa_train.run.state import Data, Run, Services, TrainState
+from gsa_train.run_folder.initial_weights import (
+    find_initial_weights,
+    initial_data_state,
+    load_initial_main_weights,
+    load_initial_weights,
+)
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.run_folder.resume import ResumeError, Start, choose_again, open_batches, start_from
+from gsa_train.run_folder.rewind import known_rewinds, rewind, skipped_steps, with_rewinds
+from gsa_train.run_folder.same_on_all import check_folder_is_shared
+from gsa_train.validation.perplexity import describe
+from gsa_train.validation.samples import encode_prompts
+from gsa_train.validation.tasks import TaskClock, shared_tasks
+
+
+def open_run(
+    config: Config,
+    arguments: Arguments,
+    request: StopRequest,
+    start: Start,
+    parallel: Parallel,
+    clock: RunClock,
+) -> Run:
+    """All that training needs, as it was at the start. What is in the run folder comes last: a start that is refused
+    has changed nothing there. Collective.
+    """
+    ranges, folder = phase_ranges(config.phases), run_dir(config)
+    limit = step_limit(config.parallel)
+    watchdog = HangWatchdog(parallel.rank, parallel.world_size, limit, folder / "faults", start.step)
+    watchdog.on_orphaned = lambda: request.ask(LAUNCHER_GONE)
+    if parallel.device.type == "cuda":
+        watch_compilation(watchdog.compiling)
+    profiler = StepProfiler(config.profile, folder / "profile", parallel.rank, parallel.device)
+    clock.begin("readers")
+    weights_from = None
+    if start.checkpoint is None and config.checkpoint.initial_weights:
+        weights_from = find_initial_weights(config, parallel)
+    data = open_data(config, arguments, start, parallel, watchdog, weights_from)
+    clock.begin("model")
+    model = build_model(config, parallel)
+    if weights_from is not None:
+        load_initial_weights(config, weights_from, model, data.tokenizer, parallel)
+    while True:
+        try:
+            phase_optimizer = open_phase(
+                config, model, start, ranges[start.phase_index], parallel, clock, weights_from
+            )
+            break
+        except DamagedCheckpoint as damage:
+            start = choose_again(start, str(damage), config, ranges, parallel)
+            data.batches.close()
+            data.batches = open_batches(config, arguments, start, data.tokenizer, parallel)
+
+    clock.begin("folder")
+    opened = open_run_folder(config, start, parallel, clock)
+    check_folder_is_shared(folder, opened.run_id, parallel)
+    watchdog.on_beat = opened.goodput.beat
+    if opened.log.sinks is not None:
+        watchdog.on_hang = opened.log.sinks.tell_of_hang
+    request.folder_is_gone = lambda: opened.log.folder_was_gone
+    rewinds = known_rewinds(opened.checkpoints, start, parallel)
+    services = Services(
+        log=opened.log,
+        saver=CheckpointSaver(
+            opened.checkpoints,
+            config.checkpoint,
+            parallel,
+            durable_step=start.step if start.same_run else None,
+            reach_steps=config.monitor.reach_steps,
+            small_files={data.tokenizer.file_name: data.tokenizer.file, **companions_of(config).files()},
+        ),
+        watchdog=watchdog,
+        profiler=profiler,
+        stop_vote=StopVote(request, collective_timeout(config.parallel)),
+        goodput=opened.goodput,
+    )
+    run = Run(
+        config=config,
+        parallel=parallel,
+        model=model,
+        data=data,
+        services=services,
+        start=start,
+        state=state_at(start, rewinds),
+        run_id=opened.run_id,
+        skipped_steps=skipped_steps(config, rewinds),
+        phase_optimizer=phase_optimizer,
+    )
+    for each in data.validation_sets:
+        run.services.log.message(describe(each))
+    report_damaged(run)
+    if opened.hang is not None:
+        event = {"event": "restart_after_hang", "step": start.step, "phase": start.saved_phase}
+        run.services.log.log({**event, "reason": opened.hang})
+    return run
+
+
+def open_data(
+    config: Config,
+    arguments: Arguments,
+    start: Start,
+    parallel: Parallel,
+    watchdog: HangWatchdog,
+    weights_from: Path | None,
+) -> Data:
+    """Tokenizer, validation sets, and the training text from where the run stands. Collective.
+
+    Args:
+        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose text may go on.
+    """
+    # A heartbeat after each: it may take as long as reads have limits of their own.
+    tokenizer = load_tokenizer(config)
+    watchdog.heartbeat(start.step, "starting")
+    prompts = encode_prompts(config, tokenizer)
+    tasks = shared_tasks(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
+    validation_sets = shared_validation_sets(config, tokenizer, parallel)
+    watchdog.heartbeat(start.step, "starting")
+    begins_at = initial_data_state(config, weights_from)
+    batches = open_batches(config, arguments, start, tokenizer, parallel, begins_at)
+    watchdog.heartbeat(start.step, "starting")
+    return Data(batches, validation_sets, tokenizer, prompts, tasks)
+
+
+def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:
+    """Where a start stands, with the rewinds of the run so far."""
+    state = TrainState(start.step, start.tokens, monitor=with_rewinds(start.monitor, rewinds))
+    if start.state is not None:
+        state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
+        state.task_clock = TaskClock(**start.state.task_clock)
+    return state
+
+
+def open_phase(
+    config: Config,
+    model: Model,
+    start: Start,
+    phase_range: PhaseRange,
+    parallel: Parallel,
+    clock: RunClock,
+    weights_from: Path | None = None,
+) -> PhaseOptimizer:
+    """Optimizer of the phase to enter first, model and optimizer as the start's checkpoint has them. Collective.
+
+    Args:
+        weights_from: another run's checkpoint, whose weights the model has (`checkpoint.initial_weights`).
+
+    Raises:
+        StateError: the checkpoint's optimizer state does not belong to its weights.
+        DamagedCheckpoint: it is not what was written, or has values that are not finite; call this again with another
+            one.
+        ResumeError: `weights_from` has such values.
+    """
+    # Python's garbage collector leaves frozen objects out. megatron-core asks for a full collection at each save, which
+    # would search the million objects that are here and stay. The phase's optimizer is made after this, since it is
+    # freed with its phase.
+    gc.collect()
+    gc.freeze()
+    phase_optimizer = build_optimizer(model, phase_range.phase, config)
+    clock.begin("checkpoint")
+    if start.checkpoint is not None:
+        unchecked = tensor_files(start.checkpoint) if start.unchecked else None
+        try:
+            load_checkpoint(
+                start.checkpoint, model, phase_optimizer, parallel, start.inside_phase, unchecked=unchecked
+            )
+            _check_finite(model, phase_optimizer, parallel)
+        except DamagedCheckpoint:
+            close_optimizer(model, phase_optimizer)
+            gc.unfreeze()  # until this is called again
+            raise
+    if weights_from is not None:
+        load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
+        try:
+            _check_finite(model, phase_optimizer, parallel)
+        except DamagedCheckpoint as damage:
+            raise ResumeError(
+                f"checkpoint.initial_weights = {config.checkpoint.initial_weights}: {weights_from} has {damage}. Give "
+                "another checkpoint."
+            ) from damage
+    return phase_optimizer
+
+
+def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
+    """Of what was loaded, which may come from a version that saved anything. Collective; raises DamagedCheckpoint."""
+    with phase_optimizer.whole_weights(changes=False):
+        fault = not_finite(model, phase_optimizer, parallel)
+    if fault is not None:
+        raise DamagedCheckpoint(fault)
+
+
+def report_damaged(run: Run) -> None:
+    """Into the metrics, what the start passed over; the log has it already."""
+    for name, fault in run.start.damaged:
+        event = {"event": "checkpoint_damaged", "step": run.start.step, "phase": run.start.saved_phase}
+        run.services.log.log({**event, "checkpoint_name": name, "checkpoint_error": fault})
+
+
+def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[PhaseRange]) -> None:
+    """Make `run` what it would be if it were started from the checkpoint before the spike. Collective.
+
+    Raises:
+        MonitorStop: there is nothing to go back to, or the run has gone back too often.
+        CheckpointError: too many saves in a row have failed.
+    """
+    services, step = run.services, run.state.step
+    gc.unfreeze()  # until `open_phase`
+    services.watchdog.heartbeat(step, "starting")
+    services.goodput.note(step, next(each.phase.name for each in ranges if step <= each.end))
+    services.goodput.clock.begin("checkpoint")
+    report_saves(run, services.saver.ended(now=step, wait=True))
+    services.watchdog.heartbeat(step, "starting")
+    services.profiler.on_stop()
+    rewinds = run.state.monitor.rewinds
+    damaged: list[tuple[str, str]] = []
+    while True:
+        try:
+            _start_before(run, spike, rewinds, damaged, arguments, ranges)
+            return
+        except DamagedCheckpoint as damage:
+            assert run.start.checkpoint is not None
+            damaged = [*run.start.damaged, (run.start.checkpoint.name, str(damage))]
+
+
+def _start_before(
+    run: Run,
+    spike: SpikeFound,
+    rewinds: list[dict[str, Any]],
+    known: list[tuple[str, str]],
+    arguments: Arguments,
+    ranges: list[PhaseRange],
+) -> None:
+    """From the newest checkpoint that is old enough.
+
+    Args:
+        rewinds: those before.
+        known: checkpoints that are not to be taken: name, and what is wrong with it.
+
+    Raises:
+        DamagedCheckpoint: it has values that are not finite; call this again without it.
+    """
+    config, parallel, services, last_step = run.config, run.parallel, run.services, ranges[-1].end
+    checkpoint, done, damaged = rewind(
+        spike, services.saver.checkpoints, rewinds, config, parallel, last_step, known
+    )
+    start = run.start = start_from(checkpoint, config, ranges, damaged)
+    phase_range = ranges[start.phase_index]
+    # Before what takes long: a run that is killed in it starts from this checkpoint, and drops what was logged after.
+    services.log.go_back(start.step)
+    services.goodput.go_back(start.step)
+    facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}
+    event = {"event": "rewind", "step": start.step, "phase": phase_range.phase.name}
+    services.log.log({**event, **asdict(done), **facts})
+    report_damaged(run)
+    services.saver.go_back(start.step)
+    run.data.batches.close()
+    run.data.batches = open_batches(config, arguments, start, run.data.tokenizer, parallel)
+    # Validation and tasks at this step are in the metrics already.
+    clock = run.state.task_clock  # what was spent stays spent
+    state = state_at(start, [*rewinds, asdict(done)])
+    run.state = dataclasses.replace(state, validation_due=False, tasks_due=False, task_clock=clock)
+    run.newest_validation = run.newest_tasks_step = None
+    run.skipped_steps = skipped_steps(config, run.state.monitor.rewinds)
+    run.model.runtime.stats.reset()
+    run.phase_optimizer = open_phase(config, run.model, start, phase_range, parallel, services.goodput.clock)

@@ -1,0 +1,38 @@
+"""Plots and report of a complete run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from gsa_train.run.state import Run
+from gsa_train.run_folder.paths import run_dir
+from gsa_train.services import Service
+
+
+@dataclass
+class Report(Service):
+    run: Run
+
+    def on_complete(self) -> None:
+        """By a process of the main rank, once it has left its process group: this may take minutes, for which no rank
+        waits and after which no watchdog takes the run for one that hangs."""
+        if not self.run.parallel.is_main or not self.run.config.logging.plots:
+            return
+        folder, message = run_dir(self.run.config), self.run.services.log.message
+        command = [sys.executable, "-m", "gsa_eval.report.at_end", str(folder)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        try:
+            drawn = subprocess.run(
+                command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
+            )
+        except OSError as error:  # of a process that may start no other
+            message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
+            return
+        for line in drawn.stdout.splitlines():
+            message(line)
+        if drawn.returncode != 0:
+            why = (drawn.stderr.splitlines() or [f"exit code {drawn.returncode}"])[-1]
+            message(f"the run is complete, and cannot be drawn: {why}; gsa-plot {folder} tries again")

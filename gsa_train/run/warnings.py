@@ -1,0 +1,131 @@
+"""What a run warns of: slow steps on CPUs, text in which most queries attend densely, an indexer that selects no better
+than at random."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gsa_train.config import Config, PhaseConfig
+from gsa_train.data.batches import MicroBatch
+from gsa_train.distributed.parallel import Parallel
+from gsa_train.metrics.progress import duration
+from gsa_train.model.flops import flops_per_token
+from gsa_train.run.state import Run
+from gsa_train.services import Service, StepPlan
+
+logger = logging.getLogger(__name__)
+
+FLOPS_PER_CORE = 30e9
+"""Assumed, per second: matrix products in fp32 on a core with AVX2 reach about that. Other work comes on top."""
+LONGEST_STEP_SECONDS = 60.0
+"""Longer steps than this on CPUs are hardly meant."""
+LEAST_SPARSE_SHARE = 0.5
+"""Of the queries; below it GSA is hardly what is trained."""
+PATIENCE_STEPS = 100
+"""After the warm-up of the rate. No indexer of our studies that learned was below the share then (docs/results)."""
+LEAST_FOUND_SHARE = 0.05
+"""Of the attention that random keys miss, found by the indexer."""
+LOGGED_STEPS = 3
+"""In a row: one step's recall is noisy."""
+
+
+def warn_of_cpus(config: Config, parallel: Parallel) -> None:
+    """Before anything is loaded, as the first step may take minutes."""
+    if parallel.is_main and parallel.device.type == "cpu":
+        said = cpu_warning(config, cores_of_the_job(parallel.world_size, torch.get_num_threads()))
+        if said is not None:
+            logger.warning(said)
+
+
+def cpu_warning(config: Config, cores: int) -> str | None:
+    """What to say of the run's steps on this number of CPU cores; None where they are short."""
+    tokens = config.train.global_batch_size * config.train.seq_len_tokens
+    flops, name = max(
+        (
+            tokens
+            * flops_per_token(config.model, config.gsa, config.moe, phase, config.train.seq_len_tokens).total,
+            phase.name,
+        )
+        for phase in config.phases
+    )
+    seconds = flops / (FLOPS_PER_CORE * cores)
+    if seconds <= LONGEST_STEP_SECONDS:
+        return None
+    return (
+        f"no CUDA device: on CPUs a step of phase {name} takes about {duration(seconds)} ({flops:.2g} floating-point "
+        f"operations, at an assumed {FLOPS_PER_CORE * cores / 1e9:,.0f} GFLOP/s of {cores} "
+        f"{'core' if cores == 1 else 'cores'}). Start it on a machine with GPUs, whose torch finds them "
+        "(torch.cuda.is_available()), or try --config demo, which is made for CPUs"
+    )
+
+
+def cores_of_the_job(world_size: int, threads_per_rank: int) -> int:
+    """CPU cores that compute: each rank's threads, but no more than its machine has. Machines count as alike."""
+    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return world_size // local * min(local * threads_per_rank, len(os.sched_getaffinity(0)))
+
+
+class DenseQueriesWarning(Service):
+    """Of the first text of each start: most queries have no more causal keys than they may select, so that for them GSA
+    is dense attention."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_batch(self, plan: StepPlan, micro_batches: Sequence[MicroBatch], wait_seconds: float) -> None:
+        if plan.step == self._run.start.step + 1:
+            said = dense_queries_warning(self._run.config, micro_batches)
+            if said is not None:
+                logger.warning(said)
+
+
+def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -> str | None:
+    """What to say of a start's first text, cut and packed as the run reads it; None where enough queries can leave
+    keys out, or the run selects none. Waits for the device."""
+    if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
+        return None
+    visible = torch.cat([batch.causal_keys() for batch in micro_batches])
+    counted = visible >= 2  # filler is no text
+    limit = max(config.gsa.k_base, config.gsa.dense_below - 1)
+    share = float((visible > limit).sum() / counted.sum().clamp(min=1))
+    if share >= LEAST_SPARSE_SHARE:
+        return None
+    isolated = "" if config.data.attend_across_documents else " of its document"
+    advice = "" if config.data.attend_across_documents else "set data.attend_across_documents=true, "
+    field = f"gsa.k_base = {limit}" if limit == config.gsa.k_base else f"{limit} (gsa.dense_below)"
+    return (
+        f"only {share:.0%} of the queries see more than {field} keys{isolated} (of "
+        f"{counted.sum().item():,} in the first text): for the others GSA is dense attention. If that is not what you "
+        f"want, {advice}train on longer documents, or take a smaller gsa.k_base or a larger train.seq_len_tokens"
+    )
+
+
+class BlindIndexerWarning(Service):
+    """The indexer of a sparse phase selects hardly better than at random: the model then trains on noise. Said once a
+    phase."""
+
+    def begin_phase(self, phase: PhaseConfig, start: int) -> None:
+        self._from_step = start + phase.warmup_steps + PATIENCE_STEPS
+        self._selects = phase.attention == "sparse"
+        self._times = 0
+
+    def on_record(self, record: dict[str, Any], numbers: Any) -> None:
+        recall, random = record.get("recall"), record.get("random_recall")
+        if not self._selects or record["step"] < self._from_step or recall is None or random is None:
+            return
+        self._times = self._times + 1 if recall - random < LEAST_FOUND_SHARE * (1 - random) else 0
+        if self._times != LOGGED_STEPS:
+            return
+        saturated = record.get("indexer_saturated")
+        flat = "" if saturated is None else f"; {saturated:.0%} of its activations have no slope"
+        logger.warning(
+            "step %d: the indexer selects hardly better than at random: recall %.3f, of random keys %.3f%s. Usual "
+            "reasons: its rate is too high (phases.*.indexer_lr_mult), most of all for gsa.indexer_activation = relu, "
+            "whose scores have no bounds; or it was warmed up on random weights, which have no attention to imitate",
+            record["step"], recall, random, flat,
+        )  # fmt: skip
