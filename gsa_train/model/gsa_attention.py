@@ -23,7 +23,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.limits import HEAD_SIZES
-from gsa_kernels.types import BudgetRule
 from gsa_train.config.gates import fuses_gates, has_paper_form
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
@@ -139,11 +138,11 @@ class GSASelfAttention(MegatronModule):
         self.indexer = Indexer(config, pg_collection, context.indexer_rotary) if has_indexer else None
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
-        gsa = self.gsa
-        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
+        settings = CoreSettings(pg_collection.tp, self.layer)
         core = build_core(settings, context.implementation, context.dense_attention)
-        self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
+        self.over_chunks = CoreOverChunks(
+            core, self.gsa, self.cut, pg_collection.cp, self.runtime, self.layer
+        )
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""What both cores measure of budgets, selections and attention probabilities.
+"""Probes of measured steps: budgets, selections and attention probabilities, from a layer's tensors.
 
 What no layer changes is in `MeasuredQueries`; what a layer adds has few operations, which the host has to launch.
 """
@@ -6,11 +6,102 @@ What no layer changes is in `MeasuredQueries`; what a layer adds has few operati
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from gsa_kernels import api
-from gsa_kernels.types import Implementation
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.reference import adjacent_overlap, sparse_attention, union_ratio
+from gsa_kernels.types import Implementation, Selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueries
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
+
+
+@torch.no_grad()
+def measure_selection(
+    selection: Selection, variance_ema: torch.Tensor, queries: MeasuredQueries, implementation: Implementation
+) -> Statistics:
+    """Budgets of all queries that select, and the selections of the sample."""
+    sample = queries.sample
+    statistics = budget_statistics(selection.budget, selection.variance, queries)
+    statistics.means["variance_ema"] = variance_ema.clone()  # it moves after the step
+    if selection.density is not None:
+        statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
+    if len(sample) == 0:
+        return statistics
+    mask, grouped = selection.packed_rows(sample.rows), len(sample.grouped) > 0
+    if implementation == "triton":
+        from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask  # imports Triton
+
+        found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
+        sizes, overlaps = found.sizes, found.overlaps
+        ratios = found.union_ratios if grouped else None
+    else:
+        selected = unpack_mask(mask, queries.num_keys)
+        sizes, overlaps = selected.sum(-1), adjacent_overlap(selected)[:, sample.neighbours]
+        ratios = union_ratio(selected[:, sample.grouped], sample.group) if grouped else None
+    statistics.join(selection_statistics(queries, sizes, overlaps, ratios))
+    return statistics
+
+
+@torch.no_grad()
+def measure_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    selection: Selection | None,
+    sparse: bool,
+    queries: MeasuredQueries,
+    implementation: Implementation,
+    tp_group: dist.ProcessGroup,
+) -> Statistics:
+    """Recall, and where in the document the probability goes, for the sparse queries of the sample. In launches of its
+    own: measuring must not change what the pass calculates.
+
+    Args:
+        q, k: of all queries and keys of the chunk, with this rank's heads
+        selection: if there is one
+        sparse: the layer attends to the selection, not to all causal keys
+    """
+    few, rows = queries.sparse, queries.sample.sparse
+    chosen = None if selection is None else selection.packed_rows(rows)
+    attended, other = (chosen, few.causal_packed) if sparse else (few.causal_packed, chosen)
+    assert attended is not None
+    first_head, by_log_sums = tp_group.rank() * q.shape[2], implementation == "triton" and other is not None
+    masks, q = few.position_masks & attended[:, None], q.index_select(1, rows)
+    if by_log_sums:
+        assert other is not None
+        masks = torch.cat([masks, other[:, None]], dim=1)
+    sums = log_sums(q, k, masks, implementation)
+    by_position = sums[:, :, :-1] if by_log_sums else sums
+    statistics = sink_statistics(by_position, few, first_head)
+    if chosen is None:
+        return statistics
+    if by_log_sums:
+        log_ratio = by_position.logsumexp(2) - sums[:, :, -1]
+        recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    else:
+        recall = _reference_recall(q, k, unpack_mask(chosen, queries.num_keys), sparse, few.causal, tp_group)
+    chooses = (chosen != few.causal_packed).any(-1)
+    statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
+    return statistics
+
+
+def _reference_recall(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    selected: torch.Tensor,
+    sparse: bool,
+    causal: torch.Tensor,
+    tp_group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """[B, T, n_h]; in dense passes the mean over the heads of all ranks, [B, T]."""
+    if sparse:
+        recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
+        assert recall is not None
+        return recall
+    probs = sparse_attention(q, k, k, causal, return_probs=True).head_sum_probs
+    assert probs is not None
+    dist.all_reduce(probs, group=tp_group)
+    return torch.where(selected, probs, 0).sum(-1) / (q.shape[2] * tp_group.size())
 
 
 @torch.no_grad()

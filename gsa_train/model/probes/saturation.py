@@ -11,7 +11,6 @@ import math
 import torch
 
 from gsa_kernels.types import Indexer
-from gsa_train.model.cores.interface import AttentionInputs
 from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.stats import Statistics
 
@@ -24,7 +23,8 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 
 @torch.no_grad()
 def saturation_statistics(
-    inputs: AttentionInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
     indexer: Indexer | None,
     queries: MeasuredQueries,
     candidates: torch.Tensor | None = None,
@@ -36,7 +36,7 @@ def saturation_statistics(
         candidates: bool [B, T, L_k], what the indexer scores where that is not all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
-    logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
+    logit = largest_logit(q[:, rows], k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)

@@ -122,12 +122,6 @@ class Statistics:
         self.maxima |= others.maxima
         self.counted |= others.counted
 
-    def taken(self, name: str) -> Statistics:
-        """That mean alone, which is no longer here; nothing if it was not."""
-        if name not in self.means:
-            return Statistics()
-        return Statistics({name: self.means.pop(name)}, {name: self.counts.pop(name)})
-
     def average(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
         """The mean of those `values` that are `counted`, bool and of a shape that expands to theirs."""
         self.means[name], self.counted[name] = values, counted

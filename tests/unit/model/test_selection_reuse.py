@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gsa_data.pack import document_starts
+from gsa_kernels.packed_mask import unpack_mask
 from gsa_train.config import PhaseConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
@@ -140,8 +141,9 @@ class Listening:
 
     def __init__(self, core: Any, given: list[Any]) -> None:
         self.core, self.given = core, given
-        self.select, self.settings = core.select, core.settings
+        self.implementation, self.settings = core.implementation, core.settings
 
     def attend(self, inputs: Any, selection: Any, *others: Any) -> Any:
-        self.given.append((inputs.q.detach(), inputs.k.detach(), selection))
+        mask = None if selection is None else unpack_mask(selection.packed_mask, inputs.k.shape[1])
+        self.given.append((inputs.q.detach(), inputs.k.detach(), mask))
         return self.core.attend(inputs, selection, *others)
