@@ -61,27 +61,26 @@ def measure_attention(
         selection: if there is one
         sparse: the layer attends to the selection, not to all causal keys
     """
-    few, rows = queries.sparse, queries.sample.sparse
+    few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
-    attended, other = (chosen, few.causal_packed) if sparse else (few.causal_packed, chosen)
+    attended = chosen if sparse else few.causal_packed
     assert attended is not None
-    first_head, by_log_sums = tp_group.rank() * q.shape[2], implementation == "triton" and other is not None
     masks, q = few.position_masks & attended[:, None], q.index_select(1, rows)
-    if by_log_sums:
-        assert other is not None
-        masks = torch.cat([masks, other[:, None]], dim=1)
-    sums = log_sums(q, k, masks, implementation)
-    by_position = sums[:, :, :-1] if by_log_sums else sums
-    statistics = sink_statistics(by_position, few, first_head)
     if chosen is None:
+        return sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+    if implementation == "reference":
+        statistics = sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+        selected = unpack_mask(chosen, queries.num_keys)
+        recall = _reference_recall(q, k, selected, sparse, few.causal, tp_group)
+        statistics.average("recall", recall, (selected != few.causal).any(-1, keepdim=True))
         return statistics
-    if by_log_sums:
-        log_ratio = by_position.logsumexp(2) - sums[:, :, -1]
-        recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
-    else:
-        recall = _reference_recall(q, k, unpack_mask(chosen, queries.num_keys), sparse, few.causal, tp_group)
-    chooses = (chosen != few.causal_packed).any(-1)
-    statistics.average("recall", recall, chooses if recall.ndim == 2 else chooses[..., None])
+    other = few.causal_packed if sparse else chosen
+    sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
+    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
+    statistics = sink_statistics(by_position, few, first_head)
+    log_ratio = by_position.logsumexp(2) - of_other
+    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    statistics.average("recall", recall, (chosen != few.causal_packed).any(-1, keepdim=True))
     return statistics
 
 
@@ -93,7 +92,7 @@ def _reference_recall(
     causal: torch.Tensor,
     tp_group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """[B, T, n_h]; in dense passes the mean over the heads of all ranks, [B, T]."""
+    """[B, T, n_h]; in dense passes the mean over the heads of all ranks, [B, T, 1]."""
     if sparse:
         recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
         assert recall is not None
@@ -101,7 +100,7 @@ def _reference_recall(
     probs = sparse_attention(q, k, k, causal, return_probs=True).head_sum_probs
     assert probs is not None
     dist.all_reduce(probs, group=tp_group)
-    return torch.where(selected, probs, 0).sum(-1) / (q.shape[2] * tp_group.size())
+    return torch.where(selected, probs, 0).sum(-1, keepdim=True) / (q.shape[2] * tp_group.size())
 
 
 @torch.no_grad()

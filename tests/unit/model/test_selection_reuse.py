@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gsa_data.pack import document_starts
-from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.types import Selection
 from gsa_train.config import PhaseConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
@@ -16,6 +17,7 @@ from helpers.single_rank import (
     WARM_UP,
     random_batches,
     read_stats,
+    shared_mask,
     tiny_config,
     tiny_model,
     token_losses,
@@ -38,7 +40,7 @@ def test_each_group_shares_one_selection_and_groups_differ() -> None:
     enter_phase(model, SPARSE)
     seen: list[torch.Tensor] = []
     for attention in model.attentions:
-        attention.register_forward_hook(lambda *_: seen.append(model.runtime.shared_selection[0]))
+        attention.register_forward_hook(lambda *_: seen.append(shared_mask(model)))
     token_losses(model, random_batches(CONFIG)[0])
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[2], seen[3])
@@ -52,7 +54,8 @@ def test_a_following_layer_attends_to_exactly_the_keys_of_the_shared_selection()
     generator = torch.Generator().manual_seed(3)
     selected = torch.rand(1, 16, 16, generator=generator).tril() > 0.6
     selected |= torch.eye(16, dtype=torch.bool)
-    model.runtime.shared_selection = [selected]
+    unused = torch.zeros(())
+    model.runtime.shared_selection = [Selection(pack_mask(selected), None, unused, unused)]
     h = torch.randn(16, 1, 16, generator=generator)
 
     with torch.no_grad():
