@@ -61,13 +61,13 @@ class AttentionContext:
     recompute_core: bool
     """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
-    """Of all indexers (rotary.py); None without `gsa.indexer_rope`."""
+    """Shared by all indexers (rotary.py); None without `gsa.indexer_rope`."""
 
 
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 where it has the paper's form; other forms of it act behind the core.
+    The core applies G1 where it has the paper's form; other forms act on the core's output.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.
@@ -241,7 +241,7 @@ class GSASelfAttention(MegatronModule):
             v = apply_gate(v, logits.value, self.gsa)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        # Behind the norms, which would take the scale away that a gate gives.
+        # After the norms, which would take away the scale that a gate gives.
         if logits.key is not None:
             k = apply_gate(k, logits.key, self.gsa)
         if logits.query is not None:

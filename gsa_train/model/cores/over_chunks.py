@@ -1,4 +1,4 @@
-"""The attention core over the chunks of queries that this rank holds: one, or several under context parallelism."""
+"""Selection and attention for each chunk of queries on this rank: one, or several under context parallelism."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Projected(NamedTuple):
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
-    """Of the indexer, as `IndexerProjections` has them; None where it does not run."""
+    """The indexer's `IndexerProjections`; None where it does not run."""
 
     @property
     def indexed(self) -> IndexerProjections | None:
@@ -209,7 +209,7 @@ class CoreOverChunks:
     def _lesson(
         self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
     ) -> GroupLesson | None:
-        """Of the group that this layer is in; None where its indexer learns from its own layer, or not at all."""
+        """The lesson of this layer's group; None where its indexer learns from its own layer, or not at all."""
         if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
             needed = attention_pass.needs_indexer_loss
             self.runtime.lesson = GroupLesson(indexer, indexed, self.layer) if needed else None
@@ -228,7 +228,7 @@ class CoreOverChunks:
     def group_firsts(
         self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Of each token the first one of its group, int64 [B, L]; None without `gsa.indexer_pool`."""
+        """The first token of each token's group, int64 [B, L]; None without `gsa.indexer_pool`."""
         if self.gsa.indexer_pool == 1:
             return None
 
@@ -241,14 +241,13 @@ class CoreOverChunks:
         return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
-        """Of this rank, which has `length` tokens."""
+        """The chunks of this rank, which has `length` tokens."""
         return query_chunks(length, self.cut)
 
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """int64: those of this rank's `length` tokens in whose statistics many values count, in a pass that
-        measures."""
+        """int64: the tokens, of this rank's `length`, that statistics with many values sample in a measuring pass."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]

@@ -77,7 +77,7 @@ class ReferenceCore:
     ) -> torch.Tensor:
         """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
 
-        With groups of keys p is summed over each, and the set is that of the groups which the query attends to whole.
+        With groups of keys p is summed over each, and the set has the groups that the query attends to whole.
         """
         block, firsts = geometry.selection_block, firsts_of(geometry, indexer.keys)
         if firsts is None:

@@ -105,7 +105,7 @@ def _reference_recall(
 
 @torch.no_grad()
 def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: MeasuredQueries) -> Statistics:
-    """Of the queries that select.
+    """Budgets and variances of the queries that select.
 
     Args:
         budget: k_t, int [B, R]
@@ -116,7 +116,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
     # Whole numbers, whose sums do not depend on the order. A scatter would add them one after the other.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
-        # Of a query that sees one key it is 0, or NaN, which shows.
+        # It is 0 for a query that sees one key, or NaN, which shows.
         means={"variance": variance},
         counts={"variance": queries.number_with_choice},
         vectors={"k_by_position": Vector(of_groups, in_groups)},
@@ -135,8 +135,9 @@ def selection_statistics(
     overlaps: torch.Tensor,
     union_ratios: torch.Tensor | None,
 ) -> Statistics:
-    """Of the sampled queries. What compares selections, with each other or with chance, is of those that leave keys
-    out: a query that sees no more keys than it may select has no choice, and neighbours of two documents share no key.
+    """Selections of the sampled queries. Comparisons of selections, with each other or with chance, take only queries
+    that leave keys out: a query with no more causal keys than its budget has no choice, and neighbours of two documents
+    share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
@@ -198,7 +199,7 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
             "sink_by_position": Vector(of_positions, number.expand(len(POSITIONS))),
         },
     )
-    # Of all: a query of a later document gives the sequence's first token nothing.
+    # Over all queries: one of a later document gives the sequence's first token nothing.
     statistics.average("sequence_start_attention", first, queries.in_first_document[..., None])
     statistics.counts["sequence_start_attention"] = first.numel()
     return statistics

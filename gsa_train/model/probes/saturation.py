@@ -29,7 +29,7 @@ def saturation_statistics(
     queries: MeasuredQueries,
     candidates: torch.Tensor | None = None,
 ) -> Statistics:
-    """Of the sparse queries that see at least two keys, against their causal keys.
+    """Largest logit and saturated share of the sparse queries with at least two causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
@@ -73,7 +73,7 @@ def saturated_share(
     activation: str,
     causal: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Of the pairs of each query and indexer head, the share whose activation (eq. 7) has no slope to speak of: fp32
+    """Share of the keys of each query and indexer head where the activation (eq. 7) has no slope to speak of: fp32
     [B, T, H_I].
 
     Args:
