@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of a model, counted from its shapes.
 
 d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
-L sequence length, E experts of a layer; a token goes to k of them. A multiply-add counts as 2 operations.
+L sequence length, E experts of a layer, of which a token is sent to k. A multiply-add counts as 2 operations.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ParameterCount:
     gates: int
     indexer: int
     mlp: int
-    """The dense feed-forward layers."""
+    """Of the dense feed-forward layers."""
     router: int
-    """This and the next two: the layers that are mixtures of experts."""
+    """This and the next two: of the layers that are mixtures of experts."""
     experts: int
     """All routed ones."""
     shared_experts: int
@@ -87,7 +87,7 @@ def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Gate weights of a layer, without biases."""
+    """Of a layer, without biases."""
     depends = gsa.gate_input == "query_dependent"
     return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 
@@ -113,7 +113,7 @@ class FlopsPerToken:
     """Q, K, V and the attention's output projection."""
     gates: float
     mlp: float
-    """The dense feed-forward layers."""
+    """Of the dense feed-forward layers."""
     router: float
     experts: float
     """Those that a token is sent to, and the shared one."""
@@ -152,7 +152,7 @@ def flops_per_token(
 
     Args:
         mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
-            than the causal keys count.
+            than the visible keys count.
         mean_visible: measured mean of the keys that a query sees; without it a sequence is one document.
         dropped_share: measured share of the tokens' choices of experts that found no room (`moe.capacity_factor`).
     """
@@ -236,9 +236,9 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) -> float:
     """|S_t| averaged over the queries, when every query gets k_base keys, or all where it sees fewer than dense_below.
 
-    A block selects from the causal keys of its first query; queries of the block in another document get none of them.
-    Each query adds its own local window. The estimate takes the two as disjoint as far as the causal keys allow, so
-    with a window it is an upper bound.
+    A block selects from the keys that its first query sees, of which those queries that are in another document have
+    none; each query adds its own local window. The two are taken as disjoint as far as the visible keys allow, so
+    with a window this is an upper estimate.
 
     Args:
         visible_keys: of each query, sequence by sequence.
@@ -246,10 +246,10 @@ def mean_selected_keys(gsa: GSAConfig, visible_keys: Sequence[Sequence[int]]) ->
     total = 0
     for sequence in visible_keys:
         for position, visible in enumerate(sequence):
-            offset = position % gsa.selection_block
-            of_first = sequence[position - offset]
+            behind = position % gsa.selection_block
+            of_first = sequence[position - behind]
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
-            chosen = budget if visible > offset else 0
+            chosen = budget if visible > behind else 0
             always = gsa.local_window
             if gsa.indexer_pool > 1:  # whole groups, and the query's own
                 chosen, own = (
