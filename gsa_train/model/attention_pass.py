@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """The same for all layers and micro-batches of a step or a validation, but for `is_first_of_two`."""
+    """The same for all layers and micro-batches of a step or a validation, except `is_first_of_two`."""
 
     sparse: bool = False
     """Attend to the selected keys; otherwise to all causal keys of the document."""

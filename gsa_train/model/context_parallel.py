@@ -24,7 +24,7 @@ def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torc
 def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's tokens [B, L / size, ...] -> all tokens of the sequence in order, [B, L, ...]. Collective.
 
-    The backward pass sums the ranks' gradients in fp32, and each rank gets those of its own tokens. It is collective,
+    The backward pass sums the ranks' gradients in fp32; each rank gets the part of its own tokens. It is collective,
     too, so the result must reach the loss on all ranks or on none.
     """
     if cut.size == 1:

@@ -78,7 +78,7 @@ class HeadGate(MegatronModule):
 
 
 class ReplicatedGate(MegatronModule):
-    """Gates that every tensor-parallel rank holds whole: those that all heads share, and G5, behind W_O."""
+    """Gates that every tensor-parallel rank holds whole: shared by all heads, or G5 on the output of W_O."""
 
     def __init__(
         self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int, for_heads: bool
@@ -93,7 +93,7 @@ class ReplicatedGate(MegatronModule):
         self.weight = _parameter(config, rows, config.hidden_size) if depends else None
         self.bias = _parameter(config, rows)
         for parameter in self.parameters():
-            # Of this rank's tokens: megatron-core sums the gradients over the tensor-parallel ranks.
+            # Gradients are of this rank's tokens: megatron-core sums them over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The projection behind the gates: G2 on the values (eq. 9) and G1 on the output (eq. 10), and variants of them."""
+"""Gate projection: logits of G2 on the values (eq. 9), of G1 on the output (eq. 10), and of their variants."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Of some tokens [..., B], before `gsa.gate_activation`; None where there is no gate. x is d_k, or 1 where a gate
-    serves all channels of a head; n_kv and n_h / n_kv are 1 where all heads share their gates."""
+    """Logits of some tokens [..., B], before `gsa.gate_activation`; None where there is no gate. x is d_k, or 1 where a
+    gate serves all channels of a head; n_kv and n_h / n_kv are 1 where all heads share their gates."""
 
     value: torch.Tensor | None
     """G2 [..., n_kv, x]"""
@@ -103,8 +103,8 @@ def build_gate_projection(
 ) -> GateProjection | None:
     """One matrix for all gates that each head has of its own, or None without such gates.
 
-    Rows per key-value head: the value gate's d_k, then the output gate's (n_h / n_kv) * d_k, then those of G3 and G4;
-    of headwise gates a row for d_k. A tensor-parallel rank so holds the gates of exactly its own heads.
+    Rows per key-value head: the value gate's d_k, then the output gate's (n_h / n_kv) * d_k, then G3 and G4; a headwise
+    gate has one row instead of d_k. A tensor-parallel rank so holds the gates of exactly its own heads.
     """
     if not has_gate_projection(config):
         return None
@@ -140,7 +140,7 @@ def has_gate_projection(config: GSATransformerConfig) -> bool:
 
 
 def head_gate_rows(config: GSATransformerConfig) -> int:
-    """Of all gates but G5, which acts where there are no heads."""
+    """Rows of all gates except G5, which acts where there are no heads."""
     return sum(rows for position, rows in _rows(config).items() if position != "projection")
 
 
@@ -193,7 +193,7 @@ def gate_statistics(
 
 
 def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the gates' histograms: their numbers, and the edges between them."""
+    """Bins of the gates' histograms: their numbers, and the edges between them."""
     numbers = torch.arange(GATE_BINS, device=device)
     return numbers, numbers[1:] / GATE_BINS
 
@@ -209,6 +209,6 @@ def _rows(config: GSATransformerConfig) -> dict[str, int]:
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Of a key-value head, or of all heads where they share: G2, G1, G3, G4."""
+    """Rows of G2, G1, G3 and G4 for one key-value head, or for all heads where they share."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for position, rows in _rows(config).items() if position != "projection")

@@ -17,14 +17,14 @@ class TargetSum:
         self.probs: torch.Tensor | None = None
 
     def add(self, probs: torch.Tensor) -> torch.Tensor:
-        """[B, L, L_k] of a layer, without graph -> the sum with those of the layers before it."""
+        """[B, L, L_k] of a layer, without graph -> the sum over the layers so far."""
         self.probs = probs if self.probs is None else self.probs + probs
         return self.probs
 
 
 @dataclass
 class GroupLesson:
-    """From a group's first layer, which has the indexer, to its last one, behind which the indexer's loss is known."""
+    """Kept from a group's first layer, which has the indexer, to its last one, which calculates the indexer loss."""
 
     indexer: Indexer
     indexed: IndexerProjections

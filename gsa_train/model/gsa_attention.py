@@ -23,7 +23,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.limits import HEAD_SIZES
-from gsa_kernels.types import BudgetRule
 from gsa_train.config.gates import fuses_gates, has_paper_form
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
@@ -62,13 +61,13 @@ class AttentionContext:
     recompute_core: bool
     """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
-    """Of all indexers (rotary.py); None without `gsa.indexer_rope`."""
+    """Shared by all indexers (rotary.py); None without `gsa.indexer_rope`."""
 
 
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 where it has the paper's form; other forms of it act behind the core.
+    The core applies G1 where it has the paper's form; other forms act on the core's output.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.
@@ -139,11 +138,11 @@ class GSASelfAttention(MegatronModule):
         self.indexer = Indexer(config, pg_collection, context.indexer_rotary) if has_indexer else None
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
-        gsa = self.gsa
-        rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
-        settings = CoreSettings(rule, gsa.attention_kernel, pg_collection.tp, self.layer)
+        settings = CoreSettings(pg_collection.tp, self.layer)
         core = build_core(settings, context.implementation, context.dense_attention)
-        self.over_chunks = CoreOverChunks(core, gsa, self.cut, pg_collection.cp, self.runtime, self.layer)
+        self.over_chunks = CoreOverChunks(
+            core, self.gsa, self.cut, pg_collection.cp, self.runtime, self.layer
+        )
 
     def forward(
         self,
@@ -242,7 +241,7 @@ class GSASelfAttention(MegatronModule):
             v = apply_gate(v, logits.value, self.gsa)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        # Behind the norms, which would take the scale away that a gate gives.
+        # After the norms, which would take away the scale that a gate gives.
         if logits.key is not None:
             k = apply_gate(k, logits.key, self.gsa)
         if logits.query is not None:

@@ -25,7 +25,7 @@ class IndexerProjections(NamedTuple):
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], one key for all indexer heads; with `gsa.indexer_pool` that of a group, at its first token"""
+    """[B, L, d_I], one key for all indexer heads; with `gsa.indexer_pool` a group's key, at its first token"""
     head_weight_logits: torch.Tensor
     """[B, L, H_I]; constant where the indexer has no head weights"""
 
@@ -84,8 +84,8 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # In plain torch all ranks compute the same gradient; on the kernels each that of its rows, times the number of
-        # ranks. The average is the gradient either way, and keeps the copies equal to the last bit.
+        # In plain torch all ranks compute the same gradient; on the kernels each computes its rows' part, times
+        # the number of ranks. The average is the gradient either way, and keeps the copies equal to the last bit.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
@@ -93,7 +93,7 @@ class Indexer(MegatronModule):
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
 
         Args:
-            group_firsts: int64 [B, L], with `gsa.indexer_pool`: the keys are then those of groups.
+            group_firsts: int64 [B, L], with `gsa.indexer_pool`: there is then one key for each group.
         """
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
@@ -115,7 +115,9 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        if group_firsts is not None:  # before the rotation, which is that of the group's first token
+        if (
+            group_firsts is not None
+        ):  # before the rotation, which takes the position of the group's first token
             keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
@@ -155,7 +157,7 @@ class Indexer(MegatronModule):
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """hidden [L, B, d] by several weights [rows, d] at once, of which the last is no parameter: [L, B, all rows]."""
+    """hidden [L, B, d] by several weights [rows, d] at once; the last is no parameter: [L, B, all rows]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:

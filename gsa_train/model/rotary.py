@@ -68,7 +68,7 @@ def rotary_embedding(
 def indexer_rotary(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> LocalRotaryEmbedding | None:
-    """Of `gsa.indexer_rope`; one for all indexers, whose tables at 128K tokens take 32 MiB.
+    """The embedding of `gsa.indexer_rope`; one for all indexers, whose tables at 128K tokens take 32 MiB.
 
     With YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
     """

@@ -41,7 +41,7 @@ class AttentionRuntime:
 
     @contextmanager
     def during(self, attention_pass: AttentionPass) -> Iterator[None]:
-        """What the layers run in this block is of this kind; draws of rows start anew."""
+        """What the layers run in this block is of this kind; draws of rows start again."""
         before, self.attention_pass = self.attention_pass, attention_pass
         self._row_draws.clear()
         try:

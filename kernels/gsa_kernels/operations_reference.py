@@ -68,7 +68,7 @@ def select(
     if with_log_sum:
         logits = (scores * indexer.inverse_temperature).masked_fill(~chosen[:, ::block], float("-inf"))
         log_sum = logits.logsumexp(-1).float()
-    statistics = (budget.to(torch.int32), variance.float())
+    statistics = (budget.to(torch.int32), variance)
     if kernel != "gathered":
         return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
     lists = key_lists_from_mask(chosen, min(block, 32) if block > 1 else 32)

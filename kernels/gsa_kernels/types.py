@@ -206,7 +206,7 @@ class Selection:
     budget: torch.Tensor
     """int32 [B, R]: k_t. The local window may add keys."""
     variance: torch.Tensor
-    """fp32 [B, R]: population variance of the row's scores over its causal keys."""
+    """[B, R], fp32 (fp64 for fp64 inputs): population variance of the row's scores over its causal keys."""
     density: float | None = None
     """Keys in the lists over the causal keys of their tiles; None for lists of a fixed length."""
     log_sum: torch.Tensor | None = None

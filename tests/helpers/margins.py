@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from gsa_train.model.cores import reference
+from gsa_kernels import operations_reference as reference
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Margins:
 
 @contextmanager
 def measured_margins() -> Iterator[Margins]:
-    """Of what the reference core selects in this process."""
+    """Of what the reference selects in this process."""
     margins = Margins()
     select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
 

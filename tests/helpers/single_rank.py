@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gsa_kernels.packed_mask import unpack_mask
 from gsa_train.config import Config, GSAConfig, ModelConfig, ParallelConfig, PhaseConfig, TrainConfig
 from gsa_train.config.checks import check_config
 from gsa_train.data.batches import MicroBatch, to_micro_batch
@@ -135,6 +136,12 @@ def step_gradients(
 
 def named_weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.gpt.named_parameters()}
+
+
+def shared_mask(model: Model) -> torch.Tensor:
+    """bool [B, L, L]: what the layer that has just run selected."""
+    packed_mask = model.runtime.shared_selection[0].packed_mask
+    return unpack_mask(packed_mask, packed_mask.shape[1])
 
 
 def read_stats(model: Model) -> dict[str, list[float]]:

@@ -1,16 +1,19 @@
-"""The attention core over the chunks of queries that this rank holds: one, or several under context parallelism."""
+"""Selection and attention for each chunk of queries on this rank: one, or several under context parallelism."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gsa_data.pack import document_starts
+from gsa_kernels import api
 from gsa_kernels.indexer.pool import earlier_groups, group_firsts
-from gsa_kernels.types import Geometry
+from gsa_kernels.limits import GATHERED_BELOW_DENSITY
+from gsa_kernels.types import BudgetRule, Geometry, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
@@ -21,11 +24,14 @@ from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
 from gsa_train.model.group_lesson import GroupLesson
 from gsa_train.model.indexer import Indexer, IndexerProjections
+from gsa_train.model.probes.attention_statistics import measure_attention, measure_selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.saturation import saturation_statistics
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
+
+logger = logging.getLogger(__name__)
 
 
 class Projected(NamedTuple):
@@ -43,7 +49,7 @@ class Projected(NamedTuple):
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
-    """Of the indexer, as `IndexerProjections` has them; None where it does not run."""
+    """The indexer's `IndexerProjections`; None where it does not run."""
 
     @property
     def indexed(self) -> IndexerProjections | None:
@@ -68,6 +74,8 @@ class CoreOverChunks:
     ) -> None:
         self.core, self.gsa, self.runtime, self.layer = core, gsa, runtime, layer
         self.cut, self.cp_group = cut, cp_group
+        self.rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
+        self._formats: dict[int, str] = {}
 
     @torch.no_grad()
     def select(
@@ -77,8 +85,10 @@ class CoreOverChunks:
         variance: VarianceTracker,
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
-    ) -> list[Any]:
-        """k_t and S_t: the core's selection for each chunk.
+    ) -> list[Selection]:
+        """k_t and S_t of each chunk.
+
+        Called outside of what is recomputed: a selection made again in the backward pass could differ.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.
@@ -90,24 +100,44 @@ class CoreOverChunks:
         for chunk in self.chunks(length):
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
-            result = self.core.select(
+            fused = self.core.implementation == "triton"
+            selection = api.select(
                 self._of_blocks(applied, geometry),
+                self.rule,
                 variance.ema,
                 geometry,
-                attention_pass,
-                self._measured(indexed.queries, chunk, document_ids, geometry, attention_pass),
+                implementation=self.core.implementation,
+                kernel=self.gsa.attention_kernel if fused else "masked",
+                with_log_sum=fused and with_temperature,
             )
+            if fused:
+                self._log_format(selection, chunk.start)
             if attention_pass.moves_averages:
-                variance.record(result.variance)
-            self.runtime.stats.record(self.layer, result.statistics)
-            selections.append(result.selection)
+                variance.record(selection.variance)
+            measured = self._measured(indexed.queries, chunk, document_ids, geometry, attention_pass)
+            if measured is not None:
+                statistics = measure_selection(selection, variance.ema, measured, self.core.implementation)
+                self.runtime.stats.record(self.layer, statistics)
+            selections.append(selection)
         return selections
+
+    def _log_format(self, selection: Selection, query_start: int) -> None:
+        """Log which attention kernel the selection of these queries goes to, when that changes."""
+        kernel = "gathered" if selection.format == "key_lists" else "masked"
+        if kernel == self._formats.get(query_start):
+            return
+        self._formats[query_start] = kernel
+        reason = f"gsa.attention_kernel = {self.gsa.attention_kernel}"
+        if selection.density is not None:
+            reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
+        queries = f", queries from {query_start}" if query_start > 0 else ""
+        logger.info("layer %d%s: %s attention (%s)", self.layer, queries, kernel, reason)
 
     def attend(
         self,
         projected: Projected,
         indexer: Indexer | None,
-        selections: list[Any] | None,
+        selections: list[Selection] | None,
         attention_pass: AttentionPass,
     ) -> torch.Tensor:
         """Softmax over S_t and G1: [B, L, n_h, d_k], with the indexer loss joined to its gradient. What is gathered
@@ -135,19 +165,33 @@ class CoreOverChunks:
                 if lesson is not None and ends_group:
                     taught = lesson.indexed.of(chunk)
                     loss = self._loss_inputs(lesson.indexer, taught, geometry, measured, attention_pass)
+            selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
                 if indexer is not None and of_chunk is not None:
                     applied = indexer.applied(of_chunk, with_temperature=False)
                 candidates = self._candidates(q, projected.document_ids, measured)
-                statistics = saturation_statistics(inputs, applied, measured, candidates)
+                statistics = saturation_statistics(inputs.q, inputs.k, applied, measured, candidates)
                 self.runtime.stats.record(self.layer, statistics)
-            selection = None if selections is None else selections[number]
+                statistics = measure_attention(
+                    inputs.q,
+                    inputs.k,
+                    selection,
+                    attention_pass.sparse,
+                    measured,
+                    self.core.implementation,
+                    self.core.settings.tp_group,
+                )
+                self.runtime.stats.record(self.layer, statistics)
             target_sum = None if lesson is None else lesson.sum_of(chunk)
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, measured, target_sum)
-            if lesson is not None:
-                self.runtime.stats.record(lesson.layer, result.statistics.taken("indexer_kl"))
-            self.runtime.stats.record(self.layer, result.statistics)
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, target_sum)
+            if measured is not None and result.kl is not None:
+                # Up to rounding it is 0 for a query that sees one key.
+                of_layer, counted = (
+                    self.layer if lesson is None else lesson.layer,
+                    measured.number_with_choice,
+                )
+                self.runtime.stats.add("indexer_kl", of_layer, result.kl, counted)
             outputs.append(result.out)
             if result.indexer_loss is not None:
                 losses.append(result.indexer_loss)
@@ -165,7 +209,7 @@ class CoreOverChunks:
     def _lesson(
         self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
     ) -> GroupLesson | None:
-        """Of the group that this layer is in; None where its indexer learns from its own layer, or not at all."""
+        """The lesson of this layer's group; None where its indexer learns from its own layer, or not at all."""
         if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
             needed = attention_pass.needs_indexer_loss
             self.runtime.lesson = GroupLesson(indexer, indexed, self.layer) if needed else None
@@ -184,7 +228,7 @@ class CoreOverChunks:
     def group_firsts(
         self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Of each token the first one of its group, int64 [B, L]; None without `gsa.indexer_pool`."""
+        """The first token of each token's group, int64 [B, L]; None without `gsa.indexer_pool`."""
         if self.gsa.indexer_pool == 1:
             return None
 
@@ -197,14 +241,13 @@ class CoreOverChunks:
         return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
-        """Of this rank, which has `length` tokens."""
+        """The chunks of this rank, which has `length` tokens."""
         return query_chunks(length, self.cut)
 
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """int64: those of this rank's `length` tokens in whose statistics many values count, in a pass that
-        measures."""
+        """int64: the tokens, of this rank's `length`, that statistics with many values sample in a measuring pass."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
@@ -263,13 +306,12 @@ class CoreOverChunks:
         """None where this pass has no use for the indexer loss."""
         if not attention_pass.needs_indexer_loss:
             return None
-        counted = on_rows = None
+        on_rows = None
         if measured is not None:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
             self._of_blocks(indexer.applied(indexed), geometry),
             self.runtime.draw_rows(attention_pass, self.layer),
-            counted,
             on_rows,
         )

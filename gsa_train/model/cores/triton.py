@@ -10,28 +10,17 @@ import torch.distributed as dist
 
 from gsa_kernels import api
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.limits import GATHERED_BELOW_DENSITY
 from gsa_kernels.sampling import sampled_one_of
-from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask
-from gsa_kernels.types import FusedLoss, Geometry, Indexer, RowSample, Selection
+from gsa_kernels.types import FusedLoss, Geometry, Implementation, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.cores.interface import (
     AttentionInputs,
     AttentionResult,
     CoreSettings,
     IndexerLossInputs,
-    SelectionResult,
 )
 from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.group_lesson import TargetSum
-from gsa_train.model.probes.attention_statistics import (
-    budget_statistics,
-    log_sums,
-    selection_statistics,
-    sink_statistics,
-)
-from gsa_train.model.probes.measured_queries import MeasuredQueries
-from gsa_train.model.probes.stats import Statistics
 from gsa_train.profiling.trace_spans import trace_span
 
 logger = logging.getLogger(__name__)
@@ -49,36 +38,14 @@ def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> tor
 
 
 class TritonCore:
-    """Selection, attention and indexer loss of one layer; see `AttentionCore`."""
+    """Attention and indexer loss of one layer; see `AttentionCore`."""
+
+    implementation: Implementation = "triton"
 
     def __init__(self, settings: CoreSettings, dense_attention: str = "triton") -> None:
         self.settings = settings
         self.dense = build_dense_attention(dense_attention)
-        self._kernels: dict[int, str] = {}
         self._said_fused_loss = False
-
-    def select(
-        self,
-        indexer: Indexer,
-        variance_ema: torch.Tensor,
-        geometry: Geometry,
-        attention_pass: AttentionPass,
-        measured: MeasuredQueries | None,
-    ) -> SelectionResult:
-        selection = api.select(
-            indexer,
-            self.settings.rule,
-            variance_ema,
-            geometry,
-            implementation="triton",
-            kernel=self.settings.kernel,
-            with_log_sum=attention_pass.sparse and attention_pass.trains_indexer,
-        )
-        self._say_format(selection, geometry.query_start)
-        statistics = Statistics()
-        if measured is not None:
-            statistics = _selection_statistics(selection, variance_ema, measured)
-        return SelectionResult(selection, selection.variance, statistics)
 
     def attend(
         self,
@@ -87,7 +54,6 @@ class TritonCore:
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        measured: MeasuredQueries | None,
         target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         assert target_sum is None  # kernel_checks.py refuses it
@@ -110,19 +76,12 @@ class TritonCore:
             out = self.dense(q, k, v)
             if output_gate is not None:
                 out = fused_sigmoid_gate(out, output_gate.flatten(2, 3))
-        statistics = Statistics()
-        if measured is not None and len(measured.sample.sparse) > 0:
-            first_head = self.settings.tp_group.rank() * q.shape[2]
-            statistics = _attention_statistics(inputs, selection, attended is not None, measured, first_head)
-        kl = None
-        if loss is not None and not fuses_loss:
-            assert lse is not None
-            with attention_pass.indexer_graph(), trace_span("kl"):
-                kl, rows = self._indexer_loss(loss, inputs, lse, attended, geometry, attention_pass)
-            if loss.counted_rows is not None:
-                # Of a query that sees one key it is 0, but for rounding.
-                statistics.means["indexer_kl"], statistics.counts["indexer_kl"] = rows, loss.counted_rows
-        return AttentionResult(out, kl if attention_pass.trains_indexer else None, statistics)
+        if loss is None or fuses_loss:
+            return AttentionResult(out)
+        assert lse is not None
+        with attention_pass.indexer_graph(), trace_span("kl"):
+            kl, rows = self._indexer_loss(loss, inputs, lse, attended, geometry, attention_pass)
+        return AttentionResult(out, kl if attention_pass.trains_indexer else None, rows)
 
     def _fuses_loss(
         self,
@@ -176,68 +135,3 @@ class TritonCore:
         if tp.size() > 1 and attention_pass.measures:
             dist.all_reduce(total, group=tp)
         return kl * tp.size(), total
-
-    def _say_format(self, selection: Selection, query_start: int) -> None:
-        """Log which attention kernel the selection of these queries goes to, when that changes."""
-        kernel = "gathered" if selection.format == "key_lists" else "masked"
-        if kernel == self._kernels.get(query_start):
-            return
-        self._kernels[query_start] = kernel
-        reason = f"gsa.attention_kernel = {self.settings.kernel}"
-        if selection.density is not None:
-            reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
-        queries = f", queries from {query_start}" if query_start > 0 else ""
-        logger.info("layer %d%s: %s attention (%s)", self.settings.layer, queries, kernel, reason)
-
-
-@torch.no_grad()
-def _attention_statistics(
-    inputs: AttentionInputs,
-    selection: Selection | None,
-    sparse: bool,
-    measured: MeasuredQueries,
-    first_head: int,
-) -> Statistics:
-    """Of the sparse queries of the sample: recall from the masses of selected and of causal keys, and where in the
-    document the probability goes. By a launch of its own: what is logged must not change what the pass calculates.
-
-    Args:
-        selection: if there is one.
-        sparse: it is what was attended to, and not all causal keys.
-        first_head: number of this rank's first head.
-    """
-    queries, rows = measured.sparse, measured.sample.sparse
-    chosen = None if selection is None else selection.packed_rows(rows)
-    attended, other = (chosen, queries.causal_packed) if sparse else (queries.causal_packed, chosen)
-    assert attended is not None
-    masks = queries.position_masks & attended[:, None]
-    if other is not None:
-        masks = torch.cat([masks, other[:, None]], dim=1)
-    q = inputs.q.index_select(1, rows)
-    sums = log_sums(q, inputs.k, masks, "triton")
-    if chosen is None:
-        return sink_statistics(sums, queries, first_head)
-    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
-    statistics = sink_statistics(by_position, queries, first_head)
-    log_ratio = by_position.logsumexp(2) - of_other
-    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
-    statistics.average("recall", recall, (chosen != queries.causal_packed).any(-1, keepdim=True))
-    return statistics
-
-
-@torch.no_grad()
-def _selection_statistics(
-    selection: Selection, variance_ema: torch.Tensor, measured: MeasuredQueries
-) -> Statistics:
-    sample = measured.sample
-    statistics = budget_statistics(selection.budget, selection.variance, measured)
-    statistics.means["variance_ema"] = variance_ema.clone()  # it moves behind the step
-    if selection.density is not None:
-        statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
-    if len(sample) == 0:
-        return statistics
-    mask = selection.packed_rows(sample.rows)
-    found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
-    ratios = found.union_ratios if len(sample.grouped) > 0 else None
-    statistics.join(selection_statistics(measured, found.sizes, found.overlaps, ratios))
-    return statistics

@@ -44,10 +44,10 @@ class RouterContext:
     """Factor from a sum over tokens to its share of the gradient: (ranks over which gradients are averaged) / (tokens
     of the global batch)."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
-    """Of bool [L, B, E], which experts this rank's tokens chose: how many earlier tokens of the sequence, on all ranks
-    that share it, chose each, int64 [L, B, E]. Collective. Called with a capacity alone."""
+    """Takes which experts this rank's tokens chose, bool [L, B, E]; returns how many earlier tokens of the sequence, on
+    all its ranks, chose each, int64 [L, B, E]. Collective. Called with a capacity alone."""
     ranks_of_sequence: int
-    """Over which the tokens of a sequence are spread."""
+    """Number of ranks that share the tokens of a sequence."""
 
 
 class Router(torch.nn.Module):
@@ -147,7 +147,7 @@ class Router(torch.nn.Module):
 
 @torch.no_grad()
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
-    """Loads and biases after a step that trained the base, from its counts over all ranks; counts start anew.
+    """Loads and biases after a step that trained the base, from its counts over all ranks; resets the counts.
 
     All stay as they were where the step is not `applied` (0-d bool). Nothing is read back to the host.
 

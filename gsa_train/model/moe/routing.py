@@ -1,6 +1,6 @@
 """Which experts a token is sent to, and the losses that keep a router balanced and small: plain functions of logits.
 
-T tokens, E experts of which each token has k. In fp32, or fp64 where the logits are.
+T tokens, E experts; each token has k of them. In fp32, or fp64 where the logits are.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ def moved_biases(biases: torch.Tensor, counts: torch.Tensor, rate: float) -> tor
 
 
 def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """Choices that an expert takes of a sequence of so many tokens."""
+    """Choices that an expert takes from a sequence of this many tokens."""
     return math.ceil(factor * tokens * top_k / experts)

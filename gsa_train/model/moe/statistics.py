@@ -17,7 +17,7 @@ def router_statistics(
     loads: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> Statistics:
-    """Of T tokens, E experts of which each token has k.
+    """T tokens and E experts of a layer; a token goes to k experts.
 
     Args:
         logits, scores: [T, E].

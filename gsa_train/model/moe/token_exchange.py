@@ -1,8 +1,8 @@
 """Tokens to the ranks of their experts, and the experts' outputs back to the tokens.
 
-A choice is a (token, expert) pair, T k of them on a rank. Choices are sorted by expert, so that those of an expert's
-rank are in one piece; one all-to-all brings them there, and the same backwards brings the outputs home. Ranks that have
-parts of an expert's width each get a copy, and what they make of it is summed at home.
+A choice is a (token, expert) pair, T k of them on a rank. Choices are sorted by expert, so that the choices for the
+experts of one rank are contiguous; one all-to-all sends them there, and a second one returns the outputs. Ranks that
+have parts of an expert's width each get a copy, and the token's rank sums the outputs.
 
 Everything is moved by permutations whose backward passes are gathers, too: no atomics add, so results repeat bit for
 bit. megatron-core's dispatchers scatter and add.
@@ -28,7 +28,7 @@ class ExpertRanks:
     expert_rank: int
     expert_size: int
     copies: int
-    """Expert-tensor-parallel ranks, each of which has a part of the width of its experts."""
+    """Expert-tensor-parallel ranks, each with a part of the width of its experts."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def plan_exchange(
     flat = experts.flatten()
     dropped = kept is not None
     if kept is not None:
-        flat = torch.where(kept.flatten(), flat, num_experts)  # sorted behind all others
+        flat = torch.where(kept.flatten(), flat, num_experts)  # sorted after all others
     order = flat.argsort(stable=True)
     counts = expert_counts(flat, num_experts + dropped)[:num_experts]
     if ranks.group.size() == 1:
@@ -141,7 +141,7 @@ def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bo
     """
     Args:
         order: the choices sorted by expert, dropped ones last.
-        sent: choices for each rank of the group; those of a copy are the same as of the one before it.
+        sent: choices for each rank of the group; a copy has the same as the copy before it.
     """
     kept = order[: sum(sent[::copies])]
     pieces = [piece for piece in kept.split(sent[::copies]) for _ in range(copies)]

@@ -1,4 +1,4 @@
-"""What both cores measure of budgets, selections and attention probabilities.
+"""Probes of measured steps: budgets, selections and attention probabilities, from a layer's tensors.
 
 What no layer changes is in `MeasuredQueries`; what a layer adds has few operations, which the host has to launch.
 """
@@ -6,16 +6,106 @@ What no layer changes is in `MeasuredQueries`; what a layer adds has few operati
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from gsa_kernels import api
-from gsa_kernels.types import Implementation
+from gsa_kernels.packed_mask import unpack_mask
+from gsa_kernels.reference import adjacent_overlap, sparse_attention, union_ratio
+from gsa_kernels.types import Implementation, Selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueries
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
 
 
 @torch.no_grad()
+def measure_selection(
+    selection: Selection, variance_ema: torch.Tensor, queries: MeasuredQueries, implementation: Implementation
+) -> Statistics:
+    """Budgets of all queries that select, and the selections of the sample."""
+    sample = queries.sample
+    statistics = budget_statistics(selection.budget, selection.variance, queries)
+    statistics.means["variance_ema"] = variance_ema.clone()  # it moves after the step
+    if selection.density is not None:
+        statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
+    if len(sample) == 0:
+        return statistics
+    mask, grouped = selection.packed_rows(sample.rows), len(sample.grouped) > 0
+    if implementation == "triton":
+        from gsa_kernels.selection.triton_statistics import statistics_of_packed_mask  # imports Triton
+
+        found = statistics_of_packed_mask(mask, sample.neighbours, sample.grouped, sample.group)
+        sizes, overlaps = found.sizes, found.overlaps
+        ratios = found.union_ratios if grouped else None
+    else:
+        selected = unpack_mask(mask, queries.num_keys)
+        sizes, overlaps = selected.sum(-1), adjacent_overlap(selected)[:, sample.neighbours]
+        ratios = union_ratio(selected[:, sample.grouped], sample.group) if grouped else None
+    statistics.join(selection_statistics(queries, sizes, overlaps, ratios))
+    return statistics
+
+
+@torch.no_grad()
+def measure_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    selection: Selection | None,
+    sparse: bool,
+    queries: MeasuredQueries,
+    implementation: Implementation,
+    tp_group: dist.ProcessGroup,
+) -> Statistics:
+    """Recall, and where in the document the probability goes, for the sparse queries of the sample. In launches of its
+    own: measuring must not change what the pass calculates.
+
+    Args:
+        q, k: of all queries and keys of the chunk, with this rank's heads
+        selection: if there is one
+        sparse: the layer attends to the selection, not to all causal keys
+    """
+    few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
+    chosen = None if selection is None else selection.packed_rows(rows)
+    attended = chosen if sparse else few.causal_packed
+    assert attended is not None
+    masks, q = few.position_masks & attended[:, None], q.index_select(1, rows)
+    if chosen is None:
+        return sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+    if implementation == "reference":
+        statistics = sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+        selected = unpack_mask(chosen, queries.num_keys)
+        recall = _reference_recall(q, k, selected, sparse, few.causal, tp_group)
+        statistics.average("recall", recall, (selected != few.causal).any(-1, keepdim=True))
+        return statistics
+    other = few.causal_packed if sparse else chosen
+    sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
+    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
+    statistics = sink_statistics(by_position, few, first_head)
+    log_ratio = by_position.logsumexp(2) - of_other
+    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    statistics.average("recall", recall, (chosen != few.causal_packed).any(-1, keepdim=True))
+    return statistics
+
+
+def _reference_recall(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    selected: torch.Tensor,
+    sparse: bool,
+    causal: torch.Tensor,
+    tp_group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """[B, T, n_h]; in dense passes the mean over the heads of all ranks, [B, T, 1]."""
+    if sparse:
+        recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
+        assert recall is not None
+        return recall
+    probs = sparse_attention(q, k, k, causal, return_probs=True).head_sum_probs
+    assert probs is not None
+    dist.all_reduce(probs, group=tp_group)
+    return torch.where(selected, probs, 0).sum(-1, keepdim=True) / (q.shape[2] * tp_group.size())
+
+
+@torch.no_grad()
 def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: MeasuredQueries) -> Statistics:
-    """Of the queries that select.
+    """Budgets and variances of the queries that select.
 
     Args:
         budget: k_t, int [B, R]
@@ -26,7 +116,7 @@ def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: Mea
     # Whole numbers, whose sums do not depend on the order. A scatter would add them one after the other.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
-        # Of a query that sees one key it is 0, or NaN, which shows.
+        # It is 0 for a query that sees one key, or NaN, which shows.
         means={"variance": variance},
         counts={"variance": queries.number_with_choice},
         vectors={"k_by_position": Vector(of_groups, in_groups)},
@@ -45,8 +135,9 @@ def selection_statistics(
     overlaps: torch.Tensor,
     union_ratios: torch.Tensor | None,
 ) -> Statistics:
-    """Of the sampled queries. What compares selections, with each other or with chance, is of those that leave keys
-    out: a query that sees no more keys than it may select has no choice, and neighbours of two documents share no key.
+    """Selections of the sampled queries. Comparisons of selections, with each other or with chance, take only queries
+    that leave keys out: a query with no more causal keys than its budget has no choice, and neighbours of two documents
+    share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
@@ -108,7 +199,7 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
             "sink_by_position": Vector(of_positions, number.expand(len(POSITIONS))),
         },
     )
-    # Of all: a query of a later document gives the sequence's first token nothing.
+    # Over all queries: one of a later document gives the sequence's first token nothing.
     statistics.average("sequence_start_attention", first, queries.in_first_document[..., None])
     statistics.counts["sequence_start_attention"] = first.numel()
     return statistics

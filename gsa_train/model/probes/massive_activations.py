@@ -46,8 +46,8 @@ def measure_activations(runtime: AttentionRuntime) -> Any:
 
 
 def largest_activation(hidden: torch.Tensor) -> Largest:
-    """Of [L, B, d], read once and without a copy of it. The value is NaN if any is. The host does not wait: a tensor as
-    an index would be read."""
+    """The largest activation of [L, B, d], NaN if any is. Reads it once, makes no copy, and the host does not wait: it
+    would read a tensor that is an index."""
     tokens = hidden.flatten(0, 1)
     of_tokens = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)
     token = of_tokens.argmax()  # of NaN, if there is one
@@ -74,7 +74,7 @@ def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> t
 
 
 def _positions(attention: GSASelfAttention, held: int, device: torch.device) -> torch.Tensor:
-    """In the sequence, of the tokens that this rank holds behind a layer: int64 [held]."""
+    """Positions in the sequence of the tokens that this rank holds after a layer: int64 [held]."""
     tp, length = attention.groups.tp, held
     if attention.config.sequence_parallel:
         length = held * tp.size()

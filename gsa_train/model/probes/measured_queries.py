@@ -99,7 +99,7 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class MeasuredQueries:
-    """The queries of one chunk, of which all count in budgets, and of which a sample is looked at more closely."""
+    """The queries of one chunk: all count in budgets, and a sample of them is measured more closely."""
 
     sample: QuerySample
     geometry: Geometry
@@ -110,14 +110,14 @@ class MeasuredQueries:
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """Keys that each query sees, of its document and not behind it: int64 [B, L]."""
+        """Number of causal keys of each query in its document: int64 [B, L]."""
         start, starts = self.geometry.query_start, self.geometry.document_starts
         ends = torch.arange(start + 1, self.num_keys + 1, device=self.sample.rows.device)[None]
         return (ends if starts is None else ends - starts).expand(self.batch, -1)
 
     @cached_property
     def leaders_visible(self) -> torch.Tensor:
-        """Of the queries that select, the first of each block: [B, R]."""
+        """`visible` of the queries that select, the first of each block: [B, R]."""
         return self.visible[:, :: self.geometry.selection_block]
 
     @cached_property
@@ -149,7 +149,7 @@ class MeasuredQueries:
 
     @cached_property
     def sampled_visible(self) -> torch.Tensor:
-        """Of the sample: [B, S]."""
+        """`visible` of the sample: [B, S]."""
         return self.visible[:, self.sample.rows]
 
     @cached_property

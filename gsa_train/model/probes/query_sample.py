@@ -16,7 +16,7 @@ STRETCH = 64
 STRETCHES = 8
 """Per sequence: 512 selections, which cost little to compare."""
 SPARSE_EVERY = 16
-"""One query of so many neighbours is enough for what goes over all keys or has many values of its own. 32 queries of a
+"""One query in this many is enough for what goes over all keys or has many values of its own. 32 queries of a
 sequence, 16 heads and 8 sequences are 4096 values of a layer's recall."""
 GROUP = 32
 """Queries whose selections `union_ratio_32` joins."""
@@ -37,7 +37,7 @@ class QuerySample:
     group: int
     """Queries in a group."""
     sparse: torch.Tensor
-    """int64 [T]: those of the rows in the middle of SPARSE_EVERY positions of the sequence."""
+    """int64 [T]: the rows in the middle of each SPARSE_EVERY positions of the sequence."""
     sparse_rows: torch.Tensor
     """int64 [T]: the i for which rows[i] is one of them."""
 

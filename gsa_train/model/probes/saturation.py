@@ -11,7 +11,6 @@ import math
 import torch
 
 from gsa_kernels.types import Indexer
-from gsa_train.model.cores.interface import AttentionInputs
 from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.stats import Statistics
 
@@ -24,19 +23,20 @@ FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
 
 @torch.no_grad()
 def saturation_statistics(
-    inputs: AttentionInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
     indexer: Indexer | None,
     queries: MeasuredQueries,
     candidates: torch.Tensor | None = None,
 ) -> Statistics:
-    """Of the sparse queries that see at least two keys, against their causal keys.
+    """Largest logit and saturated share of the sparse queries with at least two causal keys.
 
     Args:
         indexer: of all queries; None where the layer has none.
         candidates: bool [B, T, L_k], what the indexer scores where that is not all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
-    logit = largest_logit(inputs.q[:, rows], inputs.k, sparse.causal_with_choice)
+    logit = largest_logit(q[:, rows], k, sparse.causal_with_choice)
     statistics = Statistics(maxima={"max_attention_logit": logit})
     if indexer is not None:
         asked, scores = indexer.queries[:, rows], (indexer.score_bias, indexer.activation)
@@ -73,7 +73,7 @@ def saturated_share(
     activation: str,
     causal: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Of the pairs of each query and indexer head, the share whose activation (eq. 7) has no slope to speak of: fp32
+    """Share of the keys of each query and indexer head where the activation (eq. 7) has no slope to speak of: fp32
     [B, T, H_I].
 
     Args:

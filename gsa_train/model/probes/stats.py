@@ -44,14 +44,14 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-Which queries count in which is in the table of docs/reference/monitoring.md. Those of k_t, of the scores' variance and
-of the indexer's KL are over all tokens. The others are over a sample of the
-queries (query_sample.py): those of selections over all of sequences of up to 512 tokens, else 8 stretches of 64
-neighbours; those that see all keys or have many values of their own (recall and random recall, attention to the first
+Which queries count in which is in the table of docs/reference/monitoring.md. k_t, the scores' variance, the indexer's
+KL and the statistics of routers are over all tokens. The others are over a sample of the queries (query_sample.py):
+statistics of selections over all of sequences of up to 512 tokens, else 8 stretches of 64 neighbours; those that see
+all keys or have many values of their own (recall and random recall, attention to the first
 token, the gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours
 within its stretches, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel
 ranks leave out pairs and groups across the borders of their chunks of a sequence. No stretch lies across one where 64
-divides a chunk of a sequence of more than 512 tokens. Those of routers are over all tokens."""
+divides a chunk of a sequence of more than 512 tokens."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
@@ -63,7 +63,7 @@ _GROUPS = (
     f"{POSITIONS[-1]}-",
 )
 GATE_BINS = 10
-"""Of equal width, from 0 to 1."""
+"""Bins of equal width, from 0 to 1."""
 _BINS = tuple(f"{number / GATE_BINS:g}-{(number + 1) / GATE_BINS:g}" for number in range(GATE_BINS))
 HEADS = "head_first_token_attention"
 EXPERTS = "expert_loads"
@@ -90,7 +90,7 @@ LARGE = 1 << 16
 
 class Vector(NamedTuple):
     sums: torch.Tensor
-    """[entries], or [rows, entries], of which the rows are still to be added."""
+    """[entries], or [rows, entries], whose rows are still to be added."""
     counts: torch.Tensor | None = None
     """[entries]: by what each sum is divided; None: by the sum of all."""
     first: int = 0
@@ -115,18 +115,12 @@ class Statistics:
     them, where it has no entry."""
 
     def join(self, others: Statistics) -> None:
-        """Take over those of others, whose names are other ones."""
+        """Add the statistics of `others`, whose names are other ones."""
         self.means |= others.means
         self.counts |= others.counts
         self.vectors |= others.vectors
         self.maxima |= others.maxima
         self.counted |= others.counted
-
-    def taken(self, name: str) -> Statistics:
-        """That mean alone, which is no longer here; nothing if it was not."""
-        if name not in self.means:
-            return Statistics()
-        return Statistics({name: self.means.pop(name)}, {name: self.counts.pop(name)})
 
     def average(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
         """The mean of those `values` that are `counted`, bool and of a shape that expands to theirs."""
@@ -151,7 +145,7 @@ class StatsCopy(NamedTuple):
 class LayerStats:
     """Sums, counts and extremes per layer of the whole model; a rank fills the rows of its own layers.
 
-    What is added waits (waiting.py) and is summed up for all layers at once when the numbers are asked for, or when it
+    What is added waits (deferred.py) and is summed up for all layers at once when the numbers are asked for, or when it
     has become too much. One by one these are several operations for each layer and statistic, and a logged step has
     thousands of them for the host to launch.
     """
@@ -359,7 +353,7 @@ class LayerStats:
             device_numbers: fp64 [n] on the device, the same on all ranks: only read.
 
         Returns:
-            What waits until they have arrived, and returns those of `reduce` and the `device_numbers`.
+            A function that waits until they have arrived, and returns the results of `reduce` and the `device_numbers`.
         """
         self.sum_up()
         own_sums, own_extremes = self._sums, self._extremes

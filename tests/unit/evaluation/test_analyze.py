@@ -19,6 +19,7 @@ from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.report.page import write_report
 from gsa_eval.subject import Execution, Source, load_subject
 from gsa_hf.gates_gsa import gate_heads
+from gsa_kernels.packed_mask import unpack_mask
 from gsa_train.data.batches import MicroBatch
 from gsa_train.model.probes import query_sample
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
@@ -140,13 +141,13 @@ def test_selections_sinks_and_gates_are_those_of_training(
     batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
     kept = []
     for attention in model.attentions:
-        core = attention.over_chunks.core
+        over_chunks = attention.over_chunks
 
-        def recorded(*arguments: Any, select: Any = core.select) -> Any:
-            kept.append((result := select(*arguments)).selection)
-            return result
+        def recorded(*arguments: Any, select: Any = over_chunks.select) -> Any:
+            kept.append(unpack_mask((selections := select(*arguments))[0].packed_mask, len(encoded)))
+            return selections
 
-        monkeypatch.setattr(core, "select", recorded)
+        monkeypatch.setattr(over_chunks, "select", recorded)
     token_losses(model, batch, measuring=True, evaluating=True)
     stats = read_stats(model)
     for layer, selection in enumerate(kept):

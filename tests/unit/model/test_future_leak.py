@@ -8,7 +8,7 @@ import torch
 from gsa_data.pack import document_ids
 from gsa_train.model.mcore.build import Model
 from gsa_train.phases import enter_phase
-from helpers.single_rank import SPARSE, random_batches, tiny_config, tiny_model
+from helpers.single_rank import SPARSE, random_batches, shared_mask, tiny_config, tiny_model
 
 LENGTH, EOS = 16, 0
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def run(
     """Losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
     selections: list[torch.Tensor] = []
     hooks = [
-        attention.register_forward_hook(lambda *_: selections.append(model.runtime.shared_selection[0]))
+        attention.register_forward_hook(lambda *_: selections.append(shared_mask(model)))
         for attention in model.attentions
     ]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

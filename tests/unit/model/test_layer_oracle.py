@@ -15,7 +15,16 @@ from gsa_train.model.gsa_attention import GSASelfAttention
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.phases import enter_phase
-from helpers.single_rank import DENSE, SPARSE, WARM_UP, random_batches, read_stats, tiny_config, tiny_model
+from helpers.single_rank import (
+    DENSE,
+    SPARSE,
+    WARM_UP,
+    random_batches,
+    read_stats,
+    shared_mask,
+    tiny_config,
+    tiny_model,
+)
 
 LENGTH = 13
 PACKED = [[0] * 4 + [1] * 6 + [2] * 3, [0] * 5 + [1] * 8]
@@ -137,7 +146,7 @@ def test_layer_equals_the_oracle(name: str) -> None:
     has_indexer = layer.indexer is not None
     if has_indexer:
         assert layer.variance is not None
-        assert torch.equal(model.runtime.shared_selection[0], theirs["selected"])
+        assert torch.equal(shared_mask(model), theirs["selected"])
         visible = torch.tensor([seen_by_leaders(case, config, b) for b in (0, 1)])
         pool = config.gsa.indexer_pool
         counted = int((visible >= (2 if pool == 1 else 2 * pool + 1)).sum())
@@ -208,7 +217,7 @@ def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
     seen: dict[str, torch.Tensor] = {}
     layer.register_forward_hook(
         lambda module, args, kwargs, output: seen.update(
-            h=args[0], out=output[0], selected=model.runtime.shared_selection[0]
+            h=args[0], out=output[0], selected=shared_mask(model)
         ),
         with_kwargs=True,
     )

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from gsa_data.pack import document_starts
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
+from gsa_kernels.types import Selection
 from gsa_train.config import PhaseConfig
 from gsa_train.phases import enter_phase
 from helpers.single_rank import (
@@ -13,6 +15,7 @@ from helpers.single_rank import (
     WARM_UP,
     random_batches,
     read_stats,
+    shared_mask,
     tiny_config,
     tiny_model,
     token_losses,
@@ -35,7 +38,7 @@ def test_each_group_shares_one_selection_and_groups_differ() -> None:
     enter_phase(model, SPARSE)
     seen: list[torch.Tensor] = []
     for attention in model.attentions:
-        attention.register_forward_hook(lambda *_: seen.append(model.runtime.shared_selection[0]))
+        attention.register_forward_hook(lambda *_: seen.append(shared_mask(model)))
     token_losses(model, random_batches(CONFIG)[0])
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[2], seen[3])
@@ -49,7 +52,8 @@ def test_a_following_layer_attends_to_exactly_the_keys_of_the_shared_selection()
     generator = torch.Generator().manual_seed(3)
     selected = torch.rand(1, 16, 16, generator=generator).tril() > 0.6
     selected |= torch.eye(16, dtype=torch.bool)
-    model.runtime.shared_selection = [selected]
+    unused = torch.zeros(())
+    model.runtime.shared_selection = [Selection(pack_mask(selected), None, unused, unused)]
     h = torch.randn(16, 1, 16, generator=generator)
 
     with torch.no_grad():
@@ -138,8 +142,9 @@ class Listening:
 
     def __init__(self, core: Any, given: list[Any]) -> None:
         self.core, self.given = core, given
-        self.select, self.settings = core.select, core.settings
+        self.implementation, self.settings = core.implementation, core.settings
 
     def attend(self, inputs: Any, selection: Any, *others: Any) -> Any:
-        self.given.append((inputs.q.detach(), inputs.k.detach(), selection))
+        mask = None if selection is None else unpack_mask(selection.packed_mask, inputs.k.shape[1])
+        self.given.append((inputs.q.detach(), inputs.k.detach(), mask))
         return self.core.attend(inputs, selection, *others)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gsa_data.pack import FILLER, document_starts
-from gsa_kernels.packed_mask import pack_mask
+from gsa_kernels.packed_mask import pack_mask, unpack_mask
 from gsa_kernels.reference import causal_mask
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
@@ -185,14 +185,14 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
     model = tiny_model(one_sequence, variance_ema=0.02)
     enter_phase(model, SPARSE)
     kept: list[torch.Tensor] = []
-    core = model.attentions[0].over_chunks.core
-    select = core.select
+    over_chunks = model.attentions[0].over_chunks
+    select = over_chunks.select
 
     def recorded(*arguments: Any) -> Any:
-        kept.append((result := select(*arguments)).selection)
-        return result
+        kept.append(unpack_mask((selections := select(*arguments))[0].packed_mask, LENGTH))
+        return selections
 
-    core.select = recorded  # type: ignore[method-assign]
+    over_chunks.select = recorded  # type: ignore[method-assign]
     batch = batch_of([9, 3, 12], one_sequence)
     token_losses(model, batch, measuring=True)
     stats, (selection,) = read_stats(model), kept
