@@ -27,9 +27,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setattr(
         train, "init_parallel", lambda *of_config: single_rank()
     )  # this process's, for all tests
-    monkeypatch.setattr(
-        train, "HangWatchdog", lambda *limits: _NoWatchdog()
-    )  # its thread outlives a refused start
+    # The watchdog's thread outlives a refused start.
+    monkeypatch.setattr("gsa_train.run.open.HangWatchdog", lambda *limits: _NoWatchdog())
     for method in ("watch", "listen"):  # signals are pytest's
         monkeypatch.setattr(StopRequest, method, lambda request: None)
     monkeypatch.chdir(REPOSITORY)

@@ -167,7 +167,7 @@ def _pull_to_queries(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # Those of the next tile, so that nothing waits for them.
+            # Mask words of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

@@ -281,7 +281,7 @@ def _attend(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # Those of the next tile, so that nothing waits for them.
+            # Mask words of the next tile, so that nothing waits for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

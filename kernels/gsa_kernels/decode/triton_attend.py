@@ -53,7 +53,7 @@ def attend_to_indices(
 ) -> None:
     """Arguments as in `decode_attend`, checked by it. `chain`: whether to start before the kernel in front has ended,
     and whether that one is the selection's: then q and the gate, which older kernels wrote, are read before the wait.
-    Behind another kernel of a settled cache it is the selection, keys and values that are.
+    After another kernel of a settled cache it is the selection, keys and values that are.
     """
     chained, behind_selection = chain
     settled = cache.settled and not behind_selection

@@ -154,7 +154,7 @@ def _queries_with_target_kernel(
         packed_mask + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
     )
     for column in range(first, last, KEYS):
-        # Those of the next tile, so that nothing waits for them.
+        # Mask words of the next tile, so that nothing waits for them.
         ahead = column + KEYS
         if EVEN:
             ahead = tl.minimum(ahead, num_keys - KEYS)
@@ -177,7 +177,7 @@ def _queries_with_target_kernel(
         probs = tl.where(tl.reshape(of_heads, [HEADS * QUERIES, KEYS]), probs, 0.0)
         by_logits = probs * (by_probs - row_delta[:, None])
         acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc)
-        # Behind the last product, which runs meanwhile.
+        # After the last product was issued, which runs meanwhile.
         if IN_LANES:
             pairs = tl.sum(tl.reshape(probs, [QUERIES // 4, 2, 8, KEYS]), 1)
             halves = tl.permute(tl.reshape(pairs, [QUERIES // 4, 2, 4, 2, KEYS // 2]), [0, 1, 2, 4, 3])
