@@ -1,10 +1,10 @@
 """The loss of a training step: the objective over the scored tokens + lambda * the indexer loss.
 
-A new objective is a function and a row of OBJECTIVES; `train.objective` chooses. Validation scores the cross-entropy
-whatever was trained. The indexer loss does not pass through here: each layer adds its own to the backward pass
-(distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
+To add an objective, write a function and add a row to OBJECTIVES; `train.objective` chooses. Validation always uses
+cross-entropy. Each layer injects its indexer loss into the backward pass (distributed/loss_injection.py), scaled by
+`indexer_kl_grad_scale`.
 
-Loads no torch by itself: the name in a config is checked before torch is loaded.
+This module does not import torch, so a config's objective is checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Objective: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool], torch.Tensor]"
-"""This rank's logits [L, B, V / tp], labels [B, L], the ranks that split the vocabulary, whether `train.fused_ops`
-asks for kernels -> losses of the tokens [B, L], fp32, the same on all these ranks."""
+"""Local logits [L, B, V / tp], labels [B, L], tensor-parallel group, whether to use fused kernels (`train.fused_ops`)
+-> token losses [B, L], fp32, equal on all ranks of the group."""
 
 
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup, fused: bool
 ) -> torch.Tensor:
-    """-log p(label). The fused one writes the gradient over the logits; megatron-core's holds a copy of them in fp32
-    and passes over it about ten times."""
+    """-log p(label). The fused kernel overwrites the logits with their gradient; megatron-core keeps an fp32 copy and
+    reads it several times."""
     if not fused:
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -45,16 +45,16 @@ OBJECTIVES: dict[str, Objective] = {"cross_entropy": cross_entropy}
 def masked_loss(
     loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss to differentiate and, apart from it, the sum to log: the schedule divides the first in place."""
+    """Return the loss to differentiate, which the schedule divides in place, and a separate sum for the log."""
     loss_sum = (token_losses.float() * loss_mask).sum()
     return loss_sum * loss_scale, {"loss_sum": loss_sum.detach().clone()}
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Factor of the summed loss of one of `count` micro-batches, before megatron-core's schedule.
+    """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
 
-    This divides it by their number, multiplies it by the context-parallel ranks, and averages gradients over these and
-    the replicas; undoing all this gives the mean over the scored tokens of the global batch, however they are spread.
+    megatron-core's schedule divides the loss by `count`, the number of micro-batches, multiplies it by the
+    context-parallel size, and averages gradients over context- and data-parallel ranks; the factor undoes all three.
     """
     return count * data_parallel_size / loss_tokens
 
@@ -62,15 +62,15 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
 def indexer_kl_grad_scale(
     kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
 ) -> torch.Tensor:
-    """Factor that turns a layer's sum of KL over rows into lambda times the mean over tokens and layers: fp32, 0-d.
+    """Return the factor from a layer's KL sum to lambda times the mean over tokens and layers: fp32, 0-d.
 
-    Rows whose query sees one key are not in the mean: their KL is 0 whatever the indexer says. Data-parallel gradients
-    are averaged afterwards, which the last factor undoes.
+    The mean excludes queries with one causal key: their KL is always 0. `data_parallel_size` undoes the averaging of
+    gradients.
 
     Args:
         kl_coeff: lambda of eq. 15.
         num_indexers: layers of the whole model that have an indexer.
-        rows_per_step: 0-d, at least 1: rows that count, of the whole global batch.
+        rows_per_step: 0-d, at least 1: counted rows of the global batch.
         data_parallel_size: ranks over which gradients are averaged, data x context.
     """
     return (kl_coeff * data_parallel_size / num_indexers) / rows_per_step.float()

@@ -1,4 +1,4 @@
-"""What a step does, decided before it begins and by nothing but its number: a resumed run decides the same."""
+"""Plan what a step does before it begins. The plan depends on the step number, so a resumed run makes the same one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def plan_step(
     steps_before_start: int,
     save_is_due: bool,
 ) -> StepPlan:
-    """Plan a step, counted from 1, of a phase.
+    """Plan one step of a phase.
 
     Args:
-        skipped_steps: steps whose batches are left out.
-        steps_before_start: steps that were done when this start, or the newest rewind, began.
-        save_is_due: by checkpoint.every_steps, or as an earlier save has failed (`CheckpointSaver.is_due`).
+        skipped_steps: steps whose batches are skipped.
+        steps_before_start: steps completed before this start or the latest rewind.
+        save_is_due: `CheckpointSaver.is_due`: by checkpoint.every_steps, or because an earlier save failed.
     """
     trains = step not in skipped_steps
     begins = step in (phase_range.start + 1, steps_before_start + 1)
@@ -32,7 +32,7 @@ def plan_step(
         left_out_through = step
         while left_out_through < phase_range.end and left_out_through + 1 in skipped_steps:
             left_out_through += 1
-    # The first and the last step of a phase, and every `every_steps`: the same whether or not a run was resumed.
+    # The first and last step of a phase are also logged, so that a resumed run logs the same steps.
     in_turn = step % config.logging.every_steps == 0
     every, tasks_every = config.evaluate.every_steps, config.evaluate.tasks_every_steps
     return StepPlan(

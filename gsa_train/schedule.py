@@ -1,6 +1,6 @@
-"""Learning-rate schedules as pure functions: nothing to save, nothing to restore.
+"""Learning-rate schedules: pure functions, without state in checkpoints.
 
-A new one is a function and a row of SCHEDULES; `phases.decay` chooses.
+To add one, write a function and add a row to SCHEDULES; `phases.decay` chooses.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 
 Schedule = Callable[[float, float, float], float]
-"""Progress after the learning-rate warm-up, from 0 to 1 at the phase's last step; `lr`; `min_lr` -> learning rate."""
+"""Progress since the learning-rate warm-up (1 at the phase's last step), `lr`, `min_lr` -> learning rate."""
 
 
 def cosine(progress: float, lr: float, min_lr: float) -> float:
-    """Half a cosine from `lr` down to `min_lr`."""
+    """Half a cosine period from `lr` down to `min_lr`."""
     return min_lr + 0.5 * (lr - min_lr) * (1.0 + math.cos(math.pi * progress))
 
 

@@ -12,15 +12,15 @@ from gsa_train.config import PhaseConfig
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of a phase, in the order in which things happen. Steps are counted from 1."""
+    """The actions of one step, in order of execution. Steps are counted from 1."""
 
     step: int
     trains: bool
-    """Else its batch is read and left out."""
+    """False: its batch is read and skipped."""
     left_out_through: int | None
-    """The last step of the left-out steps that begin here, for the log; None elsewhere."""
+    """For the log: the last of the consecutive skipped steps that start here; None elsewhere."""
     logs: bool
-    """Measures the attention, and writes the step's record."""
+    """Measure the attention and write a metrics record."""
     validates: bool
     scores_tasks: bool
     saves: bool
@@ -34,12 +34,12 @@ class StepPlan:
 
     @property
     def reads_monitor(self) -> bool:
-        """Nothing is logged, validated or saved before the monitor has judged the step, and no phase ends."""
+        """Logging, validation, saves and the end of a phase wait for the monitor's verdict on the step."""
         return self.logs or self.pauses
 
     @property
     def weights_are_kept(self) -> bool:
-        """What the step makes of the weights will be in a checkpoint."""
+        """The weights after this step go into a checkpoint."""
         return self.saves or self.ends_run
 
 

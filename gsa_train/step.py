@@ -1,4 +1,4 @@
-"""One optimizer step, and one pass over validation text, through megatron-core's pipeline schedule."""
+"""Run one optimizer step, or one validation pass, through megatron-core's pipeline schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 
 @dataclass(frozen=True)
 class Training:
-    """What the steps of a phase have in common."""
+    """Objects that all steps of a phase share."""
 
     model: Model
     optimizer: PhaseOptimizer
@@ -43,29 +43,29 @@ class Training:
     detector: SpikeDetector
     """Judges each step before its update."""
     check: CorruptionCheck | None = None
-    """Computes a step again, or compares the replicas' weights, where that is due; both raise CorruptionFound."""
+    """Repeats a step or compares the replicas' weights when due; raises CorruptionFound on a mismatch."""
     graph: MicroBatchGraph | None = None
-    """Runs the passes of steps that measure nothing (`train.cuda_graphs`)."""
+    """Runs steps without measurements as CUDA graphs (`train.cuda_graphs`)."""
     hold_update: Callable[[], None] = lambda: None
-    """Called before an update changes anything: what still reads weights and optimizer state comes first."""
+    """Called before each update; waits for copies of weights and optimizer state that are still in progress."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Left on the device until a step is logged, or the monitor reads it."""
+    """Tensors that stay on the device until the step is logged or the monitor reads them."""
 
     loss_sum: torch.Tensor
-    """0-d: summed loss of this rank's scored tokens, so that the sum over the ranks is that of the global batch."""
+    """0-d: summed loss of this rank's scored tokens; its sum over the ranks is the global batch's."""
     loss_tokens: torch.Tensor
     """0-d: scored tokens of the whole global batch."""
     grad_norm: torch.Tensor
     """0-d: global gradient norm before clipping."""
     verdict: Verdict
-    """Whether the step changed anything, and why not."""
+    """Whether the update was applied, and why not."""
     causal_keys: torch.Tensor | None
-    """0-d: keys that a query sees, mean over this replica's; None where the attention is not measured."""
+    """0-d: causal keys per query, mean over this replica; None in steps without measurements."""
     update_norm: torch.Tensor | None
-    """0-d fp32: norm of the change in the weights; None where the attention is not measured."""
+    """0-d fp32: norm of the change in the weights; None in steps without measurements."""
 
 
 def train_step(
@@ -76,17 +76,17 @@ def train_step(
     saves: bool = False,
     measures: bool = False,
 ) -> StepResult:
-    """Forward and backward over all micro-batches, gradient reduction, clipping, update, variance averages,
-    routers' loads.
+    """Run forward and backward over all micro-batches, reduce and clip gradients, update weights, variance averages and
+    router loads.
 
-    On a GPU the host never waits for the device, but in the first step that measures the attention, in one that
-    captures a graph, and for how many tokens go where if ranks share experts out or these have a capacity. A step that
-    the detector leaves out, and any whose loss or gradient is not finite, changes nothing of model and optimizer.
+    On a GPU the host waits for the device only in the first step that measures, when it captures a graph, and when
+    experts are sharded or have a capacity: the all-to-all needs token counts. A step that the detector rejects, or
+    whose loss or gradient is not finite, leaves model and optimizer unchanged.
 
     Args:
-        step: optimizer steps before this one, in the whole run; draws what this step samples.
-        saves: what the step makes of the weights will be saved.
-        measures: record the statistics of the attention: this step is logged.
+        step: optimizer steps of the whole run before this one; seeds the sampled rows.
+        saves: the weights after this step will be saved.
+        measures: this step is logged: record the attention statistics.
     """
     model, optimizer, config = training.model, training.optimizer, training.config
     detector, check, groups = training.detector, training.check, training.parallel.groups
@@ -98,10 +98,10 @@ def train_step(
             micro_batches, config.gsa.selection_block, least_keys_to_choose(config.gsa.indexer_pool)
         )
     counts = torch.stack([loss_tokens, rows])
-    model.work_time.end()  # what a rank waits for others is not its own work
+    model.work_time.end()  # waiting for other ranks is not this rank's work
     dist.all_reduce(counts, group=groups.dp)
     loss_tokens, rows = counts.unbind()
-    loss_tokens = loss_tokens.clamp(min=1)  # of text that is all EOS the loss is 0, not 0 / 0
+    loss_tokens = loss_tokens.clamp(min=1)  # without scored tokens the loss is 0, not 0 / 0
     model.work_time.begin()
     optimizer.set_learning_rate(lr, config.train.weight_decay)
 
@@ -109,7 +109,7 @@ def train_step(
     compute = partial(_compute, training, micro_batches, loss_tokens, attention_pass)
     computed = compute() if check is None else check.compute(step + 1, compute)
     verdict = detector.judge(computed.loss, computed.grad_norm, config.train.grad_clip)
-    if check is not None:  # looks for wrong bits before the update
+    if check is not None:  # finds corruption before the update
         if check.suspects(verdict):
             computed = check.compute_again(step + 1, computed, compute)
             detector.take_back()
@@ -132,10 +132,10 @@ def train_step(
 
 
 def _training_pass(training: Training, step: int, measures: bool, rows: torch.Tensor) -> AttentionPass:
-    """What kind of pass this step's micro-batches make through the attention layers.
+    """Return the settings of the attention layers for this step.
 
     Args:
-        rows: 0-d, `counted_rows` of the whole global batch.
+        rows: 0-d, `counted_rows` of the global batch.
     """
     model, config, parallel = training.model, training.config, training.parallel
     of_phase = model.runtime.attention_pass
@@ -164,13 +164,13 @@ def _compute(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> Computed:
-    """Forward and backward over all micro-batches, and the reduction of the gradients, which stay in their buffers."""
+    """Run forward and backward over all micro-batches and reduce the gradients, which stay in their buffers."""
     model, optimizer = training.model, training.optimizer
     config, parallel = training.config, training.parallel
     local = optimizer.local_backward
     optimizer.begin_step()
-    # In the indexer warm-up the base needs no graph: layers differentiate the indexer loss themselves, and the schedule
-    # only runs forward.
+    # In the indexer warm-up the base needs no autograd graph: each layer runs the indexer's backward pass itself, and
+    # the schedule runs forward only.
     with model.work_time.part("forward_backward"):
         with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
             graph = training.graph
@@ -180,7 +180,7 @@ def _compute(
                 losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
         if local:
             optimizer.reduce_gradients()
-        model.runtime.stats.sum_up()  # while the device is still at the backward pass
+        model.runtime.stats.sum_up()  # while the device still runs the backward pass
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
@@ -196,10 +196,10 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of this rank's scored tokens (0 off the last stage) and the number of its replica's.
+    """Return the summed loss of this rank's scored tokens (0 except on the last stage) and its replica's token count.
 
     Args:
-        measures: record the statistics of the attention.
+        measures: record the attention statistics.
     """
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
@@ -217,11 +217,11 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Summed loss of each owner's labels, fp64 [count]: this rank's part, whose sum over the ranks is the whole.
+    """Return this rank's share of each owner's summed loss, fp64 [count]; all-reduce it for the total.
 
     Args:
-        batches: of one shape, which need not be that of training; with the owner of each label, int64 [B, L] from 0 to
-            count - 1; below 0 it has none.
+        batches: micro-batches of one shape, not necessarily the training shape, each with the owner of every label:
+            int64 [B, L] from 0 to count - 1, or negative for no owner.
     """
     micro_batch_size, seq_len_tokens = batches[0][0].tokens.shape
     cut = ContextSharding(parallel.context_rank, parallel.context_size, config.parallel.context_chunks)
@@ -237,12 +237,11 @@ def owners_losses(
             forward_only=True,
         )
     sums: np.ndarray = np.zeros(count)
-    if parallel.is_last_stage and parallel.tensor_rank == 0:  # the other tensor-parallel ranks have the same
+    if parallel.is_last_stage and parallel.tensor_rank == 0:  # tensor-parallel ranks hold equal losses
         losses = torch.cat([each["losses"].flatten() for each in found]).double().cpu().numpy()
         owners = torch.cat([local_part(each, cut).flatten() for _, each in batches]).cpu().numpy()
-        sums = np.bincount(
-            owners[owners >= 0], losses[owners >= 0], count
-        )  # on the host: always in one order
+        # on the host, for a fixed order of summation
+        sums = np.bincount(owners[owners >= 0], losses[owners >= 0], count)
     return torch.from_numpy(sums).to(parallel.device)
 
 
@@ -295,13 +294,12 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """What the schedule without pipeline stages does: the passes one after the other, then the gradients' reduction."""
+    """Do what the schedule without pipelining does: one pass per micro-batch, then the gradient reduction."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
-    of_all = replace(
-        attention_pass, kl_grad_scale=0.0, row_key=""
-    )  # no row is drawn (`check_graphs`, config/train.py)
+    # rows are not sampled here (`check_graphs`, config/train.py)
+    of_all = replace(attention_pass, kl_grad_scale=0.0, row_key="")
     run_pass, losses = partial(_pass_over_one, training, count, of_all), []
     for batch in micro_batches:
         inputs = PassInputs(batch.tokens, batch.labels, batch.document_ids, batch.loss_mask, *scales)
@@ -313,7 +311,7 @@ def _run_graph(
 def _pass_over_one(
     training: Training, count: int, attention_pass: AttentionPass, inputs: PassInputs
 ) -> torch.Tensor:
-    """The schedule's forward and backward pass over a micro-batch, one of `count`; its summed loss, to log."""
+    """Run forward and backward over one of `count` micro-batches and return its summed loss, for the log."""
     model, (module,) = training.model, training.optimizer.modules
     tokens, labels, document_ids, loss_mask, scale, kl_grad_scale = inputs
     if kl_grad_scale is not None:
@@ -338,14 +336,13 @@ def _forward_step(
     tokens, positions, labels, loss_mask = (
         local_part(each, cut) for each in (batch.tokens, positions, batch.labels, batch.loss_mask)
     )
-    # The slot of the attention mask carries the document ids of the whole sequence, from which our attention builds
-    # its masks.
+    # The attention mask argument carries the document ids of the whole sequence; our attention builds masks from them.
     output = module(tokens, positions, batch.document_ids, labels=labels)
     return output, partial(masked_loss, loss_mask, scale)
 
 
 def _sum_of(losses: list[dict[str, torch.Tensor]], parallel: Parallel) -> torch.Tensor:
-    """Each token's loss once: on the first tensor-parallel rank of the last stage."""
+    """Sum the losses on the first tensor-parallel rank of the last stage, 0 elsewhere: each token counts once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry["loss_sum"] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

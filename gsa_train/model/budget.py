@@ -1,4 +1,4 @@
-"""The moving average V̄ of the score variance that scales each query's budget (eq. 8)."""
+"""V̄, the moving average of the score variance that scales each query's budget (eq. 8)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 
 class VarianceTracker(torch.nn.Module):
-    """V̄ of one layer, and the variances of the step under way.
+    """V̄ of one layer, and the variance sum of the current step.
 
     The average is a buffer, so it is saved with the model. It changes only in `update_variance_emas`, after the
-    optimizer step: all micro-batches of a step, and its recomputation, see the value from before it, and no
-    future token can reach an earlier one through it.
+    optimizer step: all micro-batches of a step and their recomputation use the same value, and no token influences an
+    earlier one through it.
 
-    Only the variances are added up here. How many of them count is the same for all layers, and the step knows it: a
-    query that sees one key does not count, and its variance is 0.
+    The step counts the variances, because all layers have the same number. Queries with one causal key do not count;
+    their variance is 0.
     """
 
     ema: torch.Tensor
@@ -25,7 +25,7 @@ class VarianceTracker(torch.nn.Module):
     def __init__(self, device: torch.device | str, fused: bool = False) -> None:
         """
         Args:
-            fused: add up in one kernel launch, as the fused attention core wants it.
+            fused: add with one kernel launch (Triton).
         """
         super().__init__()
         self._add_total = _fused_add_total() if fused else _add_total
@@ -36,7 +36,7 @@ class VarianceTracker(torch.nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Follow moves between devices but keep the precision: megatron-core casts a bf16 model's buffers."""
+        """Move buffers between devices but keep their precision: megatron-core casts a bf16 model's buffers."""
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
@@ -73,13 +73,13 @@ def update_variance_emas(
 ) -> None:
     """V̄ <- decay * V̄ + (1 - decay) * mean variance of the step over all micro-batches and data-parallel ranks.
 
-    Call it after steps whose pass ran the indexers. The first step's mean starts the average. Layers without a finite
-    mean keep theirs, and all do where the step is not `applied` (0-d bool), or where no row counts. Nothing is read
-    back to the host.
+    Call it after each step that ran the indexers. The first step's mean initializes the average. V̄ is unchanged in
+    layers whose mean is not finite, and in all layers if the step is not `applied` (0-d bool) or no row counts. The
+    host does not wait for the device.
 
     Args:
-        data_parallel_group: over which the rows of the global batch are spread, context parallelism included.
-        counted_rows: 0-d, rows of the whole global batch whose query sees at least two keys.
+        data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.
+        counted_rows: 0-d, rows of the global batch whose query has at least two causal keys.
     """
     if not trackers:
         return

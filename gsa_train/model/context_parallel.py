@@ -1,6 +1,6 @@
-"""Context parallelism: each rank holds a few chunks of the sequence, and sees the keys of all of it.
+"""Context parallelism: each rank holds a few chunks of the sequence and attends to the keys of the whole sequence.
 
-Queries stay where they are; keys and values are gathered, and their gradients summed and scattered.
+Queries stay local. Keys and values are all-gathered, and their gradients reduce-scattered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gsa_train.distributed.context_sharding import ContextSharding, query_chunks
 
 
 def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torch.Tensor:
-    """[B, L, ...] -> this rank's tokens [B, L / size, ...]; along another dimension than 1 if told so."""
+    """[B, L, ...] -> this rank's tokens [B, L / size, ...], along dimension `dim`."""
     if cut.size == 1:
         return tokens
     chunks = query_chunks(tokens.shape[dim] // cut.size, cut)
@@ -22,10 +22,10 @@ def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torc
 
 
 def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's tokens [B, L / size, ...] -> all tokens of the sequence in order, [B, L, ...]. Collective.
+    """All-gather this rank's tokens [B, L / size, ...] into the sequence in order, [B, L, ...]. Collective.
 
-    The backward pass sums the ranks' gradients in fp32; each rank gets the part of its own tokens. It is collective,
-    too, so the result must reach the loss on all ranks or on none.
+    The backward pass reduce-scatters the gradients in fp32. It is also collective, so the result must reach the loss on
+    all ranks or on none.
     """
     if cut.size == 1:
         return local
@@ -39,7 +39,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.cut, ctx.group = cut, group
-        held = local.transpose(0, 1).contiguous()  # [L / n, B, ...]: a rank's part is in one piece
+        held = local.transpose(0, 1).contiguous()  # [L / n, B, ...]: each rank's shard is contiguous
         every = held.new_empty(cut.size * held.shape[0], *held.shape[1:])
         dist.all_gather_into_tensor(every, held, group=group)
         chunks = dict(zip(_held_in_turn(cut), every.chunk(cut.size * cut.chunks), strict=True))
@@ -56,5 +56,5 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _held_in_turn(cut: ContextSharding) -> list[int]:
-    """The chunks of the first rank, of the second one, ..."""
+    """Chunk numbers in order of the ranks that hold them."""
     return [number for rank in range(cut.size) for number in cut.numbers(rank)]

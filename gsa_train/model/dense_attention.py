@@ -1,4 +1,4 @@
-"""Dense causal attention by other libraries, for passes in which nobody needs the probabilities."""
+"""Dense causal attention by other libraries, for passes that do not need the probabilities."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_sdpa": SDPBackend.FLASH
 
 
 def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
-    """What `gsa.dense_attention` means for this config on a GPU: `cudnn`, `flash_sdpa`, `flash_attn` or `triton`.
+    """Resolve `gsa.dense_attention` on a GPU to `cudnn`, `flash_sdpa`, `flash_attn` or `triton`.
 
     Raises:
-        DeviceError: what is asked for is not installed, or cannot run in this precision.
+        DeviceError: the library is not installed or does not support this precision.
     """
     chosen = config.gsa.dense_attention
     if chosen in ("triton", "auto"):
         return "triton"
     if dtype == torch.float32:
         raise DeviceError(
-            f"gsa.dense_attention = {chosen}: has no fp32; set it to triton or train.precision to bf16"
+            f"gsa.dense_attention = {chosen}: does not support fp32; set it to triton or train.precision to bf16"
         )
     if chosen == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise DeviceError(
@@ -41,7 +41,7 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
 
 
 def build_dense_attention(name: str) -> DenseAttention | None:
-    """The function with this name; None for `triton`, which the attention core runs itself."""
+    """Return the function of this name; None for `triton`, which the attention core runs itself."""
     if name == "triton":
         return None
     if name == "flash_attn":
@@ -49,13 +49,13 @@ def build_dense_attention(name: str) -> DenseAttention | None:
     backend = _BACKENDS[name]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):  # raises where this backend cannot run; never falls back to another
+        with sdpa_kernel(backend):  # raises if this backend cannot run; no fallback
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
             )
         if out.requires_grad:
-            # torch (2.11) keeps cuDNN's backward plans by the strides of q, k and v: a gradient in another memory order
-            # than the one before it would be read in that one's.
+            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone: a gradient with other strides
+            # than in the cached plan would be read wrongly.
             out.register_hook(partial(_in_order_of, out.stride()))
         return out.transpose(1, 2)
 

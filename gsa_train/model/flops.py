@@ -1,7 +1,7 @@
-"""Parameters and floating-point operations of a model, counted from its shapes.
+"""Parameters and floating-point operations of a model, computed from its shapes.
 
 d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
-L sequence length, E experts of a layer, of which a token is sent to k. A multiply-add counts as 2 operations.
+L sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class ParameterCount:
 
     embedding: int
     attention: int
-    """W_Q, W_K, W_V and W_O, and biases of the first three where they have any."""
+    """W_Q, W_K, W_V and W_O, and the QKV biases if any."""
     gates: int
     indexer: int
     mlp: int
-    """Of the dense feed-forward layers."""
+    """Dense feed-forward layers."""
     router: int
-    """This and the next two: of the layers that are mixtures of experts."""
+    """This and the next two: MoE layers."""
     experts: int
-    """All routed ones."""
+    """All routed experts."""
     shared_experts: int
     norms: int
     output: int
     """0 when the output layer shares the embedding."""
     idle: int
-    """Not part of the total: routed experts that a token is not sent to."""
+    """Not added to the total: routed experts that a token does not use."""
 
     @property
     def total(self) -> int:
@@ -44,17 +44,17 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """What a token is multiplied with, and the embedding."""
+        """Parameters that one token uses, and the embedding."""
         return self.total - self.idle
 
     @property
     def overhead(self) -> int:
-        """What GSA adds to the plain layers."""
+        """Parameters that GSA adds."""
         return self.gates + self.indexer
 
     @property
     def overhead_percent(self) -> float:
-        """GSA's addition over the same model without it."""
+        """GSA's parameters in percent of the same model without GSA."""
         return 100.0 * self.overhead / (self.total - self.overhead)
 
 
@@ -87,13 +87,13 @@ def _gate_rows(model: ModelConfig, gsa: GSAConfig) -> list[int]:
 
 
 def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Of a layer, without biases."""
+    """Gate weights of a layer, without biases."""
     depends = gsa.gate_input == "query_dependent"
     return depends * model.hidden_size * sum(_gate_rows(model, gsa))
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta when it is learned."""
+    """W_q, W_k and w without biases; b and c per head with sigmoid; two norms; beta if it is learned."""
     heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
     matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
     biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
@@ -101,7 +101,7 @@ def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def indexer_layers(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Layers that own an indexer: the first of each group that shares a selection."""
+    """Layers with an indexer: the first of each group that shares a selection."""
     return model.num_layers // gsa.selection_reuse if gsa.attention == "sparse" else 0
 
 
@@ -113,10 +113,10 @@ class FlopsPerToken:
     """Q, K, V and the attention's output projection."""
     gates: float
     mlp: float
-    """Of the dense feed-forward layers."""
+    """Dense feed-forward layers."""
     router: float
     experts: float
-    """Those that a token is sent to, and the shared one."""
+    """The token's routed experts and the shared expert."""
     output: float
     """Logits."""
     attention: float
@@ -124,10 +124,10 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Q K^T once more over the attended keys: the probabilities, averaged over heads, that the indexer learns; of the
-    queries that its loss takes."""
+    """Q K^T again over the attended keys, for the rows of the indexer loss: its target, the head-averaged
+    probabilities."""
     dense_equivalent: float
-    """Not part of the total: a token of the same model with dense attention and no indexer, all of it trained."""
+    """Not added to the total: the same model with dense attention, no indexer, and all parameters trained."""
 
     @property
     def total(self) -> float:
@@ -146,15 +146,14 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """Operations per token in a phase, averaged over the positions of a sequence.
 
-    Only products of matrices count, and recomputation does not. A backward pass costs twice the forward pass of
-    what it trains; the indexer's scores get gradients only where its loss looks, on the attended keys of the queries
-    that it takes. The indexer's projections are products over all queries, whatever the loss takes.
+    Counts matrix products only, without recomputation. A backward pass costs twice the forward pass of the trained
+    parameters. The indexer's scores have gradients only on the attended keys of the rows in its loss; its projections
+    always run over all queries.
 
     Args:
-        mean_selected: measured mean |S_t|; without it the budget is taken as k_base (`mean_selected_keys`). No more
-            than the causal keys count.
-        mean_visible: measured mean of the keys that a query sees; without it a sequence is one document.
-        dropped_share: measured share of the tokens' choices of experts that found no room (`moe.capacity_factor`).
+        mean_selected: measured mean |S_t|, at most the causal keys; None: with budget k_base (`mean_selected_keys`).
+        mean_visible: measured mean causal keys per query; None: a sequence is one document.
+        dropped_share: measured fraction of expert choices that were dropped (`moe.capacity_factor`).
     """
     d, layers, tokens = model.hidden_size, model.num_layers, seq_len_tokens
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -176,7 +175,7 @@ def flops_per_token(
     experts = mixtures * 2 * 3 * d * widths
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select, and to learn; its queries are the first of each selection block, or all.
+    # The indexer runs to select or to train; its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
     teachers = indexers * (gsa.selection_reuse if gsa.reuse_teacher == "group" else 1)
@@ -185,7 +184,7 @@ def flops_per_token(
     projected = query_share if gsa.selection_query == "first" else 1.0
     weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
     indexer_projections = 2 * d * (projected * (heads * dim + weighted) + dim)
-    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the sum over heads, weighted or by 1
+    per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted or plain sum over heads
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
     learned = row_share * min(scored, query_share * attended / gsa.indexer_pool)
@@ -207,25 +206,26 @@ def flops_per_token(
 
 
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
-    """Share of the queries that the indexer loss takes, on the average over its draws.
+    """Expected fraction of the queries in the indexer loss.
 
-    One of n stretches of queries, n = 1 / `gsa.indexer_loss_row_fraction`; of a sequence of fewer one of them all.
+    The loss samples one of n chunks of STRETCH_ROWS queries, n = 1 / `gsa.indexer_loss_row_fraction`, or one of all
+    chunks if the sequence has fewer.
     """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
 
 
 def causal_mean_keys(seq_len_tokens: int) -> float:
-    """Keys at or before a query, averaged over the queries of a sequence of one document: (L + 1) / 2."""
+    """Causal keys averaged over the queries of a sequence with one document: (L + 1) / 2."""
     return (seq_len_tokens + 1) / 2
 
 
 def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -> float:
-    """Scores that the indexer computes per token: the keys that each block's first query sees, over all tokens; with
+    """Scores that the indexer computes per token: the causal keys of each block's first query, over all tokens; with
     `gsa.indexer_pool` the groups before each query's own.
 
-    Exact for one document and for blocks of one query. Else first queries are taken to see as much less than the
-    others as in one document, by a share of less than block / L, as documents may begin anywhere in a block.
+    Exact for one document and for blocks of one query. Otherwise it scales the count of one document by the mean causal
+    keys; the relative error is below block / L, because documents may start anywhere in a block.
     """
     pool, block = gsa.indexer_pool, gsa.selection_block
     counts = range(1, seq_len_tokens + 1, block) if pool == 1 else (t // pool for t in range(seq_len_tokens))
@@ -234,22 +234,22 @@ def mean_scored_keys(gsa: GSAConfig, seq_len_tokens: int, mean_visible: float) -
 
 
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
-    """|S_t| averaged over the queries, when every query gets k_base keys, or all where it sees fewer than dense_below.
+    """|S_t| averaged over the queries, with budget k_base, or all keys for queries with fewer than dense_below.
 
-    A block selects from the keys that its first query sees, of which those queries that are in another document have
-    none; each query adds its own local window. The two are taken as disjoint as far as the causal keys allow, so
-    with a window this is an upper estimate.
+    A block selects from the causal keys of its first query; queries of another document cannot use them. Each query
+    adds its local window. Selection and window count as disjoint, up to the number of causal keys, so with a window
+    the result is an upper bound.
 
     Args:
-        causal_keys: of each query, sequence by sequence.
+        causal_keys: causal keys of each query, per sequence.
     """
     total = 0
     for sequence in causal_keys:
         for position, visible in enumerate(sequence):
-            behind = position % gsa.selection_block
-            of_first = sequence[position - behind]
+            offset = position % gsa.selection_block
+            of_first = sequence[position - offset]
             budget = of_first if of_first < gsa.dense_below else min(gsa.k_base, of_first)
-            chosen = budget if visible > behind else 0
+            chosen = budget if visible > offset else 0
             always = gsa.local_window
             if gsa.indexer_pool > 1:  # whole groups, and the query's own
                 chosen, own = (
@@ -261,9 +261,9 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     return total / sum(map(len, causal_keys))
 
 
-# Dense peak rates by the name that the driver reports: bf16 tensor cores (half of the datasheet's figure "with
-# sparsity"), fp32 without tensor cores. Exact names, because variants of one chip differ.
-_A100 = (312e12, 19.5e12)  # A100 datasheet: the same for all forms
+# Dense peak rates by the driver's device name: bf16 tensor cores (half of the datasheet's figure "with sparsity"),
+# fp32 without tensor cores. Names are exact, because variants of one chip differ.
+_A100 = (312e12, 19.5e12)  # A100 datasheet: the same for all variants
 _H100_SXM = (989e12, 67e12)  # H100 datasheet, SXM; H200 datasheet: the same rates
 _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -278,20 +278,19 @@ _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {
 }
 
 DEVICES = tuple(_PEAK_FLOPS_PER_SECOND)
-"""Names of the devices whose peak rate is known."""
+"""Devices with a known peak rate."""
 _MEASURED_MFU = {"NVIDIA H200": 0.46}  # gsa_1.7b on four, the whole step: docs/reference/performance.md
-_MEASURED_FROM_PARAMETERS = 10**9  # a smaller model keeps such a device waiting, nobody measured for how long
+_MEASURED_FROM_PARAMETERS = 10**9  # smaller models leave the device idle; unmeasured
 
 
 def measured_mfu(device_name: str, count: ParameterCount) -> float | None:
-    """Share of the device's bf16 peak that training of a GSA model has reached; None: not known. One mixture of
-    experts has been measured, which does not stand for others."""
+    """Measured MFU of GSA training on this device; None: unknown. MoE models are excluded: only one was measured."""
     measured = count.experts == 0 and count.total >= _MEASURED_FROM_PARAMETERS
     return _MEASURED_MFU.get(device_name) if measured else None
 
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:
-    """Peak rate of one device, or None if it is not known: then there is no MFU, and none is guessed.
+    """Return the device's peak rate; None if unknown: then no MFU is reported.
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.

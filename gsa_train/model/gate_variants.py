@@ -1,7 +1,6 @@
-"""Gates beyond the paper's two, and what stands in their place: the variants of the gated-attention study (arXiv
-2505.06708), in plain torch.
+"""The gate variants of the gated-attention study (arXiv 2505.06708), in plain torch.
 
-The paper's gates, sigmoids of each head and channel, are one projection (gates.py), which the fused operations know.
+The paper's two gates, a sigmoid per head and channel, come from one projection (gates.py) with fused kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gsa_train.model.mcore.norm import RMSNorm
 
 
 def opening(logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
-    """What `gsa.gate_activation` makes of logits."""
+    """Apply `gsa.gate_activation` to the logits."""
     if gsa.gate_activation == "sigmoid":
         return logits.sigmoid()
     if gsa.gate_activation == "ns_sigmoid":
@@ -35,10 +34,10 @@ def opening(logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
 
 
 def apply_gate(x: torch.Tensor, logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
-    """x * gate or x + gate, calculated in fp32 (fp64 if an input is fp64): the shape and dtype of x.
+    """x * gate or x + gate, computed in fp32 (fp64 if an input is fp64), in the shape and dtype of x.
 
     Args:
-        logits: broadcastable to x: a dimension of 1 is of gates that serve all channels of a head, or all heads.
+        logits: broadcastable to x; a dimension of 1 means one gate for all channels of a head, or for all heads.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, logits.dtype), torch.float32)
     gate = opening(logits.to(dtype), gsa)
@@ -47,12 +46,12 @@ def apply_gate(x: torch.Tensor, logits: torch.Tensor, gsa: GSAConfig) -> torch.T
 
 
 class HeadGate(MegatronModule):
-    """Input-independent gates of this rank's heads: their logits are parameters."""
+    """Input-independent gates of this rank's heads: the logits are parameters."""
 
     def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int) -> None:
         """
         Args:
-            rows: of the whole model's heads
+            rows: gates of a layer over all ranks
         """
         super().__init__(config)
         self.tp_group = groups.tp
@@ -78,14 +77,14 @@ class HeadGate(MegatronModule):
 
 
 class ReplicatedGate(MegatronModule):
-    """Gates that every tensor-parallel rank holds whole: shared by all heads, or G5 on the output of W_O."""
+    """Gates replicated over the tensor-parallel ranks: gates that all heads share, and G5, after W_O."""
 
     def __init__(
         self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int, for_heads: bool
     ) -> None:
         """
         Args:
-            for_heads: the logits go to this rank's heads, of all tokens; else to its tokens, of all heads.
+            for_heads: gate this rank's heads for all tokens; False: gate its tokens over all heads.
         """
         super().__init__(config)
         self.tp_group, self.for_heads = groups.tp, for_heads
@@ -93,20 +92,20 @@ class ReplicatedGate(MegatronModule):
         self.weight = _parameter(config, rows, config.hidden_size) if depends else None
         self.bias = _parameter(config, rows)
         for parameter in self.parameters():
-            # Gradients are of this rank's tokens: megatron-core sums them over the tensor-parallel ranks.
+            # Each rank has its own tokens: megatron-core sums the gradients over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, rows] for heads, else of the tokens
-        that came."""
+        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, rows] for heads, else for the given
+        tokens."""
         if self.weight is None:
             logits = self.bias.expand(*hidden.shape[:2], -1)
-        else:  # not F.linear, for which DeepSpeed puts one that rounds before it adds the bias
+        else:  # not F.linear: DeepSpeed's replacement rounds before adding the bias
             logits = torch.addmm(self.bias, hidden.flatten(0, 1), self.weight.t())
             logits = logits.unflatten(0, hidden.shape[:2])
         if not self.for_heads:
             return logits
-        # Each rank's heads give a part of the gradient.
+        # Each rank's heads contribute a part of the gradient.
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(logits, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(logits, group=self.tp_group)
@@ -121,7 +120,7 @@ class HeadNorm(RMSNorm):
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]  # summed here, over the heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d_k], of this rank's heads."""
+        """[..., d_k] of this rank's heads -> the same shape."""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
 

@@ -1,4 +1,4 @@
-"""Gate projection: logits of G2 on the values (eq. 9), of G1 on the output (eq. 10), and of their variants."""
+"""The projection that computes the gate logits: G2 on values (eq. 9), G1 on the output (eq. 10), and variants."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 
 
 class GateProjection(ColumnParallelLinear):
-    """The first of several products of one input, whose communication it does for all of them.
+    """The first of several linear layers with the same input; communicates for all of them.
 
-    The others take the input from here. Their gradients of it arrive summed in one tensor, to which this product adds
-    its own: no pass over memory for the sum, and over the tensor-parallel ranks one gather and one reduction.
+    It returns the gathered input for the other layers. Their summed input gradient arrives in one tensor, to which this
+    layer adds its own: one all-gather and one reduction over the tensor-parallel ranks, and no separate sum.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, local rows], bias included, and the
-        input of all L tokens, whose gradient may be this rank's part of the sum."""
+        """[L, B, d] ([L / tp, B, d] under sequence parallelism) -> logits [L, B, local rows] with bias, and the
+        input of all L tokens, whose gradient may be this rank's partial sum."""
         logits, shared = _LogitsAndInput.apply(
             input_,
             self.weight,
@@ -54,7 +54,7 @@ class _LogitsAndInput(torch.autograd.Function):
             dist.all_gather_into_tensor(shared, hidden.contiguous(), group=group)
         ctx.save_for_backward(shared, weight, bias)
         ctx.group, ctx.sequence_parallel, ctx.accumulates = group, sequence_parallel, accumulates
-        # Not F.linear, for which DeepSpeed puts one that rounds before it adds the bias.
+        # Not F.linear: DeepSpeed's replacement rounds before adding the bias.
         logits = torch.addmm(bias, shared.flatten(0, 1), weight.t())
         return logits.unflatten(0, shared.shape[:2]), shared
 
@@ -64,10 +64,10 @@ class _LogitsAndInput(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         shared, weight, bias = ctx.saved_tensors
         rows = grad_logits.flatten(0, 1)
-        # The other products' gradient has no reader but this one.
+        # Nothing else reads the other layers' gradient, so it is overwritten.
         grad_hidden = grad_shared.contiguous()
         grad_hidden.flatten(0, 1).addmm_(rows, weight)
-        # The weight's gradient is calculated meanwhile.
+        # Overlaps with the computation of the weight gradient.
         pending = None
         if ctx.sequence_parallel:
             summed = grad_hidden
@@ -85,8 +85,8 @@ class _LogitsAndInput(torch.autograd.Function):
 
 
 class GateLogits(NamedTuple):
-    """Logits of some tokens [..., B], before `gsa.gate_activation`; None where there is no gate. x is d_k, or 1 where a
-    gate serves all channels of a head; n_kv and n_h / n_kv are 1 where all heads share their gates."""
+    """Gate logits of tokens [..., B]; None without the gate. x is d_k, or 1 if one gate serves all channels of a head;
+    n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
     value: torch.Tensor | None
     """G2 [..., n_kv, x]"""
@@ -101,10 +101,10 @@ class GateLogits(NamedTuple):
 def build_gate_projection(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> GateProjection | None:
-    """One matrix for all gates that each head has of its own, or None without such gates.
+    """Build one matrix for all per-head gates; None without such gates.
 
-    Rows per key-value head: the value gate's d_k, then the output gate's (n_h / n_kv) * d_k, then G3 and G4; a headwise
-    gate has one row instead of d_k. A tensor-parallel rank so holds the gates of exactly its own heads.
+    Rows per key-value head: d_k for the value gate, (n_h / n_kv) * d_k for the output gate, then G3 and G4; headwise
+    gates have one row instead of d_k. Each tensor-parallel rank thus holds the gates of its own heads.
     """
     if not has_gate_projection(config):
         return None
@@ -125,7 +125,7 @@ def build_gate_projection(
 def build_head_gate(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> HeadGate | ReplicatedGate | None:
-    """What gives the logits of gates on heads where no projection does: `gsa.gate_input`, `gsa.gate_sharing`."""
+    """Build the module for gate logits without a projection (`gsa.gate_input`, `gsa.gate_sharing`); else None."""
     if has_gate_projection(config) or head_gate_rows(config) == 0:
         return None
     if config.gsa.gate_sharing == "head_shared":
@@ -140,7 +140,7 @@ def has_gate_projection(config: GSATransformerConfig) -> bool:
 
 
 def head_gate_rows(config: GSATransformerConfig) -> int:
-    """Rows of all gates except G5, which acts where there are no heads."""
+    """Rows of all gates except G5, which acts after the heads are merged."""
     return sum(rows for position, rows in _rows(config).items() if position != "projection")
 
 
@@ -161,10 +161,10 @@ def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> Gat
 def gate_statistics(
     logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
 ) -> Statistics:
-    """How far G1 and G2 are open. Nothing where the activation has no bounds: then they are not open or closed.
+    """Measure how far G1 and G2 are open. Empty for unbounded activations, which have no open or closed state.
 
     Args:
-        logits: of some tokens, [T, B, local rows], without graph.
+        logits: [T, B, local rows], detached.
         bins: `gate_bins`
     """
     statistics = Statistics()
@@ -173,9 +173,9 @@ def gate_statistics(
     rows = _rows_per_group(config)
     gates = opening(logits.float(), config.gsa)
     numbers, edges = bins
-    # What is not finite is in the last one.
+    # Non-finite values fall into the last bin.
     places = torch.bucketize(gates, edges, right=True)
-    # [rows of a key-value head, bins], all gates at once.
+    # [rows of a key-value head, bins] for all gates together
     in_bins = (places.unflatten(-1, (-1, sum(rows)))[..., None] == numbers).sum((0, 1, 2)).split(rows)
     of_each = split_gate_logits(gates, config)
     for name, gate, counts in (
@@ -193,7 +193,7 @@ def gate_statistics(
 
 
 def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bins of the gates' histograms: their numbers, and the edges between them."""
+    """Return the bin numbers of the gate histograms and the edges between bins."""
     numbers = torch.arange(GATE_BINS, device=device)
     return numbers, numbers[1:] / GATE_BINS
 
@@ -209,6 +209,6 @@ def _rows(config: GSATransformerConfig) -> dict[str, int]:
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Rows of G2, G1, G3 and G4 for one key-value head, or for all heads where they share."""
+    """Rows of G2, G1, G3 and G4 per key-value head, or in total if heads share them."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for position, rows in _rows(config).items() if position != "projection")

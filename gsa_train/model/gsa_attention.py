@@ -3,8 +3,7 @@
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
 Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
-megatron-core hands activations over as [L, B, ...]; from the indexer to G1 tensors are batch first, as gsa_kernels
-wants them.
+Activations of megatron-core are [L, B, ...]; from the indexer to G1 tensors are batch first, for gsa_kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from gsa_train.model.gates import (
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
-from gsa_train.model.recompute import CalledTwice
+from gsa_train.model.recompute import RecomputedAttention
 from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
@@ -51,15 +50,15 @@ from gsa_train.profiling.trace_spans import trace_span
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a layer needs beside its inputs; goes through the layer spec's params."""
+    """What all layers share; passed through the params of the layer spec."""
 
     runtime: AttentionRuntime
     implementation: str
     """Name of the attention core (cores/build.py)."""
     dense_attention: str
-    """Name of what runs dense passes beside the fused kernels (dense_attention.py)."""
+    """Name of the dense attention of the `triton` core (dense_attention.py)."""
     recompute_core: bool
-    """Compute the attention core again in the backward pass instead of keeping its L x L tensors."""
+    """Recompute the attention core in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
     """Shared by all indexers (rotary.py); None without `gsa.indexer_rope`."""
 
@@ -67,7 +66,7 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 where it has the paper's form; other forms act on the core's output.
+    The core applies G1 in the paper's form; other forms of G1 are applied after the core.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.
@@ -93,7 +92,7 @@ class GSASelfAttention(MegatronModule):
         self.layer = layer_number - 1
         """Index in the whole model, from 0."""
         self.leads_group = self.layer % self.gsa.selection_reuse == 0
-        """False: this layer takes the selection of an earlier one."""
+        """False: this layer uses the selection of an earlier layer."""
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.local_kv_heads = config.num_query_groups // pg_collection.tp.size()
         d, d_k = config.hidden_size, config.kv_channels
@@ -113,7 +112,7 @@ class GSASelfAttention(MegatronModule):
             tp_group=pg_collection.tp,
         )
         self.linear_gate = build_gate_projection(config, pg_collection)
-        if self.linear_gate is not None:  # it communicates for both
+        if self.linear_gate is not None:  # the gate projection communicates for both
             self.linear_qkv.sequence_parallel = False
         self.head_gate = build_head_gate(config, pg_collection)
         self.projection_gate = (
@@ -157,7 +156,7 @@ class GSASelfAttention(MegatronModule):
             hidden_states: the layer's normalised input.
             attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
             rotary_pos_emb: angles of the rotary embedding on Q and K.
-            unused: what megatron-core passes to every attention (inference, packing formats we do not use).
+            unused: other arguments of megatron-core (inference, other packing formats).
         """
         attention_pass = self.runtime.pass_of_this_forward()
         gates = projection_gate = None
@@ -181,7 +180,7 @@ class GSASelfAttention(MegatronModule):
         selections = None
         if attention_pass.uses_indexer:
             if self.indexer is not None and self.variance is not None:
-                self.runtime.shared_selection = None  # not beside the next one
+                self.runtime.shared_selection = None  # free it before the next selection
                 with trace_span("indexer"):
                     indexed = self._index(
                         self.indexer, hidden_states, gathered, attention_mask, attention_pass
@@ -195,7 +194,7 @@ class GSASelfAttention(MegatronModule):
 
         attend = partial(self.over_chunks.attend, indexer=self.indexer)
         if self.recompute_core and attention_pass.has_graph:
-            twice = CalledTwice(attend, selections, attention_pass)
+            twice = RecomputedAttention(attend, selections, attention_pass)
             out = tensor_parallel.checkpoint(twice, False, *projected)
         else:
             out = attend(projected, selections=selections, attention_pass=attention_pass)
@@ -216,7 +215,7 @@ class GSASelfAttention(MegatronModule):
         gates: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], gated, and logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
+        """Return gated Q [B, L, n_h, d_k], K and V [B, L, n_kv, d_k], and logits of G1 [B, L, n_kv, n_h / n_kv, d_k] or
         None."""
         qkv, _ = self.linear_qkv(hidden_states)
         if self.heads_op is not None:
@@ -241,7 +240,7 @@ class GSASelfAttention(MegatronModule):
             v = apply_gate(v, logits.value, self.gsa)  # eq. 9
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        # After the norms, which would take away the scale that a gate gives.
+        # After the norms, which would remove the scale of a gate.
         if logits.key is not None:
             k = apply_gate(k, logits.key, self.gsa)
         if logits.query is not None:
@@ -268,8 +267,7 @@ class GSASelfAttention(MegatronModule):
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
     ) -> IndexerProjections:
-        """The indexer's queries of this rank's tokens and keys of all tokens, cut off from the graph of the language
-        model."""
+        """Return the indexer's queries of this rank's tokens and keys of all tokens, detached from the base model."""
         hidden = hidden_states.detach()
         if not gathered:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)

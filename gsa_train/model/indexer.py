@@ -1,4 +1,4 @@
-"""The lightning indexer (eq. 7): small queries, one key and head weights that score every key."""
+"""The lightning indexer (eq. 7): small queries, one key per token and head weights, which score every key."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from gsa_train.model.rotary import LocalRotaryEmbedding
 
 
 class IndexerProjections(NamedTuple):
-    """What the indexer makes of the hidden states, batch first."""
+    """Indexer projections of the hidden states, batch first."""
 
     queries: torch.Tensor
     """[B, L, H_I, d_I]"""
     keys: torch.Tensor
-    """[B, L, d_I], one key for all indexer heads; with `gsa.indexer_pool` a group's key, at its first token"""
+    """[B, L, d_I], shared by the indexer heads; with `gsa.indexer_pool` a group's key is at its first token"""
     head_weight_logits: torch.Tensor
-    """[B, L, H_I]; constant where the indexer has no head weights"""
+    """[B, L, H_I]; constant if the indexer has no head weights"""
 
     def of(self, chunk: QueryChunk) -> IndexerProjections:
-        """The chunk's queries, and the keys up to its end: those here are of all tokens."""
+        """Return the chunk's queries and all keys up to the chunk's end."""
         return IndexerProjections(
             self.queries[:, chunk.local], self.keys[:, : chunk.end], self.head_weight_logits[:, chunk.local]
         )
 
 
 class Indexer(MegatronModule):
-    """Replicated over the tensor-parallel ranks: they see the same tokens and hold equal weights.
+    """Replicated over the tensor-parallel ranks, which process the same tokens with equal weights.
 
-    Call it as a module: with `overlap_param_gather` parameters arrive in forward-pre-hooks.
+    Call it as a module: with `overlap_param_gather` forward-pre-hooks all-gather the parameters.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Indexer(MegatronModule):
     ) -> None:
         """
         Args:
-            rotary: of `indexer_rotary`, the same for all layers.
+            rotary: from `indexer_rotary`, shared by all layers.
         """
         super().__init__(config)
         self.gsa = config.gsa
@@ -63,7 +63,7 @@ class Indexer(MegatronModule):
         self.head_weight = self._parameter(heads, config.hidden_size) if learned else None
         self.score_bias = self._parameter(heads) if self.scores.has_score_bias else None  # b_j
         self.weight_bias = self._parameter(heads) if self.scores.has_head_weight_bias else None  # c_j
-        # The three products are one, padded: matrix units want multiples of 8.
+        # One padded matrix product for the three projections: tensor cores need multiples of 8.
         rows = heads * dim + dim + learned * heads
         self.register_buffer(
             "padding", self.key_weight.new_zeros(-rows % 8, config.hidden_size), persistent=False
@@ -75,7 +75,7 @@ class Indexer(MegatronModule):
         self.log_inverse_temperature = self._parameter(1) if learns_beta else None  # log beta
         self._fixed_inverse_temperature: torch.Tensor | None = None
         self.splits_alone = learned and not norms and self.gsa.indexer_pool == 1
-        """Nothing but the rotary embedding acts on the parts of the product: one kernel can do both."""
+        """Only the rotary embedding acts on the projections, so one kernel can split and rotate them."""
         self.split_op = _fused_split_op() if config.fused_ops and self.splits_alone else None
         self.rotary = rotary
 
@@ -84,8 +84,8 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # In plain torch all ranks compute the same gradient; on the kernels each computes its rows' part, times
-        # the number of ranks. The average is the gradient either way, and keeps the copies equal to the last bit.
+        # In plain torch all ranks compute the same gradient; with the kernels each computes its share of the rows,
+        # times the number of ranks. The average is correct in both cases, and keeps the replicas bitwise equal.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
@@ -93,7 +93,7 @@ class Indexer(MegatronModule):
         """[L, B, d] -> projections. `hidden` is detached: only the indexer loss trains the indexer.
 
         Args:
-            group_firsts: int64 [B, L], with `gsa.indexer_pool`: there is then one key for each group.
+            group_firsts: int64 [B, L], with `gsa.indexer_pool`: pools the keys of each group.
         """
         learned = (self.query_weight, self.key_weight, self.head_weight)
         weights = [weight for weight in (*learned, self.padding) if weight is not None]
@@ -115,9 +115,7 @@ class Indexer(MegatronModule):
             size, eps = (self.gsa.indexer_dim,), self.config.layernorm_epsilon
             queries = torch.nn.functional.rms_norm(queries, size, self.query_norm_weight, eps)
             keys = torch.nn.functional.rms_norm(keys, size, self.key_norm_weight, eps)
-        if (
-            group_firsts is not None
-        ):  # before the rotation, which takes the position of the group's first token
+        if group_firsts is not None:  # before the rotation by the position of the group's first token
             keys = pool_keys(keys.transpose(0, 1), group_firsts, self.gsa.indexer_pool).transpose(0, 1)
         if self.rotary is not None:
             angles = self.rotary(hidden.shape[0] * self.groups.cp.size())
@@ -125,16 +123,16 @@ class Indexer(MegatronModule):
             keys = apply_rotary_pos_emb(
                 keys[:, :, None], angles, config=self.config, cp_group=self.groups.cp
             )[:, :, 0]
-        # Contiguous, since selection and loss would each make copies.
+        # Contiguous, because selection and loss would otherwise each make a copy.
         return IndexerProjections(
             *(x.transpose(0, 1).contiguous() for x in (queries, keys, head_weight_logits))
         )
 
     def applied(self, projections: IndexerProjections, with_temperature: bool = True) -> AppliedIndexer:
-        """The projections with the parameters that make scores of them.
+        """Combine the projections with the parameters of the scores.
 
         Args:
-            with_temperature: for the indexer loss.
+            with_temperature: include beta, for the indexer loss.
         """
         return AppliedIndexer(
             *projections,
@@ -148,16 +146,16 @@ class Indexer(MegatronModule):
         """beta of softmax(beta * I) in the indexer loss: fp32, 0-d."""
         if self.log_inverse_temperature is not None:
             return self.log_inverse_temperature.float().exp()[0]
-        if self._fixed_inverse_temperature is None:  # no buffer, which a bf16 model would round
-            # The device of a buffer: to read a parameter here makes ZeRO-3 bring it with every pass from then on, and
-            # breaks the order that it has recorded.
+        if self._fixed_inverse_temperature is None:  # not a buffer: a bf16 model would round it
+            # Take the device from a buffer: reading a parameter here makes ZeRO-3 gather it in every later pass, in
+            # another order than it recorded.
             value, device = float(self.gsa.indexer_temperature), self.padding.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
         return self._fixed_inverse_temperature
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """hidden [L, B, d] by several weights [rows, d] at once; the last is no parameter: [L, B, all rows]."""
+    """hidden [L, B, d] times concatenated weights [rows, d], the last a constant: [L, B, all rows]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, accumulates: bool, *weights: torch.Tensor) -> torch.Tensor:

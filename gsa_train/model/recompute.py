@@ -1,4 +1,4 @@
-"""A layer's attention, calculated again in the backward pass instead of kept."""
+"""Recomputation of a layer's attention in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.cores.over_chunks import Projected
 
 
-class CalledTwice:
-    """`attend` for a checkpoint, which calls it twice: in the forward pass without a graph, then in the backward pass.
+class RecomputedAttention:
+    """`attend` for activation checkpointing: called without a graph in the forward pass, again in the backward pass.
 
-    The second call lets go of the selections: the checkpoint's node lives as long as the micro-batch's loss, which
-    the schedule holds.
+    The second call drops the selections, because the checkpoint's autograd node lives until the schedule drops the
+    micro-batch's loss.
     """
 
     def __init__(
         self, attend: Callable[..., torch.Tensor], selections: list[Any] | None, attention_pass: AttentionPass
     ) -> None:
-        first = replace(attention_pass, is_first_of_two=True)
+        first = replace(attention_pass, will_recompute=True)
         self._attend, self._calls = attend, [(selections, first), (selections, attention_pass)]
 
     def __call__(self, *projected: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rotary angles of the positions that this rank holds."""
+"""Rotary angles of this rank's positions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 
 
 class LocalRotaryEmbedding(RotaryEmbedding):
-    """megatron-core's, which knows the zig-zag alone, for any cut of the sequence; and YaRN.
+    """megatron-core's rotary embedding with any context sharding, not only zig-zag, and with YaRN.
 
-    megatron-core's own YarnRotaryEmbedding turns all channels whatever `rotary_percent` says, takes no attention
-    factor, and does not run on CPUs.
+    megatron-core's YarnRotaryEmbedding ignores `rotary_percent`, has no attention factor and does not run on CPUs.
     """
 
     def __init__(
@@ -32,13 +31,13 @@ class LocalRotaryEmbedding(RotaryEmbedding):
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, max_seq_len: int, *_: Any, **options: Any) -> torch.Tensor:
-        """Angles [L / size, 1, 1, channels] of sequences of `max_seq_len`; the same tensor each time."""
+        """Return angles [L / size, 1, 1, channels] for sequences of `max_seq_len`; cached."""
         if max_seq_len not in self._angles:
             self._angles[max_seq_len] = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
         return self._angles[max_seq_len]
 
     def tables(self, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, fp32 [L / size, channels / 2], of the angles, whose halves are equal; the same each time."""
+        """Return cos and sin of the angles, whose halves are equal: fp32 [L / size, channels / 2]; cached."""
         if max_seq_len not in self._tables:
             angles = local_part(self.get_emb(max_seq_len), self._cut, dim=0)
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
@@ -51,8 +50,8 @@ def rotary_embedding(
 ) -> LocalRotaryEmbedding:
     """
     Args:
-        channels: of a head.
-        percent: share of them that is turned.
+        channels: channels of a head.
+        percent: fraction of the channels that are rotated.
     """
     return LocalRotaryEmbedding(
         context_sharding(config, groups),
@@ -68,9 +67,9 @@ def rotary_embedding(
 def indexer_rotary(
     config: GSATransformerConfig, groups: ProcessGroupCollection
 ) -> LocalRotaryEmbedding | None:
-    """The embedding of `gsa.indexer_rope`; one for all indexers, whose tables at 128K tokens take 32 MiB.
+    """Return the embedding that all indexers share; None without `gsa.indexer_rope`.
 
-    With YaRN's rates, but not its attention factor, which is made for the logits of a softmax.
+    It uses YaRN's frequencies without YaRN's attention factor, which is designed for softmax logits.
     """
     return rotary_embedding(config, config.gsa.indexer_dim, groups) if config.gsa.indexer_rope else None
 

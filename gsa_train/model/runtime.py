@@ -1,4 +1,4 @@
-"""What the attention layers of one rank share while they run."""
+"""State that the attention layers of one rank share during a pass."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ T = TypeVar("T")
 class AttentionRuntime:
     stats: LayerStats
     attention_pass: AttentionPass = field(default_factory=AttentionPass)
-    """The pass under way; between two the phase's, from which step and validation make theirs."""
+    """The current pass; between passes the phase's default, which steps and validation modify."""
     shared_selection: Any = field(default=None, repr=False)
-    """Selections of the last leader layer, one per chunk of queries, for the followers of its group
+    """Selections of the layer with the indexer, one per chunk of queries, for the other layers of its group
     (`selection_reuse`)."""
-    lesson: Any = field(default=None, repr=False)
-    """What the layers of a group gather for the loss of their indexer (group_lesson.py); None where there is none."""
+    group_target: Any = field(default=None, repr=False)
+    """The target that the layers of a group accumulate for their indexer loss (group_target.py), or None."""
 
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
-    """Per layer: losses of this step that have drawn their rows."""
+    """Per layer: number of losses in this step that have sampled rows."""
     _samples: dict[tuple[int, int, int], QuerySample] = field(default_factory=dict, repr=False)
     _documents: torch.Tensor | None = field(default=None, repr=False)
-    """Those that `_made` is of."""
+    """The documents for which `_made` holds results."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _rotary: dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False
@@ -41,32 +41,31 @@ class AttentionRuntime:
 
     @contextmanager
     def during(self, attention_pass: AttentionPass) -> Iterator[None]:
-        """What the layers run in this block is of this kind; draws of rows start again."""
+        """Set the pass for the layers in this block, and reset the sampling of rows."""
         before, self.attention_pass = self.attention_pass, attention_pass
         self._row_draws.clear()
         try:
             yield
         finally:
-            self.attention_pass, self.shared_selection, self.lesson = before, None, None
+            self.attention_pass, self.shared_selection, self.group_target = before, None, None
             self._documents, self._made = None, {}
 
     def pass_of_this_forward(self) -> AttentionPass:
-        """The pass under way as the layer that runs now must see it.
+        """Return the current pass for the running layer, with `will_recompute` if the layer runs again later.
 
-        megatron-core recomputes whole layers by calling them twice, first under `no_grad` and later with a graph, and
-        tells them in no other way. This is the one place that reads the grad mode: ask at the start of a layer's
-        forward, before it changes the mode.
+        megatron-core recomputes a layer by calling it first under `no_grad` and later with a graph; only the grad mode
+        tells the calls apart. Call this at the start of a layer's forward, before it changes the grad mode.
         """
         current = self.attention_pass
         if current.has_graph and not torch.is_grad_enabled():
-            return replace(current, is_first_of_two=True)
+            return replace(current, will_recompute=True)
         return current
 
     def draw_rows(self, attention_pass: AttentionPass, layer: int) -> RowSample:
-        """The rows of this layer's next loss.
+        """Sample the rows of this layer's next loss.
 
-        Call it once per loss, in the order of the micro-batches: never in the first of two passes. The draws are the
-        same on all tensor-parallel ranks, and after a resume.
+        Call it once per loss, in the order of the micro-batches, and never in the first run of a recomputed pass. The
+        sample is the same on all tensor-parallel ranks and after a resume.
         """
         if attention_pass.row_fraction == 1:
             return RowSample()
@@ -78,7 +77,7 @@ class AttentionRuntime:
     def query_sample(
         self, attention_pass: AttentionPass, length: int, start: int, end: int
     ) -> QuerySample | None:
-        """The queries to measure of those at start .. end - 1 of a sequence; None if the pass measures none."""
+        """Return the queries to measure in start .. end - 1 of a sequence; None if the pass does not measure."""
         if not attention_pass.measures:
             return None
         piece = (length, start, end)
@@ -87,7 +86,7 @@ class AttentionRuntime:
         return self._samples[piece]
 
     def once(self, document_ids: torch.Tensor | None, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, a function of the key and the micro-batch's documents alone: the same for all layers.
+        """Cache the result of `make`, which depends only on `key` and the documents, for all layers of a micro-batch.
 
         Args:
             document_ids: int32 [B, L]; None for one document per sequence.
@@ -100,15 +99,15 @@ class AttentionRuntime:
         return value
 
     def rotary_tables(self, angles: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
+        """Return cos and sin, fp32 [L, D / 2], of megatron-core's angles [L, 1, 1, D], whose halves are equal.
 
-        All layers get the same tensor, and a length's is kept as long as the model: its tables are, too.
+        The tables are cached per length for all layers, for the lifetime of the model.
 
         Args:
-            magnitude: what they are multiplied with, the same in all layers.
+            magnitude: factor of both tables, the same in all layers.
         """
-        # Recomputation detaches the angles: another tensor each time, of the same memory. The first one is kept, so
-        # that no other gets its memory.
+        # Recomputation detaches the angles: a new tensor with the same memory, so the address is the key. The cache
+        # holds the first tensor so that its address is not reused.
         key = (angles.data_ptr(), angles.shape, magnitude)
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
@@ -118,7 +117,7 @@ class AttentionRuntime:
 
 
 def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Recomputation detaches what it is given: the same numbers in another tensor."""
+    """Compare addresses, because recomputation detaches its inputs: other tensors with the same memory."""
     if one is None or other is None:
         return one is other
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,9 +1,9 @@
-"""Which optimizers there are. A new one is two functions and a row of OPTIMIZERS; `train.optimizer` chooses.
+"""The optimizers. To add one, write two functions and add a row to OPTIMIZERS; `train.optimizer` chooses.
 
-A row declares what the optimizer keeps of each parameter. Checkpoints, resharding, checks for damage, what one phase
-leaves to the next, and the dry run's memory all read that declaration.
+A row declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the handover between
+phases and the dry run's memory estimate read this declaration.
 
-Loads no torch by itself: a dry run and the check of a config's names come before.
+This module does not import torch, because dry runs and config checks come before.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 Group = dict[str, Any]
-"""A parameter group of torch: `params`, `lr`, `weight_decay` and the optimizer's own."""
+"""A parameter group of torch: `params`, `lr`, `weight_decay` and the optimizer's own settings."""
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
     build: Callable[[list[Group], TrainConfig, bool], torch.optim.Optimizer]
-    """Parameter groups in fp32, settings, whether to update by torch's fused kernels. Parameters may be flat shards of
-    a matrix. A fused one skips an update on the device; for any other one the host waits to know whether to make it."""
+    """fp32 parameter groups, settings, whether to use torch's fused kernels -> optimizer. Parameters may be flat
+    shards. A fused optimizer skips a rejected update on the device; for any other the host waits for the verdict."""
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
-    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of the squares of what
-    the step changed, weight decay included."""
+    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of squares of the step's
+    change, weight decay included."""
     state: tuple[str, ...]
-    """Names of the tensors that it keeps of each parameter: fp32, in the parameter's shape, 0 at the start."""
+    """Names of its state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None
-    """Name of the 0-d tensor in each parameter's state in which it counts its updates."""
+    """Name of the 0-d tensor in each parameter's state that counts updates."""
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         zeros = {name: parameter.new_zeros(parameter.shape) for name in self.state}
@@ -53,7 +53,7 @@ def adamw_change(
     """w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
     import torch
 
-    step, (beta1, beta2) = states[0]["step"], group["betas"]  # all have the same count
+    step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states
     correction = (1 - beta2**step).sqrt()
     rate, eps = correction / (1 - beta1**step), group["eps"] * correction
     lr, decay = group["lr"], group["weight_decay"]

@@ -1,4 +1,4 @@
-"""What trains one phase, as step, trainer and checkpoint see it, whichever `parallel.strategy` shards it."""
+"""Interface of a phase's optimizer for step, trainer and checkpoint, independent of `parallel.strategy`."""
 
 from __future__ import annotations
 
@@ -21,48 +21,46 @@ MAIN_WEIGHT = "param"
 
 @dataclass(frozen=True)
 class StatePart:
-    """What a rank keeps of one parameter's optimizer state: all of it, or a stretch of the flat parameter."""
+    """This rank's optimizer state of one parameter: all of it, or a contiguous shard of the flat parameter."""
 
     parameter: torch.nn.Parameter
     start: int
     """First element."""
     length: int
     tensors: dict[str, torch.Tensor]
-    """What the optimizer declares (`OptimizerKind.state`) and, where the model's weight is not in fp32, MAIN_WEIGHT: in
-    fp32, flat, the optimizer's own."""
+    """The optimizer's own flat fp32 tensors: `OptimizerKind.state` and, if the model's weight is not fp32,
+    MAIN_WEIGHT."""
 
     @property
     def in_parameter(self) -> slice:
         return slice(self.start, self.start + self.length)
 
     def weight(self) -> torch.Tensor:
-        """A copy of this part of the model's weight, flat, where that is whole."""
+        """Copy this part of the model's weight, flat. The model must hold whole weights."""
         return self.parameter.detach().flatten()[self.in_parameter].clone()
 
 
 class PhaseOptimizer(ABC):
-    """Gradients and optimizer of what a phase trains. Built by `mcore.build_optimizer`, ended by `close`."""
+    """Gradients and optimizer of a phase's parameters. Built by `mcore.build_optimizer`, released by `close`."""
 
     phase: PhaseConfig
     kind: OptimizerKind
     updates: torch.Tensor
-    """0-d, on the device: updates made, which all parameters share."""
+    """0-d, on the device: number of applied updates, shared by all parameters."""
     updaters: Sequence[torch.optim.Optimizer]
-    """What `kind` has built for the parameters of this rank."""
+    """The optimizers that `kind` built for this rank's parameters."""
     modules: Sequence[torch.nn.Module]
-    """The model's chunks as the schedule is to call them."""
+    """The model's chunks, wrapped for the schedule."""
     local_backward: bool
-    """In the indexer warm-up layers differentiate the indexer loss on the spot; else the schedule runs a backward
-    pass."""
+    """True in the indexer warm-up, where each layer runs its own backward pass; else the schedule runs it."""
     state_group: dist.ProcessGroup | None
-    """The ranks over which each parameter's state is cut, but for those of experts; None: every data-parallel rank has
-    all of it."""
+    """Ranks over which dense parameters' state is sharded; None: every data-parallel rank has all of it."""
     expert_state_group: dist.ProcessGroup | None = None
-    """The same of experts."""
+    """The same for expert parameters."""
     state_copy: int | None
-    """Number of this rank's group among those that hold the same; None without a group."""
+    """Index of this rank's group among the groups with replicas of the same state; None without a group."""
     weights_stay: bool = True
-    """What the model holds in `whole_weights` is its own, and stays behind its end as it is until the next update."""
+    """Weights inside `whole_weights` are the model's own and stay valid after it, until the next update."""
 
     def state_group_of(self, parameter: torch.Tensor) -> dist.ProcessGroup | None:
         return self.expert_state_group if is_of_expert(parameter) else self.state_group
@@ -71,14 +69,14 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Gradients are zero, the modules in training mode."""
+        """Zero the gradients and set the modules to training mode."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Add up the gradients over the ranks where no schedule has done so (`local_backward`). Collective."""
+        """Reduce the gradients over the ranks, if the schedule does not (`local_backward`). Collective."""
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
-        """Give each group its learning rate and weight decay for the next step; both follow from the config."""
+        """Set each group's learning rate and weight decay for the next step."""
         for group in (group for each in self.updaters for group in each.param_groups):
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]
@@ -87,23 +85,23 @@ class PhaseOptimizer(ABC):
     def reduce_grad_norm(
         self, loss_share: torch.Tensor, parallel: Parallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """0-d fp32 norm of the reduced gradients before clipping, each parameter once, and 0-d fp64 sum of the ranks'
-        `loss_share`; the same on all ranks. Collective."""
+        """Return the norm of the reduced gradients before clipping, each parameter once, 0-d fp32, and the sum of the
+        ranks' `loss_share`, 0-d fp64; equal on all ranks. Collective."""
 
     @abstractmethod
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """Clip the reduced gradients and update; without `applied` no weight, no state and no step count changes.
+        """Clip the reduced gradients and update. If `applied` is False, weights, state and step count are unchanged.
 
         Args:
-            norm: 0-d: their norm, of `reduce_grad_norm`.
-            max_norm: largest global norm; 0 does not clip.
-            applied: 0-d bool, the same on all ranks.
+            norm: 0-d, from `reduce_grad_norm`.
+            max_norm: largest global norm; 0 disables clipping.
+            applied: 0-d bool, equal on all ranks.
         """
 
     @abstractmethod
     def update_norm(self, applied: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-        """0-d fp32: norm of the change that the last step made to the weights, weight decay included; 0 where it made
-        none. Collective."""
+        """Return the norm of the last step's change of the weights, weight decay included: 0-d fp32, 0 for a skipped
+        step. Collective."""
 
     @abstractmethod
     def close(self, model: Model) -> None:
@@ -113,18 +111,18 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
-        """While it is open, every rank's model holds whole weights. Collective.
+        """Gather whole weights into every rank's model for the duration of the context. Collective.
 
         Args:
-            changes: they will be other ones at its end, the same on all data-parallel ranks.
+            changes: the caller changes the weights, equally on all data-parallel ranks.
         """
 
     @abstractmethod
     def state_parts(self) -> Iterator[StatePart]:
-        """All that this rank keeps, by parameter."""
+        """Yield this rank's optimizer state by parameter."""
 
     def set_updates(self, count: float) -> None:
-        """Go on from there."""
+        """Set the number of updates."""
         self.updates.fill_(count)
         if self.kind.counter is not None:
             for state in (state for each in self.updaters for state in each.state.values()):
@@ -132,4 +130,4 @@ class PhaseOptimizer(ABC):
 
     @abstractmethod
     def start_from_weights(self) -> None:
-        """The model has other weights: the optimizer's own copies follow. Collective."""
+        """Copy changed model weights into the optimizer's fp32 copies. Collective."""

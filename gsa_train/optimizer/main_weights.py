@@ -1,7 +1,7 @@
-"""The fp32 weights that a phase in bf16 leaves to the next one.
+"""Hand the fp32 main weights of a bf16 phase to the next phase.
 
-Each phase has an optimizer of its own, with fp32 weights beside the model's bf16 ones. Made from the model's, those of
-the next phase would lack what this one's updates had not yet added up to a bf16 step.
+Each phase's optimizer has fp32 weights next to the model's bf16 weights. Rebuilding them from bf16 would lose the
+updates that are smaller than a bf16 step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer, StatePart
 
 @dataclass(frozen=True)
 class MainWeights:
-    """Of a phase that ends, on one rank. They take 4 bytes for each parameter of which the rank keeps the state."""
+    """Main weights of a completed phase on one rank: 4 bytes per parameter in the rank's optimizer shard."""
 
     trained: list[torch.nn.Parameter]
-    """All that the phase trained of this rank's model."""
+    """Trained parameters of this rank's model."""
     parts: list[tuple[torch.nn.Parameter, int, torch.Tensor]]
     """Parameter, first element, flat fp32 weight."""
     groups: list[dist.ProcessGroup | None]
-    """`PhaseOptimizer.state_group_of` each of `trained`."""
+    """`PhaseOptimizer.state_group_of` for each entry of `trained`."""
 
 
 def keep_main_weights(model: Model, phase_optimizer: PhaseOptimizer) -> MainWeights:
-    """Call before the optimizer is closed."""
+    """Copy the main weights. Call it before the optimizer is closed."""
     parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return MainWeights(
@@ -45,7 +45,7 @@ def keep_main_weights(model: Model, phase_optimizer: PhaseOptimizer) -> MainWeig
 
 @torch.no_grad()
 def carry_over(kept: MainWeights, phase_optimizer: PhaseOptimizer) -> None:
-    """Into the next phase's optimizer, which cuts its parameters otherwise, what it trains of these. Collective."""
+    """Write the main weights into the next phase's optimizer, which shards its parameters differently. Collective."""
     before: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for parameter, start, weight in kept.parts:
         before[id(parameter)].append((start, weight))

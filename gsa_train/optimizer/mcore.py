@@ -1,8 +1,8 @@
-"""A phase's optimizer: megatron-core's data-parallel wrapper and sharding around torch's optimizer (build.py).
-(`parallel.strategy: deepspeed` has another: zero.py.)
+"""A phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding around
+torch's optimizer (build.py). zero.py has the one for `parallel.strategy: deepspeed`.
 
-Each phase builds its own and takes it down at the end, so that a frozen base costs no gradient buffer and no
-optimizer state, and the sparse phase starts with a fresh one.
+Each phase builds its own and closes it at the end, so that a frozen base needs no gradient buffers or optimizer state,
+and the sparse phase starts with fresh state.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Hook = Callable[..., None]
 
 
 class PhaseDataParallel(DistributedDataParallel):
-    """megatron-core's wrapper, whose hooks on gradients can be taken off at the end of the phase.
+    """megatron-core's wrapper with gradient hooks that can be removed at the end of the phase.
 
-    It hangs a hook on autograd's node of each parameter, and each hook holds the wrapper with its gradient buffers and
-    the model. A node lives as long as any tensor whose graph has the parameter. A module may keep one, as
-    megatron-core's token dispatchers do: a cycle through autograd, which Python's collector cannot see. The next
-    phase's wrapper then also gets the same nodes, old hooks included. So autograd gets hooks that hold no wrapper.
+    It registers a hook on each parameter's autograd node, and each hook references the wrapper, its gradient buffers
+    and the model. A node lives as long as any tensor whose graph contains the parameter. A module may hold such a
+    tensor, as megatron-core's token dispatchers do: a reference cycle through autograd that Python cannot collect. The
+    next phase's wrapper then gets the same nodes with the old hooks. Hooks here therefore hold a weak reference.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]
-    """megatron-core's."""
+    """megatron-core's hooks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._gradient_hooks = {}  # filled while megatron-core's part is made
+        self._gradient_hooks = {}  # filled by megatron-core's constructor
         super().__init__(*args, **kwargs)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Hook:
@@ -68,13 +68,13 @@ class PhaseDataParallel(DistributedDataParallel):
         return hook
 
     def drop_gradient_hooks(self) -> None:
-        """Backward passes do nothing for this wrapper from now on, also where a node is the next one's, too."""
+        """Disable this wrapper's hooks, also on autograd nodes that the next wrapper shares."""
         self._gradient_hooks.clear()
 
 
 @dataclass
 class MegatronPhaseOptimizer(PhaseOptimizer):
-    """`parallel.strategy: megatron`. Its methods are the functions below."""
+    """`parallel.strategy: megatron`."""
 
     ddps: list[PhaseDataParallel]
     """The model's chunks, each inside megatron-core's data-parallel wrapper."""
@@ -119,7 +119,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def close(self, model: Model) -> None:
         for ddp in self.ddps:
             if ddp.use_forward_hook:
-                ddp.disable_forward_pre_hook()  # also waits for parameters under way
+                ddp.disable_forward_pre_hook()  # also waits for all-gathers in progress
             ddp.drop_gradient_hooks()
         for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
             for attribute in ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad"):
@@ -129,7 +129,7 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
     def whole_weights(self, changes: bool) -> AbstractContextManager[None]:
         for ddp in self.ddps:
             if ddp.use_forward_hook and not changes:
-                ddp.disable_forward_pre_hook()  # parameters under way must arrive first
+                ddp.disable_forward_pre_hook()  # wait for all-gathers in progress
                 ddp.enable_forward_pre_hook()
         return nullcontext()
 
@@ -151,19 +151,21 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
 
 def _main_weight(inner: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
-    """What megatron-core's optimizer updates of a parameter on this rank, and where in the flat parameter it begins."""
+    """Return this rank's main-weight shard of a parameter, or None, and its offset in the flat parameter."""
     if not isinstance(inner, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
-        return (main if main in inner.optimizer.state else None), 0  # another optimizer has those of experts
+        return (
+            main if main in inner.optimizer.state else None
+        ), 0  # expert parameters belong to another optimizer
     if parameter not in inner.model_param_group_index_map:
-        return None, 0  # frozen, or all of it is other ranks'
+        return None, 0  # frozen, or entirely on other ranks
     group, order = inner.model_param_group_index_map[parameter]
     start: int = inner._get_model_param_range_map(parameter)["param"].start
     return inner.optimizer.param_groups[group]["params"][order], start
 
 
 def build_optimizer(model: Model, phase: PhaseConfig, config: Config) -> PhaseOptimizer:
-    """Freeze for the phase, wrap the model, and make its optimizer."""
+    """Freeze parameters for the phase, wrap the model and build its optimizer."""
     enter_phase(model, phase)
     if config.train.cuda_graphs:
         leave_default_stream(model.parallel.device)
@@ -185,7 +187,7 @@ def close_optimizer(model: Model, phase_optimizer: PhaseOptimizer) -> None:
 
 def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) -> MegatronPhaseOptimizer:
     layout, train = config.parallel, config.train
-    # In the indexer warm-up each layer runs its own backward pass; there is no single one to overlap with.
+    # In the indexer warm-up each layer runs its own backward pass, so there is none to overlap with.
     trains_base = phase.train != "indexer"
     overlap_grad_reduce = layout.overlap_grad_reduce and trains_base
     ddp_config = DistributedDataParallelConfig(
@@ -195,7 +197,7 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather and trains_base,
     )
-    # One bucket for each chunk but the first: the others' reductions overlap with its work anyway (Megatron-LM).
+    # One bucket for each chunk except the first: their reductions overlap with its backward pass (as in Megatron-LM).
     ddps = [
         PhaseDataParallel(model.mcore_config, ddp_config, module, disable_bucketing=number > 0)
         for number, module in enumerate(model.modules)
@@ -227,10 +229,10 @@ def _build_megatron_optimizer(model: Model, phase: PhaseConfig, config: Config) 
 
 
 def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConfig) -> None:
-    """Update by the config's optimizer in place of the AdamW that megatron-core has made, the only one that it shards.
+    """Replace megatron-core's AdamW, the only optimizer that it shards, with the config's optimizer.
 
-    It gets its state before the first step, so that a checkpoint may fill it. On GPUs it updates by torch's fused
-    kernels, where it has some: torch otherwise passes about ten times over the weights.
+    State is created before the first step, so that a checkpoint can fill it. On GPUs the optimizer uses torch's fused
+    kernels if it has any, because unfused updates read the weights several times.
     """
     for inner in inner_optimizers(optimizer):
         made = inner.optimizer
@@ -247,19 +249,19 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
-    """Of dense parameters and of experts."""
+    """Return the bucket groups of dense and of expert parameters."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
 def finalize_gradients(work_time: WorkTime, *args: Any, **kwargs: Any) -> None:
-    """megatron-core's reduction of the gradients, before which a rank has done its own work. Collective."""
+    """Run megatron-core's gradient reduction, which ends the rank's own work time. Collective."""
     work_time.end()
     with work_time.part("gradient_reduction"):
         megatron_finalize_model_grads(*args, **kwargs)
 
 
 def _group_overrides(phase: PhaseConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Parameter groups of megatron-core: no weight decay on vectors, multiplied learning rates."""
+    """Overrides of megatron-core's parameter groups: no weight decay on vectors, learning-rate multipliers."""
     multipliers = lr_multipliers(phase)
     overrides = get_standard_config_overrides(OptimizerConfig(lr=phase.lr))
     for group, attribute in (("gates", "gsa_gate"), ("indexer", "gsa_indexer")):

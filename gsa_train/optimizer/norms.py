@@ -1,6 +1,6 @@
-"""Norms over all ranks of a phase's gradients and updates, each parameter once, and clipping by them.
+"""Global norms of a phase's gradients and updates, each parameter once, and gradient clipping.
 
-Nothing here makes the host wait for a GPU.
+The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gsa_train.optimizer.build import OptimizerKind
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
-    """megatron-core's optimizers inside this one, or itself."""
+    """Return megatron-core's optimizers inside a chained one, or the optimizer itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those of megatron-core's that have parameters on this rank."""
+    """Return megatron-core's optimizers that have parameters on this rank."""
     return [each for each in chained(optimizer) if each.optimizer is not None]
 
 
@@ -32,10 +32,12 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def reduce_grad_norm(
     optimizer: MegatronOptimizer, loss_share: torch.Tensor, parallel: Parallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that each decides by the same bits."""
+    """`PhaseOptimizer.reduce_grad_norm` in one collective over all ranks, so that they decide by equal bits."""
     optimizer.prepare_grads()
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)  # experts have other replicas than all else
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(
+        list
+    )  # experts have other replicas than dense parameters
     for inner in chained(optimizer):
         by_copies[_copies(inner, parallel)] += inner.get_main_grads_for_grad_norm()
     for copies, grads in by_copies.items():
@@ -49,11 +51,11 @@ def reduce_grad_norm(
 def clipped_step(
     optimizer: MegatronOptimizer, norm: torch.Tensor, max_norm: float, applied: torch.Tensor
 ) -> None:
-    """`PhaseOptimizer.clipped_step`. megatron-core's own makes the host wait for each tensor's norm; here nothing is
-    read back on a GPU where the optimizer scales and skips by tensors on the device, as torch's fused ones do."""
+    """`PhaseOptimizer.clipped_step`. In megatron-core's version the host waits for each tensor's norm. Here it does not
+    wait if the optimizer scales and skips by device tensors, as torch's fused optimizers do."""
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     inners = inner_optimizers(optimizer)
-    # The mark by which torch's own GradScaler knows them.
+    # The attribute by which torch's GradScaler recognizes them.
     if norm.is_cuda and all(getattr(each.optimizer, "_step_supports_amp_scaling", False) for each in inners):
         for inner in inners:
             inner.optimizer.grad_scale = divisor
@@ -70,7 +72,7 @@ def clipped_step(
 def update_norm(
     optimizer: MegatronOptimizer, kind: OptimizerKind, applied: torch.Tensor, parallel: Parallel
 ) -> torch.Tensor:
-    """`PhaseOptimizer.update_norm`, from the state after the step: nothing is kept from before it."""
+    """`PhaseOptimizer.update_norm`, computed from the state after the step, without a copy of the old weights."""
     squares = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for inner in inner_optimizers(optimizer):
         updated, counted = inner.optimizer, {id(p) for p in inner.get_parameters() if counts_for_norms(p)}
@@ -85,20 +87,19 @@ def update_norm(
 
 
 def _copies(inner: Any, parallel: Parallel) -> int:
-    """Ranks that hold the same gradients and state: the replicas without the distributed optimizer, else its
-    instances."""
+    """Number of ranks with the same gradients and state: the replicas, or the distributed optimizer's instances."""
     sharing: int = inner.get_grad_stats_parallel_group().size()
     return parallel.world_size // sharing
 
 
 def counts_for_norms(parameter: torch.Tensor) -> bool:
-    """Not a copy of what another rank has, as megatron-core counts gradients."""
+    """Whether this rank counts the parameter: False for a replica of another rank, as in megatron-core."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """0-d fp64. On CPUs torch adds up squares in fp32 nearly in one go: over half a million gradients that is 3e-5
-    beside the norm, another 3e-5 for each way of cutting them, and clipping carries it into the weights."""
+    """0-d fp64. On CPUs torch's sequential fp32 sums have errors that depend on the sharding, and clipping would carry
+    them into the weights."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":

@@ -1,9 +1,9 @@
 """`parallel.strategy: deepspeed`: DeepSpeed's ZeRO in place of megatron-core's gradient buffers and optimizer.
 
-The model, its tensor and sequence parallelism and the schedule stay megatron-core's. DeepSpeed reduces the gradients
-over the data-parallel ranks, keeps each rank's part of the fp32 weights and moments (stage 3: of the weights, too), and
-updates. Written against DeepSpeed 0.19.8, whose inner lists (`params_in_partition`, `averaged_gradients`, ...) are
-read here: a test of each stage compares every step with one rank's.
+megatron-core keeps the model, its tensor and sequence parallelism and the schedule. DeepSpeed reduces the gradients
+over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. This reads
+internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...): a test of each stage compares
+every step with a run on one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What DeepSpeed would guess with a warning, and what it insists on, also under plain python.
+# DeepSpeed would guess the first with a warning, and requires the second even without torchrun.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("LOCAL_RANK", "0")
 
@@ -38,12 +38,12 @@ PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 keeps smaller parameters whole; DeepSpeed's default."""
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-# On CPUs it would compile collectives of its own at the first start; gloo's are there.
+# On CPUs DeepSpeed would compile its own collectives at the first start; use gloo's.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> ZeroPhaseOptimizer:
-    """Wrap the model, frozen for the phase, into DeepSpeed's engine. Collective."""
+    """Wrap the model, frozen for the phase, in DeepSpeed's engine. Collective."""
     parallel = model.parallel
     trained = [(name, each) for name, each in model.gpt.named_parameters() if each.requires_grad]
     kind = optimizer_kind(config.train)
@@ -69,9 +69,10 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 
 def _announce(model: Model) -> None:
-    """Name the parameters that a layer's attention reads outside of its indexer's forward pass. DeepSpeed finds such
-    ones by itself in a forward pass, and brings them from then on; but recomputation reads the temperature for the
-    first time in the backward pass."""
+    """Register the parameters that attention reads outside the indexer's forward pass, so that ZeRO-3 gathers them.
+
+    DeepSpeed detects such parameters only in forward passes, but recomputation first reads the temperature in the
+    backward pass."""
     for attention in model.attentions:
         if attention.indexer is not None:
             for name in ("score_bias", "weight_bias", "log_inverse_temperature"):
@@ -81,7 +82,7 @@ def _announce(model: Model) -> None:
 
 
 def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -> list[dict[str, Any]]:
-    """Parameter groups as megatron-core makes them of `mcore._group_overrides`."""
+    """Build the parameter groups that megatron-core builds from `mcore._group_overrides`."""
     multipliers = lr_multipliers(phase)
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
@@ -93,18 +94,18 @@ def _groups(trained: list[tuple[str, torch.nn.Parameter]], phase: PhaseConfig) -
 
 
 def _settings(config: Config, parallel: Parallel, bf16: bool) -> dict[str, Any]:
-    """DeepSpeed's config: everything it would schedule, scale or write itself is off."""
+    """DeepSpeed's config, with its own scheduling, loss scaling and output disabled."""
     layout, train = config.parallel, config.train
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        # Megatron-core's schedule has scaled the loss; where a step ends, `no_sync` says.
+        # megatron-core's schedule scales the loss; `no_sync` tells where a step ends.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": train.grad_clip,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": layout.grad_reduce_dtype},
         "communication_data_type": layout.grad_reduce_dtype,
         "zero_allow_untested_optimizer": True,
-        # torch's AdamW in one kernel, which needs no compiler at the start; DeepSpeed's own would.
+        # torch's fused AdamW; DeepSpeed's own would be compiled at the start
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": layout.zero_stage,
@@ -123,14 +124,13 @@ def _offload(parallel: Parallel) -> dict[str, Any]:
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """Always ZeRO's optimizer. For stage 1, bf16 weights and fp32 gradients DeepSpeed would take another one, which
-        keeps everything elsewhere."""
+        """Always use ZeRO's optimizer. For stage 1, bf16 weights and fp32 gradients DeepSpeed would choose one with
+        another state layout."""
         return ZERO_OPTIMIZATION
 
 
 class _Callable(torch.nn.Module):
-    """The engine as megatron-core's schedule calls it. The engine itself has a `config` of its own, which it would take
-    for the model's."""
+    """Wraps the engine for megatron-core's schedule, which would take the engine's `config` for the model's."""
 
     engine: DeepSpeedEngine
 
@@ -149,7 +149,7 @@ def _begin_graph(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) 
 
 class ZeroPhaseOptimizer(PhaseOptimizer):
     state_copy = 0
-    # ZeRO-2 and 3 reduce at the end of a backward pass, and 3 brings the weights for it.
+    # ZeRO-2 and 3 reduce at the end of a backward pass, and ZeRO-3 gathers weights for it.
     local_backward = False
 
     def __init__(
@@ -179,14 +179,14 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         self.updates, self.updaters = torch.zeros((), device=parallel.device), [self._zero.optimizer]
         for flat in self._flat:
             self._zero.optimizer.state[flat].update(kind.new_state(flat.detach()))
-        # DeepSpeed clips by the norm that it computes in fp32, and leaves out an update whose norm is not finite.
-        # It gets ours, and NaN where the update is to be left out.
+        # DeepSpeed clips by its own fp32 norm and skips an update whose norm is not finite. Replace it with our norm,
+        # or with NaN to skip the update.
         if self._shards_weights:
             self._zero._get_norm_groups = lambda: [self._norm]
         else:
             self._zero.scaled_global_norm = lambda norm_type=2: self._norm
-        # In the indexer warm-up nothing before the first indexer has a gradient, and recomputed layers without one in
-        # their input would not run a backward pass at all.
+        # In the indexer warm-up no tensor before the first indexer requires a gradient, and recomputed layers whose
+        # input requires none would skip their backward pass.
         self._embedding_hook = model.gpt.embedding.register_forward_hook(_begin_graph)
         config = model.mcore_config
         config.grad_scale_func = None
@@ -206,17 +206,17 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     @contextmanager
     def _not_the_last(self) -> Iterator[None]:
-        """Around all micro-batches of a step but its last one."""
+        """Context of all micro-batches of a step except the last."""
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
 
     def reduce_gradients(self) -> None:
-        raise AssertionError("the schedule has done it")
+        raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """What megatron-core's finalize_model_grads does beyond data parallelism: gradients of what the tensor-parallel
-        ranks each hold whole, over these ranks. Their parts of the gradients are cut alike."""
+        """Reduce the gradients of parameters replicated over the tensor-parallel ranks, as megatron-core's
+        finalize_model_grads does. These ranks shard the gradients identically."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:
@@ -235,7 +235,7 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
                     grad.copy_(reduced)
 
     def _reduction(self, name: str) -> str | None:
-        """What the tensor-parallel ranks make of their gradients of a parameter, as megatron-core has it."""
+        """Return how megatron-core reduces a parameter's gradient over the tensor-parallel ranks."""
         config, parameter = self._model.mcore_config, self._trained[name]
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             return "average"
@@ -244,10 +244,10 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         return "sum" if sees_some_tokens or sees_some_heads else None
 
     def _gradients(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Each piece's, reduced over the data-parallel ranks, as a flat view."""
+        """Yield each piece with its gradient, reduced over the data-parallel ranks, as a flat view."""
         if self._offloads:
             if self._parallel.device.type == "cuda":
-                torch.cuda.synchronize()  # they are copied to the host in streams of their own
+                torch.cuda.synchronize()  # DeepSpeed copies them to the host on other streams
             for piece in self._pieces:
                 grad = self._flat[piece.group].grad
                 assert grad is not None
@@ -272,11 +272,13 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
 
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
         assert max_norm == self._engine.gradient_clipping()
-        self._norm = torch.where(applied, norm, torch.nan).to(self._flat[0].device)  # of what it scales
-        self._engine.step()  # waits for the device, to know whether the update is to be made
+        self._norm = torch.where(applied, norm, torch.nan).to(
+            self._flat[0].device
+        )  # on the gradients' device
+        self._engine.step()  # the host waits for the verdict on the update
         self.updates += applied
         if self._offloads and not self._shards_weights:
-            # DeepSpeed keeps those of an update that it leaves out, and would add the next step's to them.
+            # DeepSpeed keeps the gradients of a skipped update and would add the next step's to them.
             self._zero.averaged_gradients = dict.fromkeys(self._zero.averaged_gradients)
 
     @torch.no_grad()
@@ -313,11 +315,11 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         if not self._shards_weights:
             yield
             return
-        # At the end of a validation weights are still on their way, for a backward pass that does not come. DeepSpeed's
-        # gathering would take these for whole.
+        # After validation, all-gathers for a backward pass that never runs are still in progress. DeepSpeed would treat
+        # their weights as complete.
         self._zero.empty_partition_cache()
         parameters = list(self._engine.module.parameters())
-        # The rank is counted among the data-parallel ones.
+        # modifier_rank is the rank in the data-parallel group
         with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changes else None):
             yield
 

@@ -1,4 +1,4 @@
-"""How DeepSpeed 0.19.8 cuts a model over the data-parallel ranks, and how to take off what it put on."""
+"""How DeepSpeed 0.19.8 shards a model over the data-parallel ranks, and how to undo its changes to the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsa_train.distributed.parallel import Parallel
 
 
 class Groups:
-    """The process groups under the names that DeepSpeed asks for."""
+    """The process groups under DeepSpeed's names."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._tensor, self._data = parallel.groups.tp, parallel.groups.dp
@@ -48,14 +48,14 @@ class Piece:
 
     parameter: torch.nn.Parameter
     group: int
-    """Of DeepSpeed's flat groups."""
+    """Index of DeepSpeed's flat group."""
     number: int
-    """In the group's list of gradients."""
+    """Index in the group's list of gradients."""
     start: int
-    """First element, in the flat parameter."""
+    """First element in the flat parameter."""
     length: int
     offset: int
-    """Of that element in the flat group."""
+    """Index of that element in the flat group."""
 
     @property
     def in_group(self) -> slice:
@@ -67,7 +67,7 @@ class Piece:
 
 
 def pieces(zero: Any) -> Iterator[Piece]:
-    """Stages 1 and 2: each flat group is cut into one part per rank, wherever that cuts a parameter."""
+    """Stages 1 and 2: each flat group has one shard per rank; shards may split a parameter anywhere."""
     rank = dist.get_rank(zero.dp_process_group)
     for group, parameters in enumerate(zero.params_in_partition):
         size = zero.partition_size[group]
@@ -81,7 +81,7 @@ def pieces(zero: Any) -> Iterator[Piece]:
 
 
 def pieces_of_shards(zero: Any) -> Iterator[Piece]:
-    """Stage 3: each parameter is cut into one part per rank, the last ones filled up."""
+    """Stage 3: each parameter has one shard per rank; the last ones are padded."""
     for group, parameters in enumerate(zero.fp16_groups):
         offset = 0
         for number, parameter in enumerate(parameters):
@@ -92,7 +92,7 @@ def pieces_of_shards(zero: Any) -> Iterator[Piece]:
 
 
 def remember(module: torch.nn.Module) -> Callable[[], None]:
-    """A function that takes off a module what DeepSpeed has put on it since; call it with whole weights."""
+    """Return a function that removes everything DeepSpeed adds to the module later; call it with whole weights."""
     attributes = [(each, frozenset(vars(each))) for each in (*module.modules(), *module.parameters())]
 
     def take_off() -> None:

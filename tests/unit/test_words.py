@@ -13,7 +13,8 @@ COVERED += [
     f"gsa_train/{room}" for room in ("checkpoint", "commands", "config", "data", "distributed", "metrics")
 ]
 COVERED += [f"gsa_train/{room}" for room in ("planning", "process", "profiling", "validation")]
-COVERED += [f"gsa_train/{file}.py" for file in ("arguments", "cli", "files", "phases")]
+COVERED += [f"gsa_train/{file}.py" for file in ("arguments", "cli", "files", "losses", "phases", "plan")]
+COVERED += [f"gsa_train/{name}" for name in ("model", "optimizer", "schedule.py", "step.py")]
 COVERED += ["gsa_study", "studies", "kernels", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"]
 REFUSED = {
     "behind": "after, below, following or fused into",

@@ -1,4 +1,4 @@
-"""The attention core by its name."""
+"""Build the attention core by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gsa_train.model.cores.reference import ReferenceCore
 
 
 def build_core(settings: CoreSettings, implementation: str, dense_attention: str) -> AttentionCore:
-    """`reference` (plain torch) or `triton` (fused kernels, and for dense passes what `dense_attention` names)."""
+    """Build `reference` (plain torch) or `triton` (fused kernels; `dense_attention` names the dense kernel)."""
     if implementation == "triton":
         from gsa_train.model.cores.triton import TritonCore  # imports Triton
 

@@ -1,8 +1,8 @@
-"""The interface of an attention core, which turns gated, rotated Q, K and V and a selection into attention.
+"""Interface of the attention core, which turns gated, rotated Q, K and V and a selection into attention.
 
-Batch first throughout: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k] of this tensor-parallel rank. The queries stand
-at positions query_start .. query_start + L - 1 of the sequence, the keys are all up to the last of them: L_k =
-query_start + L. Only under context parallelism is query_start not 0.
+Tensors are batch first: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k] of this tensor-parallel rank. Queries have
+positions query_start .. query_start + L - 1 in the sequence; keys end with the last query: L_k = query_start + L.
+query_start is 0 without context parallelism.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gsa_kernels.types import Geometry, Implementation, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.group_lesson import TargetSum
+from gsa_train.model.group_target import TargetSum
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class IndexerLossInputs:
     indexer: Indexer
     rows: RowSample
     on_rows: Callable[[torch.Tensor], None] | None
-    """Called with the KL of each query by a core that knows it in the backward pass only; None if it is not logged."""
+    """Callback with each query's KL, for a core that computes it in the backward pass; None if it is not logged."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,15 @@ class AttentionResult:
     out: torch.Tensor
     """[B, L, n_h, d_k], gated by G1."""
     indexer_loss: torch.Tensor | None = None
-    """0-d, summed over these queries; None where it is not differentiated, or attention's backward pass does so."""
+    """0-d, summed over these queries; None without training of the indexer, or if fused into attention's backward
+    pass."""
     kl: torch.Tensor | None = None
-    """To log: KL of each row, or 0-d the estimate of their sum; None without a loss, or where `on_rows` gets it."""
+    """For the log: KL of each row, or their estimated sum, 0-d; None without a loss, or if `on_rows` receives it."""
 
 
 @dataclass(frozen=True)
 class CoreSettings:
-    """What a core knows of its layer."""
+    """Settings of a layer's core."""
 
     tp_group: dist.ProcessGroup
     layer: int
@@ -58,7 +59,7 @@ class CoreSettings:
 class AttentionCore(Protocol):
     settings: CoreSettings
     implementation: Implementation
-    """The name that its layer passes to `gsa_kernels.api`."""
+    """Implementation name for `gsa_kernels.api`."""
 
     def attend(
         self,
@@ -69,13 +70,13 @@ class AttentionCore(Protocol):
         attention_pass: AttentionPass,
         target_sum: TargetSum | None = None,
     ) -> AttentionResult:
-        """Gated attention, and the indexer loss.
+        """Compute gated attention and the indexer loss.
 
-        A function of its arguments and the parameters alone, so that it can be recomputed.
+        The result depends only on arguments and parameters, so it can be recomputed.
 
         Args:
-            selection: S_t, perhaps made for an earlier layer; None where no indexer runs.
-            loss: None where nobody needs the indexer loss.
-            target_sum: takes this layer's probabilities; the loss then learns the sum. None: it learns this layer's.
+            selection: S_t, possibly an earlier layer's; None without an indexer.
+            loss: None if the indexer loss is not needed.
+            target_sum: accumulates probabilities over layers as the loss's target; None: this layer's alone.
         """
         ...

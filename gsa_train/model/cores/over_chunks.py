@@ -1,4 +1,4 @@
-"""Selection and attention for each chunk of queries on this rank: one, or several under context parallelism."""
+"""Selection and attention for each of this rank's query chunks: one, or several under context parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
-from gsa_train.model.group_lesson import GroupLesson
+from gsa_train.model.group_target import GroupTarget
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.probes.attention_statistics import measure_attention, measure_selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries
@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 
 
 class Projected(NamedTuple):
-    """What a layer makes of its input. Tensors alone, as a checkpoint takes and keeps them."""
+    """Projections of a layer's input: only tensors, as activation checkpointing requires."""
 
     q: torch.Tensor
-    """[B, L, n_h, d_k], rotated, of this rank's tokens."""
+    """[B, L, n_h, d_k], rotated, for this rank's tokens."""
     k: torch.Tensor
     v: torch.Tensor
     """[B, L, n_kv, d_k], K rotated and V gated by G2."""
     output_gate: torch.Tensor | None
     """Logits of G1 [B, L, n_kv, n_h / n_kv, d_k]; None without this gate."""
     document_ids: torch.Tensor | None
-    """int32, of all tokens of the sequence; None for one document per sequence."""
+    """int32, all tokens of the sequence; None for one document per sequence."""
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
-    """The indexer's `IndexerProjections`; None where it does not run."""
+    """See `IndexerProjections`; None if the indexer does not run."""
 
     @property
     def indexed(self) -> IndexerProjections | None:
@@ -61,7 +61,7 @@ class Projected(NamedTuple):
 
 
 class CoreOverChunks:
-    """One layer's core. Gives it each chunk with all keys up to the chunk's end, and records what it measured."""
+    """One layer's core: passes it each chunk with all keys up to the chunk's end, and records its statistics."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class CoreOverChunks:
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
     ) -> list[Selection]:
-        """k_t and S_t of each chunk.
+        """Select k_t and S_t of each chunk.
 
-        Called outside of what is recomputed: a selection made again in the backward pass could differ.
+        Call it outside recomputation: a second selection could differ from the forward pass's.
 
         Args:
             indexed: queries of this rank's tokens, keys of all tokens of the sequence.
-            variance: its moving average makes the budgets; takes the variances of these scores.
-            document_ids: of all tokens of the sequence.
+            variance: holds V̄ for the budgets, and records the variances of these scores.
+            document_ids: all tokens of the sequence.
         """
         with_temperature = attention_pass.sparse and attention_pass.trains_indexer
         length, selections = indexed.queries.shape[1], []
@@ -140,11 +140,12 @@ class CoreOverChunks:
         selections: list[Selection] | None,
         attention_pass: AttentionPass,
     ) -> torch.Tensor:
-        """Softmax over S_t and G1: [B, L, n_h, d_k], with the indexer loss joined to its gradient. What is gathered
-        here is gathered again when it is recomputed, not kept."""
+        """Compute softmax over S_t and G1: [B, L, n_h, d_k]. The indexer loss is injected into its gradient.
+
+        Recomputation repeats the all-gathers of this method instead of keeping their results."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
-        lesson = self._lesson(indexer, indexed, attention_pass)
+        group_target = self._group_target(indexer, indexed, attention_pass)
         ends_group = (self.layer + 1) % self.gsa.selection_reuse == 0
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
@@ -160,11 +161,11 @@ class CoreOverChunks:
             with attention_pass.indexer_graph():
                 if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    if lesson is None:
+                    if group_target is None:
                         loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
-                if lesson is not None and ends_group:
-                    taught = lesson.indexed.of(chunk)
-                    loss = self._loss_inputs(lesson.indexer, taught, geometry, measured, attention_pass)
+                if group_target is not None and ends_group:
+                    taught = group_target.indexed.of(chunk)
+                    loss = self._loss_inputs(group_target.indexer, taught, geometry, measured, attention_pass)
             selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
@@ -183,12 +184,12 @@ class CoreOverChunks:
                     self.core.settings.tp_group,
                 )
                 self.runtime.stats.record(self.layer, statistics)
-            target_sum = None if lesson is None else lesson.sum_of(chunk)
+            target_sum = None if group_target is None else group_target.sum_of(chunk)
             result = self.core.attend(inputs, selection, geometry, loss, attention_pass, target_sum)
             if measured is not None and result.kl is not None:
-                # Up to rounding it is 0 for a query that sees one key.
+                # A query with one causal key has KL 0, except for rounding.
                 of_layer, counted = (
-                    self.layer if lesson is None else lesson.layer,
+                    self.layer if group_target is None else group_target.layer,
                     measured.number_with_choice,
                 )
                 self.runtime.stats.add("indexer_kl", of_layer, result.kl, counted)
@@ -196,7 +197,7 @@ class CoreOverChunks:
             if result.indexer_loss is not None:
                 losses.append(result.indexer_loss)
         if ends_group:
-            self.runtime.lesson = None
+            self.runtime.group_target = None
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
@@ -206,20 +207,20 @@ class CoreOverChunks:
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
 
-    def _lesson(
+    def _group_target(
         self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
-    ) -> GroupLesson | None:
-        """The lesson of this layer's group; None where its indexer learns from its own layer, or not at all."""
+    ) -> GroupTarget | None:
+        """Return the target of this layer's group; None if the indexer learns from its own layer, or not at all."""
         if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
             needed = attention_pass.needs_indexer_loss
-            self.runtime.lesson = GroupLesson(indexer, indexed, self.layer) if needed else None
-        lesson: GroupLesson | None = self.runtime.lesson
-        return lesson
+            self.runtime.group_target = GroupTarget(indexer, indexed, self.layer) if needed else None
+        group_target: GroupTarget | None = self.runtime.group_target
+        return group_target
 
     def _candidates(
         self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
     ) -> torch.Tensor | None:
-        """What the indexer scores for the sparse queries of the sample; None: all causal keys."""
+        """Return the keys that the indexer scores for the sparse queries of the sample; None: all causal keys."""
         firsts = self.group_firsts(q.shape[0], q.shape[1], q.device, document_ids)
         if firsts is None:
             return None
@@ -228,7 +229,7 @@ class CoreOverChunks:
     def group_firsts(
         self, batch: int, length: int, device: torch.device, document_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The first token of each token's group, int64 [B, L]; None without `gsa.indexer_pool`."""
+        """Return the first token of each token's group, int64 [B, L]; None without `gsa.indexer_pool`."""
         if self.gsa.indexer_pool == 1:
             return None
 
@@ -241,13 +242,13 @@ class CoreOverChunks:
         return self.runtime.once(document_ids, ("group firsts", length, batch), firsts)
 
     def chunks(self, length: int) -> list[QueryChunk]:
-        """The chunks of this rank, which has `length` tokens."""
+        """Return the query chunks of this rank, which has `length` tokens."""
         return query_chunks(length, self.cut)
 
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """int64: the tokens, of this rank's `length`, that statistics with many values sample in a measuring pass."""
+        """Return the tokens (int64) of this rank's `length` to measure in statistics with many values per token."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
@@ -258,7 +259,7 @@ class CoreOverChunks:
         return self.runtime.once(document_ids, ("sampled tokens", length), tokens)
 
     def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
-        """Which queries of a chunk to measure; this rank has `length` tokens."""
+        """Return the queries of a chunk to measure; this rank has `length` tokens."""
         whole = length * self.cp_group.size()
         return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
 
@@ -270,10 +271,10 @@ class CoreOverChunks:
         geometry: Geometry,
         attention_pass: AttentionPass,
     ) -> MeasuredQueries | None:
-        """The queries of a chunk, if this pass measures them.
+        """Return the chunk's queries to measure; None if the pass does not measure.
 
         Args:
-            tokens: [B, L, ...], of this rank
+            tokens: [B, L, ...], this rank's tokens.
         """
         batch, length = tokens.shape[:2]
         sample = self._sample(length, chunk, attention_pass)
@@ -283,13 +284,13 @@ class CoreOverChunks:
         return self.runtime.once(document_ids, (length, batch, chunk.start, chunk.end), make)
 
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
-        """Where a chunk's queries stand, and what they see."""
+        """Return the positions and documents of a chunk's queries."""
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         gsa = self.gsa
         return Geometry(starts, chunk.start, gsa.selection_block, gsa.local_window, gsa.indexer_pool)
 
     def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
-        """With a row for each block of queries that share a selection: `gsa.selection_query`."""
+        """Reduce the queries to one row per block that shares a selection (`gsa.selection_query`)."""
         if self.gsa.selection_query == "first":
             return indexer.of_block_leaders(self.gsa.selection_block)
         assert geometry.query_start == 0
@@ -303,7 +304,7 @@ class CoreOverChunks:
         measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
-        """None where this pass has no use for the indexer loss."""
+        """Return the inputs of the indexer loss; None if this pass does not need it."""
         if not attention_pass.needs_indexer_loss:
             return None
         on_rows = None

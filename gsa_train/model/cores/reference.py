@@ -1,7 +1,7 @@
-"""The attention core in plain torch: exact, differentiable, with L x L_k tensors; what the fused core must equal.
+"""The attention core in plain torch with L x L_k tensors: the reference for the fused core.
 
 Equations 7, 10, 11, 12, 14 and 15 of the paper. Unlike `gsa_kernels.operations_reference` it keeps attention's
-probabilities for the indexer loss, the sum over a group's layers included (group_lesson.py).
+probabilities for the indexer loss, the sum over a group's layers included (group_target.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gsa_train.model.cores.interface import (
     CoreSettings,
     IndexerLossInputs,
 )
-from gsa_train.model.group_lesson import TargetSum
+from gsa_train.model.group_target import TargetSum
 from gsa_train.profiling.trace_spans import trace_span
 
 
@@ -77,7 +77,7 @@ class ReferenceCore:
     ) -> torch.Tensor:
         """KL(p_t || softmax over the attended set of beta * I[t, :]) of each scored query, [B, R] (eqs. 14, 15).
 
-        With groups of keys p is summed over each, and the set has the groups that the query attends to whole.
+        With pooled keys p is summed over each group, and the set holds the groups that the query attends to entirely.
         """
         block, firsts = geometry.selection_block, firsts_of(geometry, indexer.keys)
         if firsts is None:
@@ -105,7 +105,7 @@ def _scores(indexer: Indexer) -> torch.Tensor:
 def _sum_or_estimate(
     rows: torch.Tensor, taken: RowSample, queries_per_row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL of the rows [B, R] -> their sum, and what to log: the rows, or the estimate of their sum by a sample."""
+    """KL rows [B, R] -> their sum and the rows for the log; with sampling, twice the estimated sum."""
     if taken.fraction == 1:
         return rows.sum(), rows
     sample, factor = sample_rows(rows.shape[1], taken.fraction, taken.seed, queries_per_row=queries_per_row)

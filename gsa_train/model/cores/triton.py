@@ -1,4 +1,4 @@
-"""The attention core on fused kernels: the same values as `ReferenceCore`, nothing L x L in floating point."""
+"""The attention core on fused kernels: the results of `ReferenceCore` without L x L floating-point tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gsa_train.model.cores.interface import (
     IndexerLossInputs,
 )
 from gsa_train.model.dense_attention import build_dense_attention
-from gsa_train.model.group_lesson import TargetSum
+from gsa_train.model.group_target import TargetSum
 from gsa_train.profiling.trace_spans import trace_span
 
 logger = logging.getLogger(__name__)
 
 
 def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The heads of all tensor-parallel ranks in the order of the ranks, without gradient. Collective."""
+    """All-gather the heads of the tensor-parallel ranks in rank order, without gradient. Collective."""
     local = local.detach()
     if group.size() == 1:
         return local
@@ -92,8 +92,8 @@ class TritonCore:
         geometry: Geometry,
         attention_pass: AttentionPass,
     ) -> bool:
-        """Whether attention's backward pass gives the indexer's gradients, too: it has the loss's target at hand where
-        this rank has all heads, and all rows count."""
+        """Whether attention's backward pass also computes the indexer's gradients. It has the target if this rank holds
+        all heads and the loss uses all rows."""
         num_rows = loss.indexer.queries.shape[1]
         fuses = (
             attention_pass.trains_indexer
@@ -104,7 +104,7 @@ class TritonCore:
         )
         if fuses and not self._said_fused_loss:
             self._said_fused_loss = True
-            logger.info("layer %d: the indexer loss in attention's backward pass", self.settings.layer)
+            logger.info("layer %d: indexer loss fused into attention's backward pass", self.settings.layer)
         return fuses
 
     def _indexer_loss(
@@ -116,12 +116,12 @@ class TritonCore:
         geometry: Geometry,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows [B, R]; of a
-        sample of rows an estimate of the sum, twice.
+        """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows
+        [B, R]. For sampled or sharded rows the second value is the total, estimated sum, for the log.
 
-        The target has the heads of all tensor-parallel ranks. These exchange queries, keys and log-sum-exps, which grow
-        with L, instead of probabilities, which grow with L^2, and each takes its share of the rows. The sum is this
-        rank's, times their number: the indexer's gradients are averaged over these ranks (indexer.py).
+        The target averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and log-sum-exps,
+        which grow with L, instead of probabilities, which grow with L^2, and each computes a share of the rows. Its sum
+        is multiplied by the number of ranks, because the indexer's gradients are averaged over them (indexer.py).
         """
         tp = self.settings.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))

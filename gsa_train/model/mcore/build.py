@@ -1,4 +1,4 @@
-"""From config to the part of the model that this rank holds."""
+"""Build this rank's part of the model from the config."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class Model:
     """This rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
 
     chunks: list[GPTModel]
-    """In the order of the model."""
+    """In model order."""
     modules: list[torch.nn.Module]
-    """What is trained and called: the chunks, inside megatron-core's Float16Module in bf16."""
+    """The chunks to call and train, wrapped in megatron-core's Float16Module in bf16."""
     mcore_config: GSATransformerConfig
     attentions: list[GSASelfAttention]
     routers: list[Router]
-    """Of this stage's layers that are mixtures of experts."""
+    """Routers of this stage's MoE layers."""
     runtime: AttentionRuntime
     num_indexers: int
     """Layers of the whole model that have an indexer."""
     work_time: WorkTime
-    """Of this rank in training steps."""
+    """Time that this rank works in training steps."""
     parallel: Parallel
 
     @property
     def variance_trackers(self) -> list[VarianceTracker]:
-        """Of the layers that have an indexer."""
+        """V̄ of each layer with an indexer."""
         return [attention.variance for attention in self.attentions if attention.variance is not None]
 
     @property
@@ -73,7 +73,7 @@ class Model:
 
 
 def build_model(config: Config, parallel: Parallel) -> Model:
-    """Build the stage, draw its weights, and hang the measuring hooks."""
+    """Build the stage, initialize its weights, and register the measuring hooks."""
     mcore_config = to_mcore_config(config, parallel)
     sizes = config.model.num_layers, parallel.device, config.model.num_heads, config.moe.experts
     runtime = AttentionRuntime(LayerStats(*sizes))
@@ -95,12 +95,12 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     )
     logger.info(
         "elementwise operations and loss: %s (train.fused_ops = %s)",
-        "fused" if mcore_config.fused_ops else "one by one",
+        "fused" if mcore_config.fused_ops else "not fused",
         config.train.fused_ops,
     )
     if not fuses_gates(config.gsa) or config.gsa.projection_gate or config.gsa.output_transform != "none":
         logger.info(
-            "gates beyond the paper's two (gsa.*_gate, gsa.gate_*, gsa.output_transform): in plain torch"
+            "gate variants (gsa.*_gate, gsa.gate_*, gsa.output_transform) run in plain torch, without fused kernels"
         )
     if config.moe.experts > 0:
         logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
@@ -160,10 +160,10 @@ def _build_chunk(
 
 
 def attention_implementation(config: Config, device: torch.device) -> str:
-    """The attention core to run: `triton` or `reference`.
+    """Resolve `gsa.attention_impl` to `triton` or `reference`.
 
     Raises:
-        DeviceError: `triton` is asked for on a device that has no such kernels.
+        DeviceError: `triton` is configured without a CUDA device.
     """
     chosen = config.gsa.attention_impl
     if chosen == "triton" and device.type != "cuda":
@@ -179,12 +179,13 @@ def attention_implementation(config: Config, device: torch.device) -> str:
 
 
 def check_graphs_on(config: Config, device: torch.device, implementation: str) -> None:
-    """
+    """Refuse `train.cuda_graphs` if passes cannot be captured.
+
     Args:
-        implementation: the attention core that runs.
+        implementation: name of the attention core.
 
     Raises:
-        DeviceError: `train.cuda_graphs` is on, and passes on this device cannot be captured.
+        DeviceError: there is no CUDA device, or attention runs in plain torch.
     """
     if not config.train.cuda_graphs:
         return
@@ -192,13 +193,13 @@ def check_graphs_on(config: Config, device: torch.device, implementation: str) -
         raise DeviceError("train.cuda_graphs = true: there is no CUDA device; set it to false")
     if implementation == "reference":
         raise DeviceError(
-            "train.cuda_graphs = true: the fused kernels cannot run this config (see the warning), and plain torch is "
-            "not made for graphs; change what it names, or set train.cuda_graphs to false"
+            "train.cuda_graphs = true: graphs need the fused kernels, which do not support this config; change the "
+            "fields that the warning above names, or set train.cuda_graphs to false"
         )
 
 
 def _let_go_of_selection(runtime: AttentionRuntime) -> Any:
-    """Forward hook: the last layer's lists are of no use to output layer and loss, which need the room."""
+    """Forward hook: free the last selection, because output layer and loss need the memory."""
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         runtime.shared_selection = None

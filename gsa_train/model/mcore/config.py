@@ -1,4 +1,4 @@
-"""Our config in megatron-core's terms."""
+"""Translate the config into megatron-core's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron
 
 @dataclass
 class GSATransformerConfig(TransformerConfig):
-    """megatron-core's transformer config with the sections `gsa` and `moe` beside it."""
+    """megatron-core's transformer config with the sections `gsa` and `moe` and our model options."""
 
     gsa: GSAConfig = field(default_factory=GSAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     fused_ops: bool = False
-    """Elementwise chains and the cross-entropy by fused kernels."""
+    """Use fused kernels for elementwise operations and cross-entropy."""
     rotary_base: float = 10000.0
     """For Q and K, and for the indexer when `gsa.indexer_rope` is on."""
     yarn: YarnScaling | None = None
-    """For both; of the indexer it scales the rates alone."""
+    """For Q, K and the indexer; the indexer uses its frequencies without the attention factor."""
     rotary_percent: float = 1.0
     """For Q and K."""
     sandwich_norm: bool = False
@@ -35,7 +35,7 @@ class GSATransformerConfig(TransformerConfig):
     linears: LinearLayers = field(default_factory=megatron)
     """`train.linear_layers`"""
     context_chunks: int = 2
-    """Of the sequence on each context-parallel rank."""
+    """Chunks of a sequence per context-parallel rank."""
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -46,10 +46,10 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def uses_fused_ops(config: Config, device: torch.device) -> bool:
-    """Whether `train.fused_ops` means the fused kernels on this device.
+    """Whether `train.fused_ops` selects fused kernels on this device.
 
     Raises:
-        DeviceError: `triton` is asked for on a device that has no such kernels.
+        DeviceError: `triton` is configured without a CUDA device.
     """
     chosen = config.train.fused_ops
     if chosen == "triton" and device.type != "cuda":
@@ -58,7 +58,11 @@ def uses_fused_ops(config: Config, device: torch.device) -> bool:
 
 
 def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
-    """Translate; whatever is not named here keeps megatron-core's default."""
+    """Translate the config; fields not named here keep megatron-core's defaults.
+
+    Raises:
+        DeviceError: the device does not support a configured precision or kernel.
+    """
     model, train = config.model, config.train
     dtype = compute_dtype(config, parallel.device)
     fused_ops = uses_fused_ops(config, parallel.device)
@@ -68,7 +72,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
             "parallel.grad_reduce_dtype = bf16: gradients have the weights' precision, which is fp32 here; set it to "
             "fp32, or train.precision to bf16"
         )
-    # DeepSpeed takes the gradients from autograd.
+    # DeepSpeed reads the gradients from autograd.
     megatron_buffers = config.parallel.strategy == "megatron" and not reduces_in_bf16
     adds_weight_gradients = fused_ops and dtype == torch.bfloat16 and megatron_buffers
     if adds_weight_gradients:
@@ -104,8 +108,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are drawn by name in model/mcore/init.py, whatever the layout. megatron-core's own pass must still
-        # run: it is what marks the parameters that tensor parallelism splits.
+        # model/mcore/init.py initializes weights by name, in any layout. megatron-core's initialization must still run:
+        # it marks the parameters that tensor parallelism shards.
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
@@ -115,8 +119,8 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_pipeline_layout(config),
-        # Interleaved stages exchange tensors one by one: sent in batches, two stages that are each other's next and
-        # previous one mix up what they receive, without an error. Megatron-LM asserts this, megatron-core does not.
+        # Interleaved stages must exchange tensors one at a time: with batched sends, two stages that are both next and
+        # previous to each other silently swap tensors. Megatron-LM asserts this, megatron-core does not.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         context_parallel_size=parallel.context_size,
@@ -136,7 +140,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
 
 
 def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
-    """`model.rope_scaling`; None where it scales nothing."""
+    """Convert `model.rope_scaling`; None without scaling."""
     scaling = model.rope_scaling
     if scaling.rope_type == "default":
         return None
@@ -150,7 +154,7 @@ def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
 
 
 def _pipeline_layout(config: Config) -> list[list[str]] | None:
-    """What each chunk holds, in megatron-core's words."""
+    """Layers of each model chunk in megatron-core's layout format."""
     if config.parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in chunk_layers(config)]
@@ -160,7 +164,7 @@ def _pipeline_layout(config: Config) -> list[list[str]] | None:
 
 
 def _experts(config: Config) -> dict[str, int]:
-    """What megatron-core's parts of a mixture of experts ask for; router and exchange of tokens are ours."""
+    """Settings for megatron-core's experts; router and token exchange are ours."""
     if config.moe.experts == 0:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""megatron-core's mark of a routed expert's parameters: their replicas are other ranks than those of all else."""
+"""megatron-core's mark of expert parameters, whose replicas are on other ranks than the dense parameters' replicas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """megatron-core itself marks experts only where `parallel.expert` is above 1. Without it, where `parallel.tensor`
-    splits everything but experts, it adds up the gradients of too few ranks."""
+    """Mark the parameter. megatron-core does so only if `parallel.expert` is above 1; without the mark it reduces
+    expert gradients over too few ranks when `parallel.tensor` shards everything except experts."""
     parameter.allreduce = False
 
 

@@ -1,7 +1,7 @@
-"""Gradients of weights and biases that are added to their fp32 buffers where they are calculated.
+"""Accumulate weight and bias gradients directly into their fp32 buffers.
 
-megatron-core does so with an extension of Apex (`gradient_accumulation_fusion`). cuBLAS can, through torch, without:
-no gradient in bf16 is written, rounded and read again.
+megatron-core needs an Apex extension for this (`gradient_accumulation_fusion`); here cuBLAS does it through torch. No
+bf16 gradient is rounded, written and read again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers
 
 
 class CublasAccumulation:
-    """What megatron-core calls of Apex's `fused_weight_gradient_mlp_cuda`."""
+    """Replaces the functions of Apex's `fused_weight_gradient_mlp_cuda` that megatron-core calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(
@@ -30,8 +30,8 @@ def weight_gradient(
     """grad_output [tokens, out]^T inputs [tokens, in], for autograd.
 
     Args:
-        accumulates: add it to `weight.main_grad` instead. What is returned then holds nothing: megatron-core's hook,
-            which waits for a gradient, runs where there is one.
+        accumulates: add it to `weight.main_grad` instead, and return an uninitialized tensor, because megatron-core's
+            hook runs only if there is a gradient.
     """
     if not accumulates:
         return grad_output.t().matmul(inputs)
@@ -44,8 +44,8 @@ def weight_gradient(
 def joined_weight_gradients(
     weights: Sequence[torch.Tensor], inputs: torch.Tensor, grad_output: torch.Tensor, accumulates: bool
 ) -> list[torch.Tensor]:
-    """`weight_gradient` of several weights that are one in the product: grad_output has the columns of all, in turn,
-    and perhaps others."""
+    """`weight_gradient` of weights concatenated in one product; grad_output has their columns in order, and may have
+    more."""
     sizes = [len(weight) for weight in weights]
     if not accumulates:
         return list(grad_output[:, : sum(sizes)].t().matmul(inputs).split(sizes))
@@ -58,7 +58,7 @@ def joined_weight_gradients(
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [n, k] b [k, m] of halves, not rounded to them. On CUDA devices."""
+    """a [n, k] @ b [k, m] of bf16 or fp16 inputs with an fp32 result. CUDA only."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
@@ -75,7 +75,7 @@ def bias_gradient(bias: torch.Tensor, grad_output: torch.Tensor, accumulates: bo
 
 
 def install() -> None:
-    """Offer it to megatron-core, whose layers ask whether Apex's extension is there."""
+    """Register the replacement with megatron-core, whose layers check for Apex's extension."""
     module: object = layers
     setattr(module, "fused_weight_gradient_mlp_cuda", CublasAccumulation)  # noqa: B010 - absent without Apex
     setattr(module, "_grad_accum_fusion_available", True)  # noqa: B010

@@ -1,7 +1,6 @@
-"""The routed experts of one layer on this rank: SwiGLUs as two grouped matrix products, of torch.
+"""The routed experts of one layer on this rank: SwiGLU with torch's grouped matrix products.
 
-The other choice of `moe.experts_impl` is megatron-core's SequentialMLP. Weights have the same names and shapes in a
-checkpoint.
+`moe.experts_impl` chooses between this and megatron-core's SequentialMLP; checkpoints have the same names and shapes.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
-"""rows [M, k] sorted by group, weights [groups, k, n], offs int32 [groups] where each group ends -> [M, n]. The same
-operation of torch under its public name, or the one from before."""
+"""rows [M, k] sorted by group, weights [groups, k, n], offs int32 [groups], the end of each group -> [M, n]. Older
+versions of torch have a private name for it."""
 
 
 class GroupedExperts(MegatronModule):
-    """Called as SequentialMLP is."""
+    """Has the call signature of SequentialMLP."""
 
     def __init__(
         self, num_local_experts: int, config: GSATransformerConfig, pg_collection: ProcessGroupCollection
@@ -33,7 +32,7 @@ class GroupedExperts(MegatronModule):
         self.groups, self.count = pg_collection, num_local_experts
         width = config.moe.expert_ffn_hidden_size // pg_collection.expt_tp.size()
         self.linear_fc1 = _Weights(config, (num_local_experts, 2 * width, config.hidden_size), 0, stride=2)
-        """The first half of the rows are the gate's."""
+        """The first half of the rows is the SwiGLU gate."""
         self.linear_fc2 = _Weights(config, (num_local_experts, config.hidden_size, width), 1, stride=1)
         self.activation = _fused_swiglu() if config.fused_ops else weighted_swiglu
 
@@ -44,20 +43,20 @@ class GroupedExperts(MegatronModule):
         Args:
             rows: [M, d], sorted by expert.
             tokens_per_expert: int64 [experts], with the sum M.
-            weights: [M], of the outputs.
+            weights: [M], routing weights of the outputs.
 
         Returns:
-            [M, d], weighted: this rank's part of the sum, where ranks split the experts' width.
+            [M, d], weighted; with expert tensor parallelism this rank's partial sum.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        # Weighted before the second product, whose output then is not kept for the backward pass (megatron-core).
+        # Weighting before the second product avoids keeping its output for the backward pass (as in megatron-core).
         inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends), weights)
         return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """On disk [experts, ...], each expert by its number in the layer, under SequentialMLP's names there."""
+        """Save as [experts, ...] under SequentialMLP's names, with each expert's global index."""
         assert not sharded_offsets
         assert not (metadata or {}).get("singleton_local_shards")
         replica = (0, 0, self.groups.expt_dp.rank())
@@ -81,7 +80,7 @@ class GroupedExperts(MegatronModule):
         }
 
     def _build_halves(self, key: str, weight: torch.Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
-        """Where ranks split the width the halves of each expert, gate and up, are apart on disk."""
+        """Save the gate and up halves separately, because expert tensor parallelism shards each half."""
         rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
         ep = self.groups.ep
         if size == 1:
@@ -115,18 +114,18 @@ class _Weights(torch.nn.Module):
     ) -> None:
         """
         Args:
-            split: which dimension of an expert's matrix expert-tensor-parallel ranks split.
-            stride: the parts of the matrix that are each split.
+            split: dimension of an expert's matrix that expert tensor parallelism shards.
+            stride: number of sub-matrices that are sharded separately.
         """
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # megatron-core's marks, by which each rank's part counts in the gradient norm.
+        # megatron-core's marks, so that each rank's shard counts in the gradient norm
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, split + 1, stride
         self.weight = weight
 
     def forward(self) -> torch.Tensor:
-        """Call it for the weight: with `parallel.overlap_param_gather` a hook on this call waits for its update."""
+        """Return the weight. With `parallel.overlap_param_gather` a hook on this call waits for its all-gather."""
         return self.weight
 
 

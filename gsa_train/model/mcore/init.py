@@ -1,8 +1,8 @@
-"""Initial weights that do not depend on the layout.
+"""Initial weights that are independent of the layout.
 
-Each parameter is drawn in full from a generator keyed by the seed and its global name, then cut to this rank's
-part. megatron-core's own initialization gives each pipeline stage the same random stream, so that another
-layout is another model.
+Each full parameter is sampled from a generator seeded by the run's seed and the parameter's global name, then cut to
+this rank's shard. megatron-core's initialization gives every pipeline stage the same random stream, so its weights
+change with the layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gsa_train.model.mcore.expert_mark import is_of_expert, mark_as_expert
 
 
 def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank, each under its name in the whole model (layers counted from 0)."""
+    """Yield this rank's parameters with their global names (layers counted from 0)."""
     layer_numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(gpt.decoder.layers)}
     for name, parameter in gpt.named_parameters():
         yield (
@@ -56,7 +56,7 @@ def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> Non
 def _matrices(
     name: str, parameter: Any, config: Config, parallel: Parallel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter's matrices, each under its name in the whole model: those of experts by the expert's number."""
+    """Yield a parameter's matrices with their global names: one per expert, with its global index."""
     if not is_of_expert(parameter):
         yield name, parameter
         return
@@ -73,7 +73,7 @@ def _matrices(
 
 
 def _tensor_ranks(parameter: torch.Tensor, parallel: Parallel) -> tuple[int, int]:
-    """This rank among those that split the parameter, and their number."""
+    """This rank in the group that shards the parameter, and the group's size."""
     if is_of_expert(parameter):
         return parallel.expert_tensor_rank, parallel.expert_tensor_size
     return parallel.tensor_rank, parallel.tensor_size
@@ -99,6 +99,6 @@ def _local_part(full: torch.Tensor, parameter: Any, parallel: Parallel) -> torch
         return full
     rank, size = _tensor_ranks(parameter, parallel)
     dim, stride = parameter.partition_dim, parameter.partition_stride
-    # stride 2: the two halves of a gated feed-forward matrix are each split over the ranks
+    # stride 2: the ranks shard the two halves of a gated feed-forward matrix separately
     pieces = full.split(parameter.shape[dim] // stride, dim)
     return torch.cat(pieces[rank::size], dim)

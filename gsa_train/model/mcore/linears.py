@@ -1,7 +1,7 @@
-"""What multiplies by the matrices of attention and feed-forward layers.
+"""The linear layers of attention and feed-forward layers.
 
-A new precision is a function and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them: projections of
-gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+To add a precision, write a function and add a row to LINEAR_LAYERS; `train.linear_layers` chooses. Excluded:
+projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class LinearLayers:
     column: type
-    """Constructed and called as megatron-core's ColumnParallelLinear: QKV, first product of a feed-forward layer."""
+    """Has the interface of megatron-core's ColumnParallelLinear: QKV, first layer of the feed-forward network."""
     row: type
-    """As its RowParallelLinear: output projection of attention, second product of a feed-forward layer."""
+    """Has the interface of its RowParallelLinear: attention's output projection, second feed-forward layer."""
 
 
 def megatron() -> LinearLayers:

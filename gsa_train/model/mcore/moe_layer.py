@@ -1,4 +1,4 @@
-"""A feed-forward layer that is a mixture of experts: router, exchange of tokens, routed and shared experts."""
+"""A mixture-of-experts layer: router, token exchange, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gsa_train.profiling.trace_spans import trace_span
 
 
 class OneByOne(SequentialMLP):
-    """megatron-core's experts without the empty `_extra_state` of their layers, which is for Transformer Engine: a
-    checkpoint holds what one of `GroupedExperts` holds."""
+    """megatron-core's experts without the empty `_extra_state` for Transformer Engine: checkpoints have the format of
+    `GroupedExperts`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -41,7 +41,7 @@ class OneByOne(SequentialMLP):
 
 
 def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
-    """Of `load_state_dict`: none of an expert is missing."""
+    """Hook of `load_state_dict`: ignore missing `_extra_state`."""
     found.missing_keys[:] = [
         key for key in found.missing_keys if not (".local_experts." in key and key.endswith("._extra_state"))
     ]
@@ -50,7 +50,7 @@ def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
 class MixtureOfExperts(MegatronModule):
     """u_t = shared(h_t) + sum over the chosen experts i of w_{t,i} FFN_i(h_t).
 
-    Each rank routes its own tokens, the slices that sequence and context parallelism give it.
+    Each rank routes its own tokens under sequence and context parallelism.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         """
         Args:
-            feed_forward: the parts of a dense layer, of which the shared expert is one.
+            feed_forward: modules of a dense layer, used for the shared expert.
         """
         super().__init__(config)
         moe = config.moe
@@ -90,16 +90,16 @@ class MixtureOfExperts(MegatronModule):
             of_shared = copy(config)
             of_shared.ffn_hidden_size = (
                 moe.shared_expert_ffn_hidden_size
-            )  # MLP's second product asks the config
+            )  # MLP's second layer reads this from the config
             width = of_shared.ffn_hidden_size
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
     def set_layer_number(self, number: int) -> None:
-        """megatron-core calls it, with numbers from 1."""
+        """Called by megatron-core, with numbers from 1."""
         self.router.layer = number - 1
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """[L, B, d] of this rank -> the same, and no bias."""
+        """This rank's [L, B, d] -> the same shape, and no bias."""
         with trace_span("router"):
             routing = self.router(hidden)
         with trace_span("exchange"):
@@ -115,7 +115,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 def feed_forward_parts(linears: LinearLayers, activation: Any) -> MLPSubmodules:
-    """Of a dense layer.
+    """Return the modules of a dense layer.
 
     Args:
         activation: module; None: megatron-core's operations.
@@ -124,7 +124,7 @@ def feed_forward_parts(linears: LinearLayers, activation: Any) -> MLPSubmodules:
 
 
 def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:
-    """For a layer's spec: megatron-core warns of each module that is not its own and that it has no arguments for."""
+    """Return a class for the layer spec with bound arguments: megatron-core warns about foreign module arguments."""
 
     class Mixture(MixtureOfExperts):
         def __init__(self, config: GSATransformerConfig) -> None:

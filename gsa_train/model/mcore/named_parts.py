@@ -1,5 +1,5 @@
-"""megatron-core's layer and model with the names of their parts in traces (gsa_train.profiling.trace_spans), and the
-layer with more norms."""
+"""megatron-core's layer and model with named trace spans (gsa_train.profiling.trace_spans), and the sandwich-norm
+layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 
 class NamedTransformerLayer(TransformerLayer):
-    """Norm and residual connection belong to the part that they are of."""
+    """The spans of attention and feed-forward network include their norm and residual connection."""
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("attention"):
@@ -29,7 +29,7 @@ class NamedTransformerLayer(TransformerLayer):
 
 
 class SandwichTransformerLayer(NamedTransformerLayer):
-    """Norms behind attention and behind the feed-forward layer, too: `model.sandwich_norm`."""
+    """Adds norms after attention and after the feed-forward network: `model.sandwich_norm`."""
 
     self_attn_bda: Any
     mlp_bda: Any
@@ -44,7 +44,7 @@ class SandwichTransformerLayer(NamedTransformerLayer):
 
 
 def _normed(norm: torch.nn.Module, get_add: Callable[..., Any]) -> Callable[..., Any]:
-    """megatron-core's residual connection, which gets what it adds normed."""
+    """Normalize the branch before megatron-core's residual connection adds it."""
 
     def get_normed_add(*how: Any) -> Callable[..., torch.Tensor]:
         add = get_add(*how)
@@ -61,10 +61,10 @@ def _normed(norm: torch.nn.Module, get_add: Callable[..., Any]) -> Callable[...,
 
 
 class NamedGPTModel(GPTModel):
-    """Embedding; output layer and loss together."""
+    """Names the spans of the embedding, and of output layer and loss together."""
 
     objective: Objective
-    """In training; validation scores the cross-entropy."""
+    """The training objective; validation always uses cross-entropy."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Labels [B, L] and this rank's logits [L, B, V / tp] -> losses [B, L], fp32."""

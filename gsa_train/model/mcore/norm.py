@@ -9,8 +9,8 @@ from megatron.core.transformer import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension, in the dtype of x.
 
-    megatron-core's wrapper of torch's norm refuses sequence parallelism. There each tensor-parallel rank sees
-    a slice of the tokens, so the weight's gradients must be summed: the attribute asks megatron-core for that.
+    megatron-core's wrapper of torch's norm refuses sequence parallelism, where each tensor-parallel rank processes a
+    slice of the tokens. The weight's attribute makes megatron-core sum its gradients over these ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -33,8 +33,8 @@ def decoder_spec(
     """The layers of one chunk of this pipeline stage and the final norm.
 
     Args:
-        of_experts: what routers need, and the layers (from 0) that are mixtures of experts; None: no layer is one.
-        chunk: from 0; None where stages have a single one.
+        of_experts: router settings and the MoE layers (from 0); None without experts.
+        chunk: model chunk of an interleaved stage, from 0; None if the stage has one chunk.
     """
     activation = None
     if config.fused_ops:

@@ -1,4 +1,4 @@
-"""The router of one layer, and what a step makes of all routers' counts."""
+"""The router of an MoE layer, and the update of loads and biases after a step."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from gsa_train.model.runtime import AttentionRuntime
 
 
 class Routing(NamedTuple):
-    """Where T tokens go, each to k experts."""
+    """The k experts of each of T tokens."""
 
     experts: torch.Tensor
     """int64 [T, k]"""
     weights: torch.Tensor
-    """[T, k], fp32: of the experts' outputs."""
+    """[T, k], fp32: weights of the experts' outputs."""
     kept: torch.Tensor | None
-    """bool [T, k]: the expert has room for the token; None: all have."""
+    """bool [T, k]: the choice fits the expert's capacity; None: no capacity."""
 
 
 @dataclass(frozen=True)
 class RouterContext:
-    """What routers need of the run; the same for all layers."""
+    """Settings that all routers share."""
 
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor from a sum over tokens to its share of the gradient: (ranks over which gradients are averaged) / (tokens
-    of the global batch)."""
+    """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of the global
+    batch)."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
-    """Takes which experts this rank's tokens chose, bool [L, B, E]; returns how many earlier tokens of the sequence, on
-    all its ranks, chose each, int64 [L, B, E]. Collective. Called with a capacity alone."""
+    """bool [L, B, E], this rank's choices -> int64 [L, B, E], how many earlier tokens of the whole sequence chose each
+    expert. Collective. Called only with a capacity."""
     ranks_of_sequence: int
-    """Number of ranks that share the tokens of a sequence."""
+    """Ranks that share a sequence."""
 
 
 class Router(torch.nn.Module):
-    """h -> scores of all experts -> the best k of them, in fp32.
+    """h -> scores of all experts -> the top k, in fp32.
 
-    What balances it changes in `update_routers` alone, after the optimizer step: all micro-batches of a step, and its
-    recomputation, see the values from before it. They are buffers, so they are saved with the model.
+    Loads and biases change only in `update_routers`, after the optimizer step: all micro-batches of a step and their
+    recomputation use the same values. They are buffers, so they are saved with the model.
     """
 
     layer: int
-    """Number of its layer, from 0."""
+    """Layer index, from 0."""
     counts: torch.Tensor
-    """int64 [E]: choices of the step under way on this rank, before any is dropped."""
+    """int64 [E]: choices in the current step on this rank, dropped ones included."""
     loads: torch.Tensor | None
-    """fp32 [E], with `balancing: global_batch`: shares of the choices of the last step's global batch; equal at
-    first."""
+    """fp32 [E], with `balancing: global_batch`: each expert's share of choices in the previous step's global batch;
+    uniform at first."""
     expert_bias: torch.Tensor | None
     """fp32 [E], with `balancing: aux_free`."""
 
@@ -77,8 +77,8 @@ class Router(torch.nn.Module):
     ) -> None:
         """
         Args:
-            sequence_parallel: tensor-parallel ranks see slices of the tokens, so the weight's gradients must be summed.
-            of_weight: dtype and device.
+            sequence_parallel: sum the weight's gradients over the tensor-parallel ranks, which have different tokens.
+            of_weight: dtype and device of the weight.
         """
         super().__init__()
         self.moe, self.context = moe, context
@@ -94,7 +94,7 @@ class Router(torch.nn.Module):
         self.register_buffer("expert_bias", zero if moe.balancing == "aux_free" else None)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Buffers move between devices but keep their precision: megatron-core casts a bf16 model's."""
+        """Move buffers between devices but keep their precision: megatron-core casts a bf16 model's buffers."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -105,11 +105,11 @@ class Router(torch.nn.Module):
         return self
 
     def balance(self) -> list[torch.Tensor]:
-        """What a step moves, the same on all ranks that have this layer."""
+        """Return the buffers that a step updates, equal on all ranks with this layer."""
         return [held for held in (self.loads, self.expert_bias) if held is not None]
 
     def forward(self, hidden: torch.Tensor) -> Routing:
-        """hidden [L, B, d] of this rank's tokens -> their routing, T = L B."""
+        """This rank's hidden [L, B, d] -> routing, T = L B."""
         moe = self.moe
         attention_pass = self.context.runtime.pass_of_this_forward()
         precise = torch.promote_types(hidden.dtype, torch.float32)
@@ -136,7 +136,7 @@ class Router(torch.nn.Module):
         return weights
 
     def _kept(self, experts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """bool [T, k]: the expert had room. First come, first served, so that no later token drops an earlier one."""
+        """bool [T, k]: the choice fits the capacity. First come, first served: no later token drops an earlier one."""
         moe, tokens = self.moe, shape[0] * self.context.ranks_of_sequence
         capacity = expert_capacity(moe.capacity_factor, tokens, moe.top_k, moe.experts)
         chosen = torch.zeros(len(experts), moe.experts, dtype=torch.bool, device=experts.device)
@@ -147,13 +147,14 @@ class Router(torch.nn.Module):
 
 @torch.no_grad()
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
-    """Loads and biases after a step that trained the base, from its counts over all ranks; resets the counts.
+    """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    All stay as they were where the step is not `applied` (0-d bool). Nothing is read back to the host.
+    Call it after each step that trains the base. Loads and biases are unchanged if the step is not `applied` (0-d
+    bool). The host does not wait for the device.
 
     Args:
-        routers: of this rank's stage.
-        group: the ranks over which the tokens of the global batch are spread on this stage. Collective.
+        routers: routers of this rank's stage.
+        group: ranks of this stage over which the tokens of the global batch are sharded.
     """
     if not routers:
         return

@@ -1,6 +1,6 @@
-"""Which experts a token is sent to, and the losses that keep a router balanced and small: plain functions of logits.
+"""Choice of experts, balance loss and z-loss, as plain functions.
 
-T tokens, E experts; each token has k of them. In fp32, or fp64 where the logits are.
+T tokens, E experts, k per token. Computed in fp32, or in fp64 for fp64 logits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
 def choose_experts(
     scores: torch.Tensor, bias: torch.Tensor | None, top_k: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token, and the weights of their outputs.
+    """Choose the k experts of each token and the weights of their outputs.
 
     Args:
         scores: [T, E].
-        bias: [E], added for the choice alone (arXiv 2408.15664, eq. 3).
+        bias: [E], added for the choice only (arXiv 2408.15664, eq. 3).
         scale: `moe.routed_scale`, the sum of a token's weights.
 
     Returns:
-        int64 [T, k] and [T, k].
+        int64 [T, k], experts; [T, k], weights.
     """
     ranked = scores.detach() if bias is None else scores.detach() + bias
     experts = ranked.topk(top_k, dim=-1).indices
@@ -39,7 +39,7 @@ def choose_experts(
 
 
 def expert_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [count]: how often each expert is in `experts`. The device's order of adding cannot change integers."""
+    """int64 [count]: occurrences of each expert in `experts`. Integer sums do not depend on the order of additions."""
     flat = experts.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
@@ -74,5 +74,5 @@ def moved_biases(biases: torch.Tensor, counts: torch.Tensor, rate: float) -> tor
 
 
 def expert_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """Choices that an expert takes from a sequence of this many tokens."""
+    """Choices that an expert accepts from a sequence of `tokens` tokens."""
     return math.ceil(factor * tokens * top_k / experts)

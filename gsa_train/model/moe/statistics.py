@@ -1,4 +1,4 @@
-"""What a logged step tells of a router."""
+"""Router statistics of logged steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def router_statistics(
     loads: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> Statistics:
-    """T tokens and E experts of a layer; a token goes to k experts.
+    """Measure the routing of T tokens to k of E experts each.
 
     Args:
         logits, scores: [T, E].
         experts: int64 [T, k].
         kept: bool [T, k]; None without a capacity.
-        loads: [E], with `balancing: global_batch`: those that this step's loss has.
+        loads: [E], with `balancing: global_batch`: loads in this step's balance loss.
         bias: [E], with `balancing: aux_free`.
     """
     shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)

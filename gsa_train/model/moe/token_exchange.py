@@ -1,11 +1,11 @@
-"""Tokens to the ranks of their experts, and the experts' outputs back to the tokens.
+"""Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair, T k of them on a rank. Choices are sorted by expert, so that the choices for the
-experts of one rank are contiguous; one all-to-all sends them there, and a second one returns the outputs. Ranks that
-have parts of an expert's width each get a copy, and the token's rank sums the outputs.
+A choice is a (token, expert) pair; a rank has T k of them. Choices are sorted by expert, so that the rows for each rank
+are contiguous; one all-to-all sends them, and the reverse all-to-all returns the outputs. With expert tensor
+parallelism each rank of an expert gets a copy, and the partial outputs are summed after their return.
 
-Everything is moved by permutations whose backward passes are gathers, too: no atomics add, so results repeat bit for
-bit. megatron-core's dispatchers scatter and add.
+All data moves by permutations whose backward passes are gathers. There are no atomic additions, unlike in
+megatron-core's dispatchers, so results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from gsa_train.model.moe.routing import expert_counts
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that share a layer's experts out."""
+    """The ranks over which a layer's experts are sharded."""
 
     group: dist.ProcessGroup
     """Ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
     expert_rank: int
     expert_size: int
     copies: int
-    """Expert-tensor-parallel ranks, each with a part of the width of its experts."""
+    """Expert-tensor-parallel ranks, each with a shard of its experts' width."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """N rows of this rank's choices, in the order in which they are sent."""
+    """N rows of this rank's choices, in sending order."""
 
     choices: torch.Tensor
     """int64 [N]: the choice of each row, token * k + j."""
     of_choice: torch.Tensor
-    """int64 [T k, copies]: its rows; N where it is dropped."""
+    """int64 [T k, copies]: rows of each choice; N if it is dropped."""
     dropped: bool
-    """Whether there are such choices."""
+    """Whether choices may be dropped."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How one layer's choices of one micro-batch go there and back."""
+    """The plan of one layer's token exchange for one micro-batch."""
 
     ranks: ExpertRanks
     top_k: int
     rows: _Rows
     tokens_per_expert: torch.Tensor
-    """int64 [E / expert ranks]: rows that this rank's experts get."""
+    """int64 [E / expert ranks]: rows that each of this rank's experts receives."""
     sent: list[int] | None
-    """Rows to each rank of the group; None: there is one rank, and the next three are None, too."""
+    """Rows to each rank of the group; None, like the next three, if the group has one rank."""
     received: list[int] | None
     by_expert: torch.Tensor | None
-    """int64: the received rows, sorted by expert."""
+    """int64: permutation that sorts the received rows by expert."""
     by_rank: torch.Tensor | None
-    """Its inverse."""
+    """The inverse of `by_expert`."""
 
     def to_experts(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T, d], weights [T, k] -> the rows [M, d] of this rank's experts, sorted by expert, and their weights
-        [M]. Collective."""
+        """tokens [T, d], weights [T, k] -> rows [M, d] for this rank's experts, sorted by expert, and weights [M].
+        Collective."""
         rows = self.rows
         hidden = _GatherRows.apply(
             tokens, rows.choices // self.top_k, rows.of_choice.view(len(tokens), -1), rows.dropped
@@ -71,7 +71,7 @@ class Exchange:
         return self._there(hidden), self._there(scales).squeeze(1)
 
     def to_tokens(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The experts' outputs [M, d] -> their sum for each token, [T, d]. Collective."""
+        """The experts' outputs [M, d] -> their sum per token, [T, d]. Collective."""
         rows, home = self.rows, self._back(outputs)
         result: torch.Tensor = _SumRows.apply(
             home,
@@ -100,12 +100,11 @@ class Exchange:
 def plan_exchange(
     experts: torch.Tensor, kept: torch.Tensor | None, num_experts: int, ranks: ExpertRanks
 ) -> Exchange:
-    """
-    Collective. On one rank without a capacity nothing is read back to the host.
+    """Plan the exchange. Collective. On one rank without a capacity the host does not wait for the device.
 
     Args:
-        experts: int64 [T, k], chosen.
-        kept: bool [T, k]; None: all.
+        experts: int64 [T, k], the chosen experts.
+        kept: bool [T, k]; None: keep all.
     """
     flat = experts.flatten()
     dropped = kept is not None
@@ -141,7 +140,7 @@ def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bo
     """
     Args:
         order: the choices sorted by expert, dropped ones last.
-        sent: choices for each rank of the group; a copy has the same as the copy before it.
+        sent: choices for each rank of the group, equal for all copies of an expert.
     """
     kept = order[: sum(sent[::copies])]
     pieces = [piece for piece in kept.split(sent[::copies]) for _ in range(copies)]
@@ -152,17 +151,17 @@ def _rows_to_send(order: torch.Tensor, sent: list[int], copies: int, dropped: bo
 
 
 def _by_expert(received: torch.Tensor, total: int) -> torch.Tensor:
-    """int64 [total]: rows that came sorted by rank and then by expert, sorted by expert and then by rank.
+    """int64 [total]: permutation of rows sorted by (rank, expert) to the order (expert, rank).
 
     Args:
-        received: int64 [ranks, experts], how many.
+        received: int64 [ranks, experts], number of rows.
     """
     numbers = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
     return numbers.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)
 
 
 def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:
-    """int64 [length]: where each number below `length` stands in `places`; len(places) for those that do not."""
+    """int64 [length]: index of each number below `length` in `places`; len(places) if absent."""
     inverse = torch.full((length,), len(places), dtype=torch.int64, device=places.device)
     return inverse.scatter_(0, places, torch.arange(len(places), device=places.device))
 
@@ -171,7 +170,7 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
     """rows [N, d] at places [T, c] -> their sums [T, d].
 
     Args:
-        dropped: there are places N, of rows that are 0.
+        dropped: places may contain N, which stands for a row of zeros.
     """
     if dropped:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -180,7 +179,7 @@ def _take(rows: torch.Tensor, places: torch.Tensor, dropped: bool) -> torch.Tens
 
 
 class _GatherRows(torch.autograd.Function):
-    """[T, d] -> the rows [N, d] at `places` [N]; a token is in the rows `rows_of` [T, c]."""
+    """[T, d] -> rows [N, d] at `places` [N]; rows `rows_of` [T, c] hold copies of each token."""
 
     @staticmethod
     def forward(
@@ -197,7 +196,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """The other way: [N, d] -> the sums of a token's rows, [T, d]."""
+    """The transpose of `_GatherRows`: [N, d] -> the sum of each token's rows, [T, d]."""
 
     @staticmethod
     def forward(
@@ -223,7 +222,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to each rank of the group, in turn; the backward pass sends the gradients back."""
+    """All-to-all of contiguous rows per rank; the backward pass returns the gradients."""
 
     @staticmethod
     def forward(

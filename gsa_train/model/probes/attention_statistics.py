@@ -1,6 +1,6 @@
 """Probes of measured steps: budgets, selections and attention probabilities, from a layer's tensors.
 
-What no layer changes is in `MeasuredQueries`; what a layer adds has few operations, which the host has to launch.
+`MeasuredQueries` computes once what is equal in all layers, to keep the kernel launches per layer few.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def measure_attention(
     implementation: Implementation,
     tp_group: dist.ProcessGroup,
 ) -> Statistics:
-    """Recall, and where in the document the probability goes, for the sparse queries of the sample. In launches of its
-    own: measuring must not change what the pass calculates.
+    """Measure the sparse queries of the sample: recall, and attention probability by position in the document.
+
+    Separate launches compute them, so that measuring does not change the results of the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
@@ -105,18 +106,18 @@ def _reference_recall(
 
 @torch.no_grad()
 def budget_statistics(budget: torch.Tensor, variance: torch.Tensor, queries: MeasuredQueries) -> Statistics:
-    """Budgets and variances of the queries that select.
+    """Measure the budgets of the R queries that select.
 
     Args:
         budget: k_t, int [B, R]
-        variance: of their scores, fp32 [B, R]
+        variance: variance of their scores, fp32 [B, R]
     """
     chooses = queries.leave_keys_out(budget)
     members, in_groups = queries.leaders_by_position
-    # Whole numbers, whose sums do not depend on the order. A scatter would add them one after the other.
+    # Integer sums do not depend on the order. A scatter would serialize the additions.
     of_groups = torch.where(members, budget.flatten(), 0).sum(1)
     statistics = Statistics(
-        # It is 0 for a query that sees one key, or NaN, which shows.
+        # Queries with one causal key contribute 0, or NaN, which must show in the mean.
         means={"variance": variance},
         counts={"variance": queries.number_with_choice},
         vectors={"k_by_position": Vector(of_groups, in_groups)},
@@ -135,14 +136,15 @@ def selection_statistics(
     overlaps: torch.Tensor,
     union_ratios: torch.Tensor | None,
 ) -> Statistics:
-    """Selections of the sampled queries. Comparisons of selections, with each other or with chance, take only queries
-    that leave keys out: a query with no more causal keys than its budget has no choice, and neighbours of two documents
-    share no key.
+    """Measure the selections of the sampled queries.
+
+    Overlap, union ratio and random recall count only queries that leave keys out, because other queries have no choice,
+    and only neighbours of one document, because neighbours of two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
-        overlaps: of the pairs of neighbours, fp32 [B, P]
-        union_ratios: of the groups of neighbours, fp32 [B, G]; None without groups
+        overlaps: of pairs of neighbours, fp32 [B, P]
+        union_ratios: of groups of neighbours, fp32 [B, G]; None without groups
     """
     sample = queries.sample
     chooses = (sizes < queries.sampled_visible)[:, sample.compared]
@@ -154,8 +156,8 @@ def selection_statistics(
         whole = of_groups.unflatten(1, (-1, sample.group)).all(-1) & queries.groups_in_one_document
         statistics.average("union_ratio_32", union_ratios, whole)
     if sparse > 0:
-        # The exact expectation for as many keys drawn at random: each causal key is as likely as any other,
-        # so the expected share of the probability is the share of the keys.
+        # The exact expectation for |S_t| uniformly random causal keys: their share of the probability is their share of
+        # the keys.
         share = sizes[:, sample.sparse_rows] / queries.sparse.visible
         statistics.average("random_recall", share, of_sparse)
     return statistics
@@ -165,7 +167,7 @@ def selection_statistics(
 def log_sums(
     q: torch.Tensor, k: torch.Tensor, masks: torch.Tensor, implementation: Implementation
 ) -> torch.Tensor:
-    """Log-sum-exps of the same queries over several sets of keys, in one launch: fp32 [B, n_h, sets, T].
+    """Log-sum-exp of each query over several sets of keys, in one launch: fp32 [B, n_h, sets, T].
 
     Args:
         q: [B, T, n_h, d_k]
@@ -184,7 +186,7 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
 
     Args:
         by_position: `log_sums` over the attended keys in each of `SparseQueries.position_masks`, [B, n_h, groups, T]
-        first_head: number of the first of these heads in the whole model
+        first_head: index of the first of these heads in the whole model
     """
     masses = by_position.softmax(2).permute(0, 3, 1, 2)  # [B, T, n_h, groups]
     first, heads = masses[..., 0], by_position.shape[1]
@@ -199,7 +201,7 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
             "sink_by_position": Vector(of_positions, number.expand(len(POSITIONS))),
         },
     )
-    # Over all queries: one of a later document gives the sequence's first token nothing.
+    # Average over all queries: a query of a later document gives the sequence's first token 0.
     statistics.average("sequence_start_attention", first, queries.in_first_document[..., None])
     statistics.counts["sequence_start_attention"] = first.numel()
     return statistics

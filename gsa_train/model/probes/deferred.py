@@ -1,4 +1,4 @@
-"""Deferred reductions: small tensors of all layers are kept and reduced together, by few operations."""
+"""Deferred reductions: keep small tensors of all layers and reduce them together, with few kernel launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MOST_BYTES = 1 << 24
-"""Kept at most: a long validation has thousands of micro-batches."""
+"""Limit of the kept tensors, because a long validation has thousands of micro-batches."""
 
 
 class DeferredReductions:
@@ -19,14 +19,15 @@ class DeferredReductions:
         self._bytes = 0
 
     def put(self, key: tuple[Any, ...], layer: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        """Keep the tensors, whose first has a shape to which the second may have to be expanded. Returns whether it is
-        too much now."""
+        """Keep the tensors; a second one of bools is expanded to the shape of the first.
+
+        Returns whether the kept tensors exceed MOST_BYTES."""
         first, *others = (None if tensor is None else tensor.detach() for tensor in tensors)
         assert first is not None
         if others and others[0] is not None and others[0].dtype == torch.bool:
             others[0] = others[0].expand_as(first)
         kept = (first, *others)
-        # A layer once in each group, which adds to each number of a table once.
+        # Each group has a layer at most once, because a reduction adds to each entry of a table once.
         turn = self._turns[key, layer]
         self._turns[key, layer] += 1
         alike = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in kept)
@@ -35,7 +36,7 @@ class DeferredReductions:
         return self._bytes > MOST_BYTES
 
     def take(self) -> Iterator[tuple[tuple[Any, ...], list[int], list[Any]]]:
-        """Key, layers and tensors [layers, elements] of each group; nothing is kept then."""
+        """Yield key, layers and tensors [layers, elements] of each group, and clear them."""
         groups, self._groups, self._bytes = self._groups, {}, 0
         self._turns.clear()
         for (key, _, _), of_layers in groups.items():
@@ -47,6 +48,6 @@ class DeferredReductions:
 
 
 def _stacked(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """[number, elements]; None if these are None."""
+    """Stack to [number, elements]; None if all are None."""
     given = [tensor for tensor in tensors if tensor is not None]
     return torch.stack(given).view(len(given), -1) if given else None

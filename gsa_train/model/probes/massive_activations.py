@@ -1,4 +1,4 @@
-"""The largest activation of the residual stream, and where it is: massive activations stay in few dimensions, at first
+"""The largest activation of the residual stream and its place: massive activations occur in few dimensions, at first
 tokens and delimiters."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Largest(NamedTuple):
     """0-d tensors."""
 
     value: torch.Tensor
-    """Absolute."""
+    """Absolute value."""
     token: torch.Tensor
-    """l B + b of token l of sequence b."""
+    """l B + b for token l of sequence b."""
     dimension: torch.Tensor
 
 
 def measure_activations(runtime: AttentionRuntime) -> Any:
-    """Forward hook of a layer, with its keywords."""
+    """Return a forward hook with keyword arguments for a layer."""
 
     def hook(layer: Any, inputs: Any, keywords: dict[str, Any], output: Any) -> None:
         if not runtime.pass_of_this_forward().measures:
@@ -36,7 +36,7 @@ def measure_activations(runtime: AttentionRuntime) -> Any:
             positions = _positions(attention, held, hidden.device)
             return token_kinds(positions, document_ids).expand(-1, batch).flatten()
 
-        # The ranks of sequence parallelism hold different tokens, and each has its own runtime.
+        # Sequence-parallel ranks hold different tokens, but each rank has its own runtime.
         kinds = runtime.once(document_ids, ("kinds", held, batch), kinds_here)
         largest = largest_activation(hidden)
         kind = kinds.take(largest.token)
@@ -46,11 +46,12 @@ def measure_activations(runtime: AttentionRuntime) -> Any:
 
 
 def largest_activation(hidden: torch.Tensor) -> Largest:
-    """The largest activation of [L, B, d], NaN if any is. Reads it once, makes no copy, and the host does not wait: it
-    would read a tensor that is an index."""
+    """Find the largest |x| of [L, B, d] in one read, without a copy; NaN if any element is NaN.
+
+    It uses take and index_select, because indexing with a tensor makes the host wait for the device."""
     tokens = hidden.flatten(0, 1)
     of_tokens = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)
-    token = of_tokens.argmax()  # of NaN, if there is one
+    token = of_tokens.argmax()  # the NaN, if there is one
     dimension = tokens.index_select(0, token[None]).abs().argmax()
     return Largest(of_tokens.take(token), token, dimension)
 
@@ -61,7 +62,7 @@ def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> t
 
     Args:
         positions: int64 [T]
-        document_ids: [B, L]; None where a sequence is one document
+        document_ids: [B, L]; None if each sequence is one document
     """
     starts, ends = positions[:, None] == 0, torch.zeros_like(positions, dtype=torch.bool)[:, None]
     if document_ids is not None:
@@ -74,7 +75,7 @@ def token_kinds(positions: torch.Tensor, document_ids: torch.Tensor | None) -> t
 
 
 def _positions(attention: GSASelfAttention, held: int, device: torch.device) -> torch.Tensor:
-    """Positions in the sequence of the tokens that this rank holds after a layer: int64 [held]."""
+    """Positions in the sequence of this rank's tokens after a layer: int64 [held]."""
     tp, length = attention.groups.tp, held
     if attention.config.sequence_parallel:
         length = held * tp.size()

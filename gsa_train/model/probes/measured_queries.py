@@ -1,4 +1,4 @@
-"""What the documents of a micro-batch make of its measured queries: the same in all layers, so made once."""
+"""Properties of the measured queries that depend only on the documents: equal in all layers, so computed once."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.stats import POSITIONS
 
 LEAST_KEYS = 64
-"""Queries that see fewer keys do not count in a sink: where there is little else, the first token gets much."""
+"""Least causal keys of a query that counts in sink statistics: with few keys the first token always gets much."""
 
 
 def position_groups(positions: torch.Tensor) -> torch.Tensor:
-    """The number of each position's group in POSITIONS: int64, of the same shape."""
-    firsts = 4 ** torch.arange(len(POSITIONS) - 1, device=positions.device)  # made there: nothing is copied
+    """Index of each position's group in POSITIONS: int64, same shape."""
+    firsts = 4 ** torch.arange(len(POSITIONS) - 1, device=positions.device)  # created on the device: no copy
     return torch.bucketize(positions, firsts, right=True)
 
 
 @dataclass(frozen=True)
 class SparseQueries:
-    """Few queries (`QuerySample.sparse`), which are compared with all their keys."""
+    """The few queries (`QuerySample.sparse`) that are compared with all their keys."""
 
     positions: torch.Tensor
     """int64 [T], in the sequence."""
     starts: torch.Tensor
-    """int [B, T], of their documents."""
+    """int [B, T]: first positions of their documents."""
     num_keys: int
-    """L_k, the chunk's last query included."""
+    """L_k: keys up to the chunk's last query."""
 
     @cached_property
     def counts_in_sink(self) -> torch.Tensor:
@@ -47,23 +47,23 @@ class SparseQueries:
 
     @cached_property
     def in_first_document(self) -> torch.Tensor:
-        """bool [B, T]: they see the sequence's first token."""
+        """bool [B, T]: the sequence's first token is one of their causal keys."""
         return self.starts == 0
 
     @cached_property
     def causal(self) -> torch.Tensor:
-        """bool [B, T, L_k]: the keys that they see."""
+        """bool [B, T, L_k]: their causal keys."""
         keys = torch.arange(self.num_keys, device=self.starts.device)
         causal = causal_mask(self.num_keys, query_positions=self.positions)
         return causal & (keys >= self.starts[..., None])
 
     @cached_property
     def causal_numbers(self) -> dict[torch.dtype, torch.Tensor]:
-        """`causal` as ones and zeros of the types that have been asked for (`causal_as`)."""
+        """Cache of `causal_as` by dtype."""
         return {}
 
     def causal_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """`causal` as ones and zeros, which multiply."""
+        """`causal` as ones and zeros, for matrix products."""
         if dtype not in self.causal_numbers:
             self.causal_numbers[dtype] = self.causal.to(dtype)
         return self.causal_numbers[dtype]
@@ -75,23 +75,23 @@ class SparseQueries:
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """Number of keys that they see, int64 [B, T]."""
+        """Number of causal keys, int64 [B, T]."""
         return self.positions + 1 - self.starts
 
     @cached_property
     def has_choice(self) -> torch.Tensor:
-        """bool [B, T]: they see two keys. Else softmax and selection are the same whatever logit and score are."""
+        """bool [B, T]: at least two causal keys. With one, softmax and selection do not depend on logits and scores."""
         return self.visible >= 2
 
     @cached_property
     def causal_with_choice(self) -> torch.Tensor:
-        """bool [B, T, L_k]: `causal`, of those that have a choice."""
+        """bool [B, T, L_k]: `causal` for queries with a choice, else False."""
         return self.causal & self.has_choice[..., None]
 
     @cached_property
     def position_masks(self) -> torch.Tensor:
-        """The keys in each group of POSITIONS that the sequence has, counted from the query's document's first token:
-        packed masks, int32 [B, groups, T, ceil(L_k / 32)]."""
+        """Packed masks of the keys in each group of POSITIONS, counted from the start of the query's document: int32
+        [B, groups, T, ceil(L_k / 32)]."""
         firsts = [self.starts + first for first in POSITIONS if first < self.num_keys]
         bounds = torch.stack([*firsts, torch.full_like(self.starts, self.num_keys)], dim=1)
         return packed_mask_of_ranges(bounds[:, :-1], bounds[:, 1:], self.num_keys)
@@ -99,18 +99,18 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class MeasuredQueries:
-    """The queries of one chunk: all count in budgets, and a sample of them is measured more closely."""
+    """The queries of one chunk: budget statistics use all, other statistics a sample."""
 
     sample: QuerySample
     geometry: Geometry
     batch: int
     """B"""
     num_keys: int
-    """L_k, the last query's own included."""
+    """L_k: keys up to the last query."""
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """Number of causal keys of each query in its document: int64 [B, L]."""
+        """Number of causal keys in each query's document: int64 [B, L]."""
         start, starts = self.geometry.query_start, self.geometry.document_starts
         ends = torch.arange(start + 1, self.num_keys + 1, device=self.sample.rows.device)[None]
         return (ends if starts is None else ends - starts).expand(self.batch, -1)
@@ -122,11 +122,11 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_with_choice(self) -> torch.Tensor:
-        """bool [B, R]: they see two keys, or two groups that they may choose."""
+        """bool [B, R]: at least two causal keys, or two selectable groups."""
         return self.leaders_visible >= least_keys_to_choose(self.geometry.indexer_pool)
 
     def leave_keys_out(self, budget: torch.Tensor) -> torch.Tensor:
-        """bool [B, R]: those whose budget is below what they see, or may choose.
+        """bool [B, R]: the budget is below the number of causal keys, or of selectable groups.
 
         Args:
             budget: k_t, int [B, R]
@@ -141,7 +141,7 @@ class MeasuredQueries:
 
     @cached_property
     def leaders_by_position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the queries that select are in each group in POSITIONS, bool [groups, B R], and how many, int64
+        """Membership of the queries that select in each group of POSITIONS, bool [groups, B R], and group sizes, int64
         [groups]."""
         groups = position_groups(self.leaders_visible - 1).flatten()
         members = groups == torch.arange(len(POSITIONS), device=groups.device)[:, None]
@@ -154,7 +154,7 @@ class MeasuredQueries:
 
     @cached_property
     def pairs_in_one_document(self) -> torch.Tensor:
-        """bool [B, P]: in one document each query sees one key more than its neighbour."""
+        """bool [B, P]. Within a document each query has one causal key more than its predecessor."""
         visible, pairs = self.sampled_visible, self.sample.neighbours
         return visible[:, pairs + 1] - visible[:, pairs] == 1
 

@@ -1,7 +1,7 @@
-"""Which queries the statistics of attention look at: stretches of neighbours, evenly spread over the sequence.
+"""The queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
-Their positions follow from the sequence's length alone. They are the same in each sequence, layer and step, so that
-what changes between two logged steps is the model, nothing is to be resumed, and no layout counts other queries.
+Their positions depend only on the sequence length and are the same in each sequence, layer, step and layout. A change
+between two logged steps is thus a change of the model, and a checkpoint needs no state.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from functools import cached_property
 import torch
 
 STRETCH = 64
-"""Neighbours: two whole groups of `union_ratio_32`, and a tile of the attention kernels."""
+"""Adjacent queries per chunk: two groups of `union_ratio_32`, and one tile of the attention kernels."""
 STRETCHES = 8
-"""Per sequence: 512 selections, which cost little to compare."""
+"""Chunks per sequence: 512 selections, which are cheap to compare."""
 SPARSE_EVERY = 16
-"""One query in this many is enough for what goes over all keys or has many values of its own. 32 queries of a
-sequence, 16 heads and 8 sequences are 4096 values of a layer's recall."""
+"""Spacing of the queries in statistics that go over all keys or have many values per query. 32 queries of a sequence,
+16 heads and 8 sequences are 4096 values for a layer's recall."""
 GROUP = 32
-"""Queries whose selections `union_ratio_32` joins."""
+"""Queries per union in `union_ratio_32`."""
 
 
 @dataclass(frozen=True)
 class QuerySample:
-    """The sampled ones among the queries start .. end - 1 of a sequence; perhaps none."""
+    """The sampled queries in start .. end - 1 of a sequence; may be empty."""
 
     start: int
     end: int
     rows: torch.Tensor
-    """int64 [S], ascending: their numbers among the queries of the chunk."""
+    """int64 [S], ascending: their indices in the chunk."""
     neighbours: torch.Tensor
-    """int64 [P]: the i for which rows[i + 1] follows rows[i] in the sequence."""
+    """int64 [P]: each i for which rows[i + 1] = rows[i] + 1."""
     grouped: torch.Tensor
-    """int64 [G * group]: the i of the rows in whole groups of neighbours, group after group."""
+    """int64 [G * group]: each i whose rows[i] is in a complete group of neighbours, group by group."""
     group: int
     """Queries in a group."""
     sparse: torch.Tensor
-    """int64 [T]: the rows in the middle of each SPARSE_EVERY positions of the sequence."""
+    """int64 [T]: the rows in the middle of each SPARSE_EVERY positions."""
     sparse_rows: torch.Tensor
-    """int64 [T]: the i for which rows[i] is one of them."""
+    """int64 [T]: each i whose rows[i] is in `sparse`."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
     def compared(self) -> torch.Tensor:
-        """int64 [2 P + G * group + T]: the i of the earlier and of the later ones of the pairs, of the groups' members
-        and of the sparse ones, so that one gather serves them all."""
+        """int64 [2 P + G * group + T]: indices into `rows` of the pairs' first and second queries, of group members and
+        of sparse queries, concatenated for one gather."""
         return torch.cat([self.neighbours, self.neighbours + 1, self.grouped, self.sparse_rows])
 
 
 def sampled_stretches(length: int) -> list[range]:
-    """Positions in a sequence of `length` tokens: all of up to STRETCH * STRETCHES, else a stretch about the middle of
-    each of STRETCHES equal parts.
+    """Positions in a sequence of `length` tokens: all up to STRETCH * STRETCHES tokens, else STRETCH adjacent positions
+    near the middle of each of STRETCHES equal parts.
 
-    Stretches begin at multiples of STRETCH, so that chunks of context-parallel ranks rarely cut one.
+    They start at multiples of STRETCH, so that context-parallel chunks rarely cut them.
     """
     if length <= STRETCH * STRETCHES:
         return [range(length)]
@@ -65,10 +65,9 @@ def sampled_stretches(length: int) -> list[range]:
 
 
 def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
-    """The sample among the queries start .. end - 1 of a sequence. Waits for the device.
+    """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
-    Neighbours and groups do not reach beyond the chunk. A short last group would count for too little and is left
-    out, unless it is all that there is.
+    Neighbours and groups stay within the chunk. An incomplete last group is left out, unless it is the only one.
     """
     rows: list[int] = []
     neighbours: list[int] = []
@@ -83,7 +82,7 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
         neighbours += range(first, len(rows) - 1)
         grouped += range(first, first + len(held) // GROUP * GROUP)
     group = GROUP
-    if not grouped and len(neighbours) + 1 == len(rows):  # one stretch, shorter than a group
+    if not grouped and len(neighbours) + 1 == len(rows):  # adjacent queries, fewer than a group
         grouped, group = list(range(len(rows))), len(rows)
 
     def numbers(each: list[int]) -> torch.Tensor:

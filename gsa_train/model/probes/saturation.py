@@ -1,7 +1,7 @@
-"""What tends to grow before the loss does: attention logits, and indexer scores that no gradient moves any more.
+"""Early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
-Of few queries (`QuerySample.sparse`) against all their causal keys, in logged steps alone: 32 queries of a sequence of
-4096 are 1.6% of its pairs, and one product of each instead of the seven of attention, forward and backward.
+Logged steps compare few queries (`QuerySample.sparse`) with all their causal keys, which costs one matrix product for a
+small fraction of the pairs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gsa_train.model.probes.measured_queries import MeasuredQueries
 from gsa_train.model.probes.stats import Statistics
 
 FLAT_SLOPE = 0.01
-"""Slope sigma (1 - sigma) below which a sigmoid counts as saturated: a 25th of its largest."""
+"""Slope sigma (1 - sigma) below which a sigmoid counts as saturated: 1/25 of the maximum."""
 _ROOT = math.sqrt(1 - 4 * FLAT_SLOPE)
 FLAT_FROM = math.log((1 + _ROOT) / (1 - _ROOT))
-"""|z| above which sigma(z) has less slope than that."""
+"""|z| above which sigma(z) has less slope than FLAT_SLOPE."""
 
 
 @torch.no_grad()
@@ -29,11 +29,11 @@ def saturation_statistics(
     queries: MeasuredQueries,
     candidates: torch.Tensor | None = None,
 ) -> Statistics:
-    """Largest logit and saturated share of the sparse queries with at least two causal keys.
+    """Compare the sparse queries that have at least two causal keys with these keys.
 
     Args:
-        indexer: of all queries; None where the layer has none.
-        candidates: bool [B, T, L_k], what the indexer scores where that is not all causal keys.
+        indexer: projections of all queries; None if the layer has no indexer.
+        candidates: bool [B, T, L_k], the keys that the indexer scores; None: all causal keys.
     """
     rows, sparse = queries.sample.sparse, queries.sparse
     logit = largest_logit(q[:, rows], k, sparse.causal_with_choice)
@@ -61,7 +61,7 @@ def largest_logit(q: torch.Tensor, k: torch.Tensor, causal: torch.Tensor) -> tor
     kv_heads, head_dim = k.shape[2:]
     grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, n_kv, n_h / n_kv, T, d_k]
     logits = grouped.flatten(2, 3) @ k.permute(0, 2, 3, 1)
-    # Over the heads first, which see the same keys: [B, T, L_k].
+    # Reduce over the heads first, because they have the same causal keys: [B, T, L_k].
     of_heads = logits.unflatten(2, grouped.shape[2:4]).amax((1, 2))
     return of_heads.masked_fill_(~causal, -torch.inf).amax() * head_dim**-0.5
 
@@ -73,16 +73,15 @@ def saturated_share(
     activation: str,
     causal: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Share of the keys of each query and indexer head where the activation (eq. 7) has no slope to speak of: fp32
-    [B, T, H_I].
+    """Fraction of each query's causal keys, per indexer head, where the activation (eq. 7) is flat: fp32 [B, T, H_I].
 
     Args:
         queries: [B, T, H_I, d_I]
         keys: [B, L_k, d_I]
         score_bias: b_j [H_I]
-        activation: `sigmoid`, saturated below and above, or `relu`, below 0.
-        causal: the keys that each query sees, ones and zeros [B, T, L_k] in the type of the queries, and how many these
-            are, [B, T]; or of B = 1
+        activation: `sigmoid`, flat at both ends, or `relu`, flat below 0.
+        causal: each query's causal keys as ones and zeros, [B or 1, T, L_k] in the dtype of the queries, and their
+            number, [B or 1, T]
     """
     seen, number = causal
     scaled = (queries * queries.shape[-1] ** -0.5).flatten(1, 2)
@@ -91,5 +90,5 @@ def saturated_share(
         z += score_bias[:, None]
     assert activation in ("sigmoid", "relu"), f"when has {activation} no slope?"
     flat = z <= 0 if activation == "relu" else z.abs_() > FLAT_FROM
-    # A product in the type of z: a sum of bools copies them to int64 first.
+    # A product in the dtype of z: summing bools would first copy them to int64.
     return (flat * seen[:, :, None]).sum(-1, dtype=torch.float32) / number[..., None]

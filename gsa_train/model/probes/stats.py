@@ -1,4 +1,4 @@
-"""Statistics of the layers, kept on the device and reduced once per logged step."""
+"""Statistics of the layers: kept on the device, reduced once per logged step."""
 
 from __future__ import annotations
 
@@ -44,26 +44,23 @@ MEANS = (
 )
 """Averages over tokens (and heads): sums and counts are added over all ranks.
 
-Which queries count in which is in the table of docs/reference/monitoring.md. k_t, the scores' variance, the indexer's
-KL and the statistics of routers are over all tokens. The others are over a sample of the queries (query_sample.py):
-statistics of selections over all of sequences of up to 512 tokens, else 8 stretches of 64 neighbours; those that see
-all keys or have many values of their own (recall and random recall, attention to the first
-token, the gates, `indexer_saturated`) over every 16th of these. `adjacent_overlap` is over the pairs of neighbours
-within its stretches, and `union_ratio_32` over their groups of 32, as far as one rank holds them: context-parallel
-ranks leave out pairs and groups across the borders of their chunks of a sequence. No stretch lies across one where 64
-divides a chunk of a sequence of more than 512 tokens."""
+docs/reference/monitoring.md tells which queries count in which statistic. Statistics of k_t, score variance, indexer KL
+and routers use all tokens. The others use a sample (query_sample.py): all queries of sequences up to 512 tokens, else 8
+chunks of 64 adjacent queries. Recall, random recall, attention to the first token, gates and `indexer_saturated` use
+every 16th query of the sample. `adjacent_overlap` uses pairs and `union_ratio_32` groups of 32 adjacent queries within
+the sampled chunks; context-parallel ranks leave out pairs and groups that cross the boundary of a rank's chunk."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
-"""Largest values over all ranks; `k_min` is kept negated. `max_attention_logit` sees what `indexer_saturated` does."""
+"""Maxima over all ranks; `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
 
 POSITIONS = (0, *(4**power for power in range(8)))
-"""First position, in its document, of each group of tokens: 0, 1, 4, 16, ... 16384."""
+"""First position in the document of each group of tokens: 0, 1, 4, 16, ... 16384."""
 _GROUPS = (
     *("0" if end == 1 else f"{first}-{end - 1}" for first, end in pairwise(POSITIONS)),
     f"{POSITIONS[-1]}-",
 )
 GATE_BINS = 10
-"""Bins of equal width, from 0 to 1."""
+"""Bins of equal width from 0 to 1."""
 _BINS = tuple(f"{number / GATE_BINS:g}-{(number + 1) / GATE_BINS:g}" for number in range(GATE_BINS))
 HEADS = "head_first_token_attention"
 EXPERTS = "expert_loads"
@@ -76,46 +73,44 @@ VECTORS: dict[str, tuple[str, ...] | None] = {
     HEADS: None,
     EXPERTS: None,
 }
-"""Averages of several entries, each with its label; None: one for each head, or for each expert."""
+"""Averages with several labelled entries; None: one entry per head or expert."""
 
 PLACES = ("max_activation_dimension", "max_activation_token")
-"""Where `max_activation` is: its dimension, and the kind of its token (ORDINARY, ENDS_DOCUMENT, STARTS_DOCUMENT)."""
+"""Place of `max_activation`: dimension and kind of token (ORDINARY, ENDS_DOCUMENT, STARTS_DOCUMENT)."""
 ORDINARY, ENDS_DOCUMENT, STARTS_DOCUMENT = range(3)
 _KINDS, _DIMENSIONS = 4, 1 << 18
 
 
 LARGE = 1 << 16
-"""Elements from which on a tensor is summed at once instead of being kept."""
+"""Tensors with more elements are summed immediately instead of being kept."""
 
 
 class Vector(NamedTuple):
     sums: torch.Tensor
-    """[entries], or [rows, entries], whose rows are still to be added."""
+    """[entries], or [rows, entries] with rows to be added."""
     counts: torch.Tensor | None = None
-    """[entries]: by what each sum is divided; None: by the sum of all."""
+    """[entries]: divisor of each sum; None: the total of the sums."""
     first: int = 0
-    """Number of the first of these entries."""
+    """Index of the first entry."""
 
 
 @dataclass
 class Statistics:
-    """What one layer measured of one chunk of queries. The tensors are kept until they are summed: nothing may write to
-    them."""
+    """Statistics of one layer for one chunk of queries. Do not modify the tensors: they are reduced later."""
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `MEANS` -> values to average, of any shape."""
     counts: dict[str, torch.Tensor | int] = field(default_factory=dict)
-    """name of `MEANS` -> by what their sum is divided, where that is not the number of those that count: 0-d."""
+    """name of `MEANS` -> divisor of the sum, 0-d, if it is not the number of counted values."""
     vectors: dict[str, Vector] = field(default_factory=dict)
     """name of `VECTORS` -> its entries."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """name of `EXTREMES` -> values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name of `MEANS` or `EXTREMES` -> which of the values count, bool and of a shape that expands to theirs; all of
-    them, where it has no entry."""
+    """name of `MEANS` or `EXTREMES` -> bool, expandable to the values: which of them count. Without an entry all do."""
 
     def join(self, others: Statistics) -> None:
-        """Add the statistics of `others`, whose names are other ones."""
+        """Add the statistics of `others`, which have different names."""
         self.means |= others.means
         self.counts |= others.counts
         self.vectors |= others.vectors
@@ -123,16 +118,16 @@ class Statistics:
         self.counted |= others.counted
 
     def average(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """The mean of those `values` that are `counted`, bool and of a shape that expands to theirs."""
+        """Set the mean of the `values` that are `counted`: bool, expandable to their shape."""
         self.means[name], self.counted[name] = values, counted
 
     def maximum(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """The largest of those `values` that are `counted`."""
+        """Set the largest of the `values` that are `counted`."""
         self.maxima[name], self.counted[name] = values, counted
 
 
 class StatsCopy(NamedTuple):
-    """What a LayerStats holds."""
+    """A copy of the state of `LayerStats`."""
 
     sums: torch.Tensor
     own_counts: list[list[int]]
@@ -143,11 +138,10 @@ class StatsCopy(NamedTuple):
 
 
 class LayerStats:
-    """Sums, counts and extremes per layer of the whole model; a rank fills the rows of its own layers.
+    """Sums, counts and extremes per layer of the whole model; each rank fills the rows of its own layers.
 
-    What is added waits (deferred.py) and is summed up for all layers at once when the numbers are asked for, or when it
-    has become too much. One by one these are several operations for each layer and statistic, and a logged step has
-    thousands of them for the host to launch.
+    Added values are kept (deferred.py) and reduced for all layers together, when they are read or exceed a limit.
+    Separate reductions would need several kernel launches per layer and statistic.
     """
 
     def __init__(
@@ -155,8 +149,8 @@ class LayerStats:
     ) -> None:
         """
         Args:
-            num_heads: query heads of a layer, on all ranks.
-            num_experts: experts of a layer, on all ranks.
+            num_heads: query heads of a layer over all ranks.
+            num_experts: experts of a layer over all ranks.
         """
         self.device = device
 
@@ -172,13 +166,13 @@ class LayerStats:
             self._labels += [f"{name}/{label}" for label in labels]
         self._sums = table(len(MEANS), num_layers)
         self._own_counts = [[0] * num_layers for _ in MEANS]
-        """Known to the host."""
+        """Counts known to the host."""
         self._counts = table(len(MEANS), num_layers)
-        """Known to the device; the count is the sum of both."""
+        """Counts known to the device; the total is the sum of both."""
         self._extremes = table(len(EXTREMES), num_layers, start=-math.inf)
         self._vectors = table(num_layers, 2, len(self._labels))
         self._places = table(num_layers, start=-1.0)
-        self._waiting = DeferredReductions()
+        self._deferred = DeferredReductions()
 
     def record(self, layer: int, statistics: Statistics) -> None:
         for name, values in statistics.means.items():
@@ -188,7 +182,7 @@ class LayerStats:
             first = entries.start + vector.first
             last = first + vector.sums.shape[-1]
             assert last <= entries.stop
-            self._wait("vectors", (name, first, last), layer, vector.sums, vector.counts)
+            self._defer("vectors", (name, first, last), layer, vector.sums, vector.counts)
         for name, values in statistics.maxima.items():
             self.maximum(name, layer, values, statistics.counted.get(name))
 
@@ -203,8 +197,8 @@ class LayerStats:
         """Add the elements of `values` to the average `name` of layer `layer` (from 0).
 
         Args:
-            count: 0-d, by what their sum is divided; the number of those that count if None.
-            counted: which of them count, bool and of a shape that expands to theirs; all if None.
+            count: 0-d, divisor of their sum; None: the number of counted values.
+            counted: bool, expandable to the values: which of them count; None: all.
         """
         row = _row(MEANS, name)
         if count is None and counted is None:
@@ -216,36 +210,36 @@ class LayerStats:
                 values = torch.where(counted, values, 0)
                 count = counted.expand_as(values).sum() if count is None else count
                 counted = None
-            # A sum in another type than its terms' is a copy of all of them first. A GPU adds up fp32 as a tree: 1e-7.
+            # A sum in another dtype would first copy the terms. GPUs sum fp32 as a tree, which is accurate enough.
             values = values.sum(dtype=torch.float32 if values.is_cuda else torch.float64)
         on_device = count if isinstance(count, torch.Tensor) else None
-        self._wait("means", (row, isinstance(count, int)), layer, values, counted, on_device)
+        self._defer("means", (row, isinstance(count, int)), layer, values, counted, on_device)
 
     def maximum(
         self, name: str, layer: int, values: torch.Tensor, counted: torch.Tensor | None = None
     ) -> None:
-        """Keep the largest of the `values`, or of those that are `counted`, and what is there."""
-        self._wait("extremes", (_row(EXTREMES, name),), layer, values, counted)
+        """Update the maximum `name` with the `values` that are `counted` (None: all)."""
+        self._defer("extremes", (_row(EXTREMES, name),), layer, values, counted)
 
     def maximum_at(
         self, layer: int, value: torch.Tensor, dimension: torch.Tensor, kind: torch.Tensor
     ) -> None:
-        """`max_activation`, and where it is.
+        """Update `max_activation` and its place.
 
         Args:
             value: 0-d, not negative
-            dimension, kind: int64, 0-d: as PLACES has them
+            dimension, kind: int64, 0-d, see PLACES
         """
         self.maximum("max_activation", layer, value)
-        self._wait("places", (), layer, value, dimension, kind)
+        self._defer("places", (), layer, value, dimension, kind)
 
-    def _wait(self, what: str, where: tuple[Any, ...], layer: int, *tensors: torch.Tensor | None) -> None:
-        if self._waiting.put((what, *where), layer, tensors):
+    def _defer(self, what: str, where: tuple[Any, ...], layer: int, *tensors: torch.Tensor | None) -> None:
+        if self._deferred.put((what, *where), layer, tensors):
             self.sum_up()
 
     def sum_up(self) -> None:
-        """Add what waits to the tables: early, so that the device does not wait for the host that reads them."""
-        for (what, *where), layers, tensors in self._waiting.take():
+        """Reduce the kept values into the tables. Call it early, so that the device is never idle before a read."""
+        for (what, *where), layers, tensors in self._deferred.take():
             if what == "means":
                 row, on_host = where
                 values, counted, counts = tensors
@@ -275,8 +269,8 @@ class LayerStats:
         counted: torch.Tensor | None,
         counts: torch.Tensor | None,
     ) -> None:
-        """Args: values and counted [layers, elements], counts [layers, 1]; without `host_counts` one of the last two
-        says by what is divided."""
+        """Add values [layers, elements]. Without `host_counts` the divisor is counts [layers, 1], or the number of
+        counted [layers, elements]."""
         numbers = values.double()
         if counted is not None:
             numbers = torch.where(counted, numbers, 0)
@@ -289,7 +283,7 @@ class LayerStats:
         torch._foreach_add_(into, added)
 
     def reset(self) -> None:
-        self._waiting = DeferredReductions()
+        self._deferred = DeferredReductions()
         self._sums.zero_()
         self._own_counts = [[0] * len(row) for row in self._own_counts]
         self._counts.zero_()
@@ -298,7 +292,7 @@ class LayerStats:
         self._places.fill_(-1.0)
 
     def copy(self) -> StatsCopy:
-        """What was recorded so far, for `restore`."""
+        """Copy the recorded values, for `restore`."""
         self.sum_up()
         return StatsCopy(
             self._sums.clone(),
@@ -310,8 +304,8 @@ class LayerStats:
         )
 
     def restore(self, copy: StatsCopy) -> None:
-        """Forget what was recorded since."""
-        self._waiting = DeferredReductions()
+        """Discard the values recorded since the copy."""
+        self._deferred = DeferredReductions()
         self._sums.copy_(copy.sums)
         self._own_counts = [list(row) for row in copy.own_counts]
         self._counts.copy_(copy.counts)
@@ -322,14 +316,13 @@ class LayerStats:
     def reduce(
         self, device_sums: torch.Tensor, host_sums: list[float], host_maxima: list[float]
     ) -> tuple[dict[str, list[float | None]], list[float], list[float]]:
-        """Values per layer over all ranks, with two collectives that also carry the caller's own numbers.
+        """Reduce the values per layer over all ranks, in two collectives that also carry the caller's numbers.
 
-        `send`, and wait for it.
+        Calls `send` and waits for the result.
 
         Returns:
-            name -> value per layer (a name that no layer recorded is left out; None for a layer that did not), where
-            an entry of a vector has the name `vector/label`; the reduced sums, of the device's and then of the host's,
-            and the reduced maxima.
+            name -> value per layer, without names that no layer recorded (None for a layer without a record; an entry
+            of a vector is named `vector/label`); the reduced sums, the device's first; the reduced maxima.
         """
         layers, sums, maxima, _ = self.send(device_sums, host_sums, host_maxima, device_sums[:0])()
         return layers, sums, maxima
@@ -341,19 +334,18 @@ class LayerStats:
         host_maxima: list[float],
         device_numbers: torch.Tensor,
     ) -> Callable[[], tuple[dict[str, list[float | None]], list[float], list[float], list[float]]]:
-        """Bring the values of all ranks together and send them to the host. Collective; one copy goes to the device and
-        one comes back, and the host waits for neither.
+        """Reduce the values over all ranks and copy them to the host, which does not wait. Collective.
 
-        Tensor-parallel copies enter numerator and denominator alike.
+        Tensor-parallel replicas enter numerators and denominators equally.
 
         Args:
-            device_sums: fp64 [m] on the device, added over the ranks.
-            host_sums: likewise, from the host.
-            host_maxima: the largest over the ranks.
-            device_numbers: fp64 [n] on the device, the same on all ranks: only read.
+            device_sums: fp64 [m] on the device, summed over the ranks.
+            host_sums: numbers of the host, summed over the ranks.
+            host_maxima: numbers of the host; the maximum over the ranks is taken.
+            device_numbers: fp64 [n] on the device, equal on all ranks, copied to the host.
 
         Returns:
-            A function that waits until they have arrived, and returns the results of `reduce` and the `device_numbers`.
+            A function that waits for the copy and returns the results of `reduce` and the `device_numbers`.
         """
         self.sum_up()
         own_sums, own_extremes = self._sums, self._extremes
@@ -389,7 +381,7 @@ class LayerStats:
         extremes: torch.Tensor,
         places: torch.Tensor,
     ) -> dict[str, list[float | None]]:
-        """From the tables over all ranks, on the host."""
+        """Compute the values per layer from the reduced tables, on the host."""
         values = _by_layer(MEANS, sums, counts)
         extremes = extremes.view(self._extremes.shape).clone()
         recorded = extremes != -torch.inf
@@ -404,15 +396,14 @@ class LayerStats:
 
 
 def _keep_largest(kept: list[torch.Tensor], values: torch.Tensor) -> None:
-    """kept <- the larger of both, each 0-d, and NaN where one is."""
+    """kept <- max(kept, values), each 0-d; NaN if either is."""
     largest = torch.maximum(torch.stack(kept), values)
     torch._foreach_copy_(kept, [*largest])
 
 
 def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Value, dimension and kind in one number below 2^53, ordered by the value, so that their maximum over
-    micro-batches and ranks is of one place: the bits of a float that is not negative are ordered as it is. [layers, 1]
-    -> [layers]"""
+    """Pack value, dimension and kind, [layers, 1] each, into numbers below 2^53 ordered by value, [layers], so that
+    their maximum refers to one place: bits of non-negative floats are ordered like the floats."""
     bits = values.float().abs().view(torch.int32).long()
     return ((bits * _DIMENSIONS + dimensions) * _KINDS + kinds).double().flatten()
 
@@ -420,7 +411,7 @@ def _places(values: torch.Tensor, dimensions: torch.Tensor, kinds: torch.Tensor)
 def _by_layer(
     names: Sequence[str], sums: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, list[float | None]]:
-    """Name -> sums / counts by layer, both [names, layers]; without the names that have no count above 0."""
+    """Name -> sums / counts per layer, both [names, layers], without names whose counts are all 0."""
     rows = zip(names, (sums / counts).tolist(), (counts > 0).tolist(), strict=True)
     return {
         name: [number if there else None for number, there in zip(row, present, strict=True)]
@@ -432,6 +423,6 @@ def _by_layer(
 def _row(names: Sequence[str], name: str) -> int:
     if name not in names:
         raise ValueError(
-            f"{name}: no statistic of the layers; add it to MEANS or EXTREMES (model/probes/stats.py)"
+            f"{name}: unknown layer statistic; add it to MEANS or EXTREMES (model/probes/stats.py)"
         )
     return names.index(name)

@@ -30,7 +30,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"flash-attn is not installed; run pip install '\.\[flash\]'"):
         dense_attention_name(config_with("flash_attn"), torch.bfloat16)
-    with pytest.raises(ValueError, match="cudnn: has no fp32; set it to triton"):
+    with pytest.raises(ValueError, match="cudnn: does not support fp32; set it to triton"):
         dense_attention_name(config_with("cudnn"), torch.float32)
 
 

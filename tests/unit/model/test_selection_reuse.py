@@ -134,7 +134,7 @@ def test_an_indexer_learns_the_mean_attention_of_its_group(phase: PhaseConfig, p
         assert kl[leader] == pytest.approx(expected.item() / int((causal.sum(-1) >= 2).sum()), rel=1e-5)
         assert (probs[0] - probs[1]).abs().max() > 0.1  # the leader alone would teach something else
         assert kl[leader + 1] != kl[leader + 1]  # NaN
-    assert model.runtime.lesson is None
+    assert model.runtime.group_target is None
 
 
 class Listening:

@@ -240,13 +240,13 @@ def test_when_attention_distils(
     with caplog.at_level("INFO"):
         assert distils()
         assert distils()
-    said = "layer 0: the indexer loss in attention's backward pass"
+    said = "layer 0: indexer loss fused into attention's backward pass"
     assert [record.getMessage() for record in caplog.records].count(said) == 1
     assert not distils(None)
     assert not distils(lists)
     for other in (
         {"evaluating": True},
-        {"is_first_of_two": True},
+        {"will_recompute": True},
         {"base_has_graph": False},
         {"trains_indexer": False},
     ):

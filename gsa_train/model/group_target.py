@@ -1,4 +1,4 @@
-"""One indexer taught by all layers that use its selection: `gsa.reuse_teacher: group`."""
+"""The indexer loss over all layers that use one selection (`gsa.reuse_teacher: group`)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 
 
 class TargetSum:
-    """Attention probabilities of some queries, added up over the heads of a group's layers so far."""
+    """Attention probabilities of a query chunk, summed over the heads of the group's layers so far."""
 
     def __init__(self) -> None:
         self.probs: torch.Tensor | None = None
 
     def add(self, probs: torch.Tensor) -> torch.Tensor:
-        """[B, L, L_k] of a layer, without graph -> the sum over the layers so far."""
+        """Add a layer's probabilities [B, L, L_k], detached, and return the sum over the layers so far."""
         self.probs = probs if self.probs is None else self.probs + probs
         return self.probs
 
 
 @dataclass
-class GroupLesson:
-    """Kept from a group's first layer, which has the indexer, to its last one, which calculates the indexer loss."""
+class GroupTarget:
+    """Target of a group's indexer loss, accumulated from the first layer, which has the indexer, to the last."""
 
     indexer: Indexer
     indexed: IndexerProjections
-    """With the graph that the loss differentiates."""
+    """With the autograd graph of the loss."""
     layer: int
-    """The first one, to which the loss belongs."""
+    """Index of the group's first layer, for which the loss is recorded."""
     sums: dict[int, TargetSum] = field(default_factory=dict)
-    """By the start of a chunk of queries."""
+    """Start of a query chunk -> its sum."""
 
     def sum_of(self, chunk: QueryChunk) -> TargetSum:
         return self.sums.setdefault(chunk.start, TargetSum())
