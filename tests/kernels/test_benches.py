@@ -41,11 +41,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("behind", [False, True], ids=["loss by itself", "loss fused into attention"])
-def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["loss by itself", "loss fused into attention"])
+def test_bench_gsa_runs(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_gsa
 
-    if behind:
+    if fused:
         monkeypatch.setattr(cases, "SHAPES", {"1.7B": cases.Shape("1.7B", 4, 1, 32)})
         monkeypatch.setattr(cases, "DTYPE", torch.float16)
         if not bench_gsa.can_fuse_indexer_loss(*(cases.normal(1, 1, n, 32) for n in (4, 1))):
@@ -57,8 +57,8 @@ def test_bench_gsa_runs(behind: bool, tmp_path: Path, monkeypatch: pytest.Monkey
     assert bench_gsa.main() == 0
     report = json.loads((tmp_path / "bench_gsa.json").read_text())
     assert not report["failures"]
-    checks, rows = report["rows"][: 1 + behind], report["rows"][1 + behind :]
-    assert all(check["relative_error"] < (5e-3 if behind else 1e-4) for check in checks)
+    checks, rows = report["rows"][: 1 + fused], report["rows"][1 + fused :]
+    assert all(check["relative_error"] < (5e-3 if fused else 1e-4) for check in checks)
     assert [(row["mode"], row["ratio"]) for row in rows] == [("eager", 1.0), ("graph", 1.0)]
 
 

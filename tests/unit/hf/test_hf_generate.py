@@ -95,7 +95,7 @@ def test_sampling() -> None:
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_prompt_lookup_crops_the_cache(name: str) -> None:
-    """Several tokens at once behind a cache, of which some are taken back."""
+    """Several tokens at once after a cache; some of them are taken back."""
     model, prompt = tiny_model(name, indexer_rope=True), distinct_tokens(1, 12).repeat(1, 2)
     plain = model.generate(prompt, max_new_tokens=30, do_sample=False)
     drafted = model.generate(prompt, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
