@@ -1,6 +1,6 @@
 """A new run from the weights of another one: `checkpoint.initial_weights`.
 
-As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, optimizer and schedules begin again,
+As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, optimizer and schedules restart,
 and so does the text, unless `checkpoint.initial_text` says else. So a run goes on at another length, rotary base or
 budget of keys, or with YaRN, or a dense model gets gates and an indexer.
 """
