@@ -204,7 +204,7 @@ def _runs_of(
     config = load_config(config_path, [*fields, f"run.dir={folder}", *first])
     parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
-    found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
+    found = [*check_config(config, max(ranks, 1)), *unknown_choices(config), *_wrong_layers(config, study)]
     if need_data:
         # Another arm's checkpoint is there once that one has been trained.
         files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)

@@ -47,8 +47,8 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/schedule.py": [
             (
                 "SCHEDULES: dict",
-                "def linear(progress: float, lr: float, min_lr: float) -> float:\n"
-                "    return lr + progress * (min_lr - lr)\n\n\n",
+                "def linear(progress: float, phase: PhaseConfig) -> float:\n"
+                "    return phase.lr + progress * (phase.min_lr - phase.lr)\n\n\n",
             ),
             ('"constant": constant}', '"linear": linear, '),
         ]
@@ -73,14 +73,14 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/model/mcore/linears.py": [
             (
                 "LINEAR_LAYERS: dict",
-                "def rounded() -> LinearLayers:\n"
+                "def rounded(train: TrainConfig) -> LinearLayers:\n"
                 "    def of(base):\n"
                 "        class Rounded(base):\n"
                 "            def forward(self, x, *args, **kwargs):\n"
                 "                return super().forward(x.bfloat16().to(x.dtype), *args, **kwargs)\n\n"
                 "        return Rounded\n\n"
                 "    print('linear layers round their input')\n"
-                "    return LinearLayers(of(megatron().column), of(megatron().row))\n\n\n",
+                "    return LinearLayers(of(megatron(train).column), of(megatron(train).row))\n\n\n",
             ),
             ('"megatron": megatron}', '"rounded": rounded, '),
         ]
@@ -89,8 +89,8 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/losses.py": [
             (
                 "OBJECTIVES: dict",
-                "def halved(logits, labels, group, fused):\n"
-                "    return 0.5 * cross_entropy(logits, labels, group, fused)\n\n\n",
+                "def halved(logits, labels, group, fused, train):\n"
+                "    return 0.5 * cross_entropy(logits, labels, group, fused, train)\n\n\n",
             ),
             ('"cross_entropy": cross_entropy}', '"halved": halved, '),
         ]

@@ -151,6 +151,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.objective = chosen(OBJECTIVES, "train.objective", config.train.objective)
+    chunk.train_config = config.train
     chunk.rotary_pos_emb = rotary_embedding(
         mcore_config, config.model.head_dim, parallel.groups, config.model.rotary_percent
     )

@@ -1,13 +1,15 @@
 """What multiplies by the matrices of attention and feed-forward layers.
 
-A new precision is a function and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them: projections of
-gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
+A new precision is a function of the settings and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them:
+projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from gsa_train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,10 @@ class LinearLayers:
     """As its RowParallelLinear: output projection of attention, second product of a feed-forward layer."""
 
 
-def megatron() -> LinearLayers:
+def megatron(train: TrainConfig) -> LinearLayers:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     return LinearLayers(ColumnParallelLinear, RowParallelLinear)
 
 
-LINEAR_LAYERS: dict[str, Callable[[], LinearLayers]] = {"megatron": megatron}
+LINEAR_LAYERS: dict[str, Callable[[TrainConfig], LinearLayers]] = {"megatron": megatron}
