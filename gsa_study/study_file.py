@@ -17,6 +17,7 @@ from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.file_checks import check_data, check_files, check_tasks
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
+from gsa_train.planning.choices import unknown_choices
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("    gate_granularity: Literal", '    rotated_key_gate: bool = False\n    """G6."""\n')
         ],
         "gsa_train/config/gates.py": [
-            ('"query", "projection")', '"rotated_key", '),
+            ('"query")\nPOSITIONS', '"rotated_key", '),
             (
                 '"query": gsa.query_gate',
                 '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        ',
@@ -32,8 +32,6 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "gsa_train/model/gates.py": [
             ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n"),
-            ("query = (part if part", "rotated_key, "),
-            ("\n    )\n\n\ndef gate_statistics(", "\n        rotated_key,"),
         ],
         "gsa_train/model/gsa_attention.py": [
             (
