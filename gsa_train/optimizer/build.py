@@ -29,8 +29,8 @@ class OptimizerKind:
     a matrix. A fused one skips an update on the device; for any other one the host waits to know whether to make it."""
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
     """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of the squares of what
-    the step changed, weight decay included. It follows from state, weights and group after the step alone; where an
-    update does not (its gradients are gone), the optimizer keeps it as a tensor of `state`."""
+    the step changed, weight decay included. The gradients are gone: the change must follow from states,
+    group and parameters after the step, or the optimizer keeps it as a tensor of its own in `state`."""
     state: tuple[str, ...]
     """Names of the tensors that it keeps of each parameter: fp32, in the parameter's shape, 0 at the start."""
     counter: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import math
 import re
@@ -19,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 GATES = r"decoder.*linear_gate\.weight"
 
 ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
-    "gate": {
+    "gate on heads": {
         "gsa_train/config/gsa.py": [
             ("    gate_granularity: Literal", '    rotated_key_gate: bool = False\n    """G6."""\n')
         ],
         "gsa_train/config/gates.py": [
-            ('"query")\nPOSITIONS', '"rotated_key", '),
+            ('"key", "query")', '"rotated_key", '),
             (
                 '"query": gsa.query_gate',
                 '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        ',
@@ -39,6 +40,32 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "        if logits.rotated_key is not None:\n"
                 "            k = apply_gate(k, logits.rotated_key, self.gsa)\n",
             )
+        ],
+    },
+    "gate with its own module": {
+        "gsa_train/config/gsa.py": [
+            ("    gate_granularity: Literal", '    result_gate: bool = False\n    """G7."""\n')
+        ],
+        "gsa_train/config/gates.py": [
+            ('"projection")\n"""These', '"result", '),
+            ('"value", "output", "projection")', '"result", '),
+            ('"projection": gsa', '"result": gsa.result_gate * hidden_size,\n        '),
+        ],
+        "gsa_train/model/gsa_attention.py": [
+            (
+                "        transform = self.gsa.output_transform",
+                "        if self.gsa.result_gate:\n"
+                "            self.result_gate = ReplicatedGate(config, pg_collection, d, for_heads=False)\n",
+            ),
+            (
+                "        if self.linear_gate is not None:\n            gates, hid",
+                "        if self.gsa.result_gate:\n            result_gate = self.result_gate(hidden_states)\n",
+            ),
+            (
+                "        return result, None\n",
+                "        if self.gsa.result_gate:\n"
+                "            result = apply_gate(result, result_gate, self.gsa)\n",
+            ),
         ],
     },
     "schedule": {
@@ -93,7 +120,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ('"cross_entropy": cross_entropy}', '"halved": halved, '),
         ]
     },
-    "data format": {
+    "data format, other content": {
         "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".txt", ')],
         "data/gsa_data/documents.py": [
             (
@@ -105,9 +132,48 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".txt", ')],
     },
-    "metric": {
+    "data format, other packing": {
+        "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".jsonl.bz2", ')],
+        "data/gsa_data/unpack.py": [
+            ("import zlib", "import bz2\n"),
+            (
+                '    if relpath.endswith(".gz"):',
+                '    if relpath.endswith(".bz2"):\n        return bz2.decompress(packed), ""\n',
+            ),
+        ],
+        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".jsonl.bz2", ')],
+    },
+    "derived metric": {
         "gsa_train/metrics/record.py": [
             ('        "tokens": logged.tokens,', '        "perplexity": math.exp(reduced.loss),\n')
+        ]
+    },
+    "number from the device": {
+        "gsa_train/step.py": [
+            ('    update_norm: torch.Tensor | None\n    """0-d fp32', "    squared: torch.Tensor\n"),
+            ("update_norm)\n\n\ndef _training_pass(", "computed.grad_norm**2, "),
+        ],
+        "gsa_train/trainer.py": [
+            ("result.update_norm)", "result.squared, "),
+            ('"update_norm": numbers', '"squared": numbers.squared, '),
+        ],
+        "gsa_train/metrics/record.py": [
+            ("    update_norm: torch.Tensor | None = None", "    squared: torch.Tensor | None = None\n"),
+            ("    update_norm: float", "    squared: float | None\n"),
+            ("measured.update_norm]", "measured.squared, "),
+            ("update_norm) = sent()", "squared, "),
+            ("            update_norm=None if", "            squared=squared,\n"),
+        ],
+    },
+    "service": {
+        "gsa_train/train.py": [
+            (
+                "def services_of(",
+                "class Greeting(Service):\n"
+                "    def on_save(self, step):\n"
+                "        print('saving after', step)\n\n\n",
+            ),
+            ("        services.watchdog,\n        services.profiler,", "        Greeting(),\n"),
         ]
     },
 }
@@ -118,7 +184,7 @@ def test_a_row_names_the_files_of_its_addition() -> None:
     table = (
         (ROOT / "docs/code.md").read_text("utf-8").partition("## Where to add a thing")[2].partition("## ")[0]
     )
-    rows = dict(re.findall(r"^\| ([\w ]+) \| (`.+?) \|", table, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([\w ,]+) \| (`.+?) \|", table, re.MULTILINE))
     named = {thing: re.findall(r"`([\w./]+)`", files) for thing, files in rows.items()}
     assert named == {thing: list(files) for thing, files in ADDITIONS.items()}
 
@@ -140,6 +206,10 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     words = re.findall(r"\w+", "the hare and the tortoise ran a race which the tortoise won by going on")
     lines = [" ".join(words[number % 13 :] + words * 8) for number in range(200)]
     (shards / "0.txt").write_text("\n".join(lines), "utf-8")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (packed / "0.jsonl.bz2").write_bytes(bz2.compress(rows.encode()))
 
     sample, phases = (
         ROOT / "data/sample",
@@ -148,10 +218,11 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     overrides = [
         *TINY,
         *(f"phases.{number}.{field}" for number, fields in enumerate(phases) for field in fields.split()),
-        *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={sample / 'validation'}"),
+        *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={packed}"),
         *(
             f"data.tokenizer={sample / 'tokenizer.model'}",
             "gsa.rotated_key_gate=true",
+            "gsa.result_gate=true",
             "train.optimizer=momentum",
         ),
         *(
@@ -173,9 +244,18 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     assert steps[1]["loss"] == pytest.approx(math.log(4096) / 2, rel=0.1)  # loss
     assert [each["validation_loss"] > 5 for each in records if each.get("event") == "validation"] == [True]
     assert all(record["perplexity"] == math.exp(record["loss"]) for record in steps)  # metric
-    assert "linear layers round their input" in done.stdout
+    assert all(record["squared"] == pytest.approx(record["grad_norm"] ** 2) for record in steps)
+    for line in (
+        "linear layers round their input",
+        "saving after 4",
+        "gates: value, output, rotated_key, result (gsa.*_gate); in plain torch",
+        "linear_layers = rounded, objective = halved, optimizer = momentum",
+        "trains all weights, linear learning rate",
+    ):
+        assert line in done.stdout + done.stderr, line
     tensors = FileSystemReader(next((run / "checkpoints").glob("step_*"))).read_metadata().state_dict_metadata
     kept = {name.split(".")[2] for name in tensors if name.startswith("optimizer.state.")}
     assert "momentum_buffer" in kept <= {"momentum_buffer", "fp32_param"}
+    assert any(name.endswith(".result_gate.weight") for name in tensors)
     gates = {tuple(each.size[-2:]) for name, each in tensors.items() if re.fullmatch(GATES, name)}
     assert gates == {((2 + 2 * 2) * 32, 64)}  # G1 of 2 heads; G2 and the new gate of 2 key-value heads

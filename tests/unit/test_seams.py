@@ -12,6 +12,8 @@ import torch
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.config import TrainConfig
 from gsa_train.losses import OBJECTIVES, cross_entropy
+from gsa_train.model import gates
+from gsa_train.model.mcore.config import to_mcore_config
 from gsa_train.optimizer.build import OPTIMIZERS, Group, OptimizerKind
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -137,14 +139,23 @@ def test_an_objective_takes_what_it_needs_of_fp32_logits_before(taken: str) -> N
         assert torch.allclose(found, right, atol=1e-6) == (taken == "before")
 
 
+def test_a_gate_that_the_layer_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = gates.gate_rows
+    monkeypatch.setattr(gates, "ON_HEADS", (*gates.ON_HEADS, "sixth"))
+    monkeypatch.setattr(gates, "gate_rows", lambda *sizes: rows(*sizes) | {"sixth": 2})
+    config = to_mcore_config(tiny_config(), single_rank())
+    with pytest.raises(ValueError, match=r"gates \['sixth'\] have rows and no field; add it to GateLogits"):
+        gates.split_gate_logits(torch.zeros(1, gates.head_gate_rows(config)), config)
+
+
 def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
     train = {"optimizer": "muon", "objective": "focal", "linear_layers": "fp8"}
     config = tiny_config([dataclasses.replace(SPARSE, decay="wsd")], train=train)
     assert unknown_choices(config) == [
-        "phases.0.decay = wsd: no such name; give one of cosine, constant",
         "train.linear_layers = fp8: no such name; give one of megatron",
         "train.objective = focal: no such name; give one of cross_entropy",
         "train.optimizer = muon: no such name; give one of adamw",
+        "phases.0.decay = wsd: no such name; give one of cosine, constant",
     ]
     for field in train:
         only = tiny_config(train={field: train[field]})
