@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import yaml
 
 from gsa_train.metrics.record_format import read_records
 from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
@@ -42,47 +43,31 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
-SMALL = (
-    "train.seq_len_tokens=128",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
-    "phases.0.steps=10",
-    "phases.0.warmup_steps=9",
-    "phases.0.lr=0.9e-3",
-    "phases.0.min_lr=0.9e-3",
-    "phases.1.steps=10",
-    "phases.1.warmup_steps=9",
-    "phases.1.lr=1.35e-3",
-    "checkpoint.every_steps=5",
-    "checkpoint.keep_last=10",
-    "evaluate.every_steps=0",
-    "evaluate.max_blocks=7",
-    "evaluate.split_by_source=true",
-    "evaluate.ngram_baselines=false",
-    "logging.every_steps=1",
-    "logging.wandb=disabled",
-    "logging.tensorboard=false",
-    "logging.plots=false",
-)
-"""The demo's model on short sequences: 10 steps of each phase, every one logged, every fifth saved. The learning
-rates rise as at the demo's beginning, but more gently: every step multiplies what one rounded bit has changed."""
-TINY_MODEL = (
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.head_dim=32",
-    "model.ffn_hidden_size=64",
-    "gsa.indexer_heads=1",
-    "gsa.indexer_dim=16",
-    "gsa.k_min=8",
-    "gsa.k_base=16",
-    "gsa.k_max=32",
-    "train.seq_len_tokens=64",
-)
-TINY = (*SMALL, *TINY_MODEL, "train.micro_batch_size=2")
+def _overrides(path: Path) -> tuple[str, ...]:
+    """The fields of a config file but its name, as on the command line."""
+    sections = yaml.safe_load(path.read_text("utf-8"))
+    phases = {f"phases.{number}": phase for number, phase in enumerate(sections.pop("phases"))}
+    del sections["run"]
+    fields = [
+        (f"{name}.{field}", value)
+        for name, part in (sections | phases).items()
+        for field, value in part.items()
+    ]
+    return tuple(f"{name}={json.dumps(value)}" for name, value in fields)
+
+
+TINY = _overrides(REPOSITORY / "configs/tiny.yaml")
 """Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
-the same, and on CPUs a step takes a fraction of the time. `SMALL` is for what depends on the model's sizes, such as
-kernels of GPUs."""
+the same, and on CPUs a step takes a fraction of the time. The learning rates rise as at the demo's beginning, but more
+gently: every step multiplies what one rounded bit has changed."""
+TINY_MODEL = tuple(each for each in TINY if each.startswith(("model.", "gsa.", "train.seq_len_tokens")))
+SMALL = (
+    *TINY,
+    *("model.num_layers=4", "model.hidden_size=128", "model.num_heads=4", "model.ffn_hidden_size=352"),
+    *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
+    *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
+)
+"""The same with the demo's model: for what depends on the model's sizes, such as kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
