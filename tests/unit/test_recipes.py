@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from helpers.runs import CONFIG, ENVIRONMENT, TINY, inherited
+from helpers.runs import ENVIRONMENT, inherited
 
 ROOT = Path(__file__).parents[2]
 GATES = r"decoder.*linear_gate\.weight"
@@ -216,7 +216,6 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
         ("steps=1 warmup_steps=0", "steps=3 warmup_steps=0 lr=0.4 min_lr=0.2"),
     )
     overrides = [
-        *TINY,
         *(f"phases.{number}.{field}" for number, fields in enumerate(phases) for field in fields.split()),
         *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={packed}"),
         *(
@@ -232,11 +231,11 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
             "phases.1.decay=linear",
         ),
     ]
-    command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / CONFIG), *overrides]
+    command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / "configs/tiny.yaml"), *overrides]
     environment = {**inherited(), **ENVIRONMENT, "PYTHONPATH": str(packages)}
     done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    run = tmp_path / "demo"
+    run = tmp_path / "tiny"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [record for record in records if "event" not in record and "loss" in record]
 
