@@ -1,4 +1,4 @@
-"""From a study file to the runs that it asks for, with every mistake collected."""
+"""Reads a study file and makes the list of its runs, each with its config. Reports all mistakes at once."""
 
 from __future__ import annotations
 
