@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
 from gsa_train.metrics.record_format import read_records
 from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = "tests/helpers/two_phases.yaml"
+CONFIG = "configs/tiny.yaml"
+"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
+the same, and on CPUs a step takes a fraction of the time. The learning rates rise as at the demo's beginning, but more
+gently: every step multiplies what one rounded bit has changed."""
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, workers in sessions of their own included."""
 SHARED = "GSA_TEST_SHARED_RUNS"
@@ -43,31 +45,12 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
-def _overrides(path: Path) -> tuple[str, ...]:
-    """The fields of a config file but its name, as on the command line."""
-    sections = yaml.safe_load(path.read_text("utf-8"))
-    phases = {f"phases.{number}": phase for number, phase in enumerate(sections.pop("phases"))}
-    del sections["run"]
-    fields = [
-        (f"{name}.{field}", value)
-        for name, part in (sections | phases).items()
-        for field, value in part.items()
-    ]
-    return tuple(f"{name}={json.dumps(value)}" for name, value in fields)
-
-
-TINY = _overrides(REPOSITORY / "configs/tiny.yaml")
-"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
-the same, and on CPUs a step takes a fraction of the time. The learning rates rise as at the demo's beginning, but more
-gently: every step multiplies what one rounded bit has changed."""
-TINY_MODEL = tuple(each for each in TINY if each.startswith(("model.", "gsa.", "train.seq_len_tokens")))
 SMALL = (
-    *TINY,
     *("model.num_layers=4", "model.hidden_size=128", "model.num_heads=4", "model.ffn_hidden_size=352"),
     *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
     *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
 )
-"""The same with the demo's model: for what depends on the model's sizes, such as kernels of GPUs."""
+"""The demo's model in place of the tiny one: for what depends on the model's sizes, such as kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
@@ -297,14 +280,14 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run
 
 @cache
 def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
-    """A whole `TINY` run, made once per test session and shared: leave its folder as it is."""
+    """A whole run, made once per test session and shared: leave its folder as it is."""
     digest = hashlib.sha256(repr((overrides, ranks, real)).encode()).hexdigest()[:16]
     folder = Path(os.environ[SHARED]) / digest
     log = folder / "finished.log"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may be at it
         if not log.exists():
-            run = train(folder, *TINY, *overrides, ranks=ranks, real=real)
+            run = train(folder, *overrides, ranks=ranks, real=real)
             run.log.rename(log)
     return Run(folder / "run", None, log, "")
 
