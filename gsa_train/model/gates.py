@@ -140,8 +140,7 @@ def has_gate_projection(config: GSATransformerConfig) -> bool:
 
 
 def head_gate_rows(config: GSATransformerConfig) -> int:
-    rows = _rows(config)
-    return sum(rows[position] for position in ON_HEADS)
+    return sum(_rows(config))
 
 
 def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> GateLogits:
@@ -198,18 +197,18 @@ def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, numbers[1:] / GATE_BINS
 
 
-def _rows(config: GSATransformerConfig) -> dict[str, int]:
-    return gate_rows(
+def _rows(config: GSATransformerConfig) -> list[int]:
+    rows = gate_rows(
         config.gsa,
         config.num_attention_heads,
         config.num_query_groups,
         config.kv_channels,
         config.hidden_size,
     )
+    return [rows[position] for position in ON_HEADS]
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
     """Rows of the gates on heads for one key-value head, or for all heads where they share."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
-    rows = _rows(config)
-    return tuple(rows[position] // groups for position in ON_HEADS)
+    return tuple(rows // groups for rows in _rows(config))

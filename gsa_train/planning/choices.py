@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gsa_train.config import Config, TrainConfig
 from gsa_train.config.load import not_in
 from gsa_train.losses import OBJECTIVES
@@ -9,15 +11,20 @@ from gsa_train.model.mcore.linears import LINEAR_LAYERS
 from gsa_train.optimizer.build import OPTIMIZERS
 from gsa_train.schedule import SCHEDULES
 
-TABLES = {"linear_layers": LINEAR_LAYERS, "objective": OBJECTIVES, "optimizer": OPTIMIZERS}
+TABLES: dict[str, Mapping[str, object]] = {
+    "linear_layers": LINEAR_LAYERS,
+    "objective": OBJECTIVES,
+    "optimizer": OPTIMIZERS,
+}
 """Field of `train` -> its table. The tables load no torch by themselves."""
 
 
 def unknown_choices(config: Config) -> list[str]:
     """A line for each name that its table lacks."""
-    chosen = [(TABLES[field], f"train.{field}", getattr(config.train, field)) for field in TABLES]
-    chosen += [(SCHEDULES, f"phases.{n}.decay", phase.decay) for n, phase in enumerate(config.phases)]
-    return [line for choice in chosen for line in not_in(*choice)]
+    phases = enumerate(config.phases)
+    lines = [not_in(TABLES[field], f"train.{field}", getattr(config.train, field)) for field in TABLES]
+    lines += [not_in(SCHEDULES, f"phases.{number}.decay", phase.decay) for number, phase in phases]
+    return [line for each in lines for line in each]
 
 
 def choices_of(train: TrainConfig) -> list[str]:

@@ -211,26 +211,13 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
     (packed / "0.jsonl.bz2").write_bytes(bz2.compress(rows.encode()))
 
-    sample, phases = (
-        ROOT / "data/sample",
-        ("steps=1 warmup_steps=0", "steps=3 warmup_steps=0 lr=0.4 min_lr=0.2"),
-    )
-    overrides = [
-        *(f"phases.{number}.{field}" for number, fields in enumerate(phases) for field in fields.split()),
-        *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={packed}"),
-        *(
-            f"data.tokenizer={sample / 'tokenizer.model'}",
-            "gsa.rotated_key_gate=true",
-            "gsa.result_gate=true",
-            "train.optimizer=momentum",
-        ),
-        *(
-            "train.weight_decay=0",
-            "train.linear_layers=rounded",
-            "train.objective=halved",
-            "phases.1.decay=linear",
-        ),
-    ]
+    overrides = f"""
+        run.dir={tmp_path} data.train_dir={shards} data.validation_dir={packed}
+        data.tokenizer={ROOT}/data/sample/tokenizer.model gsa.rotated_key_gate=true gsa.result_gate=true
+        phases.0.steps=1 phases.0.warmup_steps=0 phases.1.steps=3 phases.1.warmup_steps=0
+        phases.1.lr=0.4 phases.1.min_lr=0.2 phases.1.decay=linear train.optimizer=momentum
+        train.weight_decay=0 train.linear_layers=rounded train.objective=halved
+    """.split()
     command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / "configs/tiny.yaml"), *overrides]
     environment = {**inherited(), **ENVIRONMENT, "PYTHONPATH": str(packages)}
     done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
@@ -247,7 +234,7 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     for line in (
         "linear layers round their input",
         "saving after 4",
-        "gates: value, output, rotated_key, result (gsa.*_gate); in plain torch",
+        "gates: value, output, rotated_key, result (gsa.*_gate, gsa.output_transform = none); in plain torch",
         "linear_layers = rounded, objective = halved, optimizer = momentum",
         "trains all weights, linear learning rate",
     ):

@@ -99,11 +99,13 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         config.train.fused_ops,
     )
     gates = [position for position in POSITIONS if getattr(config.gsa, f"{position}_gate")]
-    in_torch = (
-        not fuses_gates(config.gsa) or config.gsa.projection_gate or config.gsa.output_transform != "none"
-    )
+    transform = config.gsa.output_transform
+    in_torch = not fuses_gates(config.gsa) or config.gsa.projection_gate or transform != "none"
     logger.info(
-        "gates: %s (gsa.*_gate)%s", ", ".join(gates) or "none", "; in plain torch" if in_torch else ""
+        "gates: %s (gsa.*_gate, gsa.output_transform = %s)%s",
+        ", ".join(gates) or "none",
+        transform,
+        "; in plain torch" if in_torch else "",
     )
     if config.moe.experts > 0:
         logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
