@@ -1,4 +1,4 @@
-"""What must hold of a study file, without its runs' configs, which have checks of their own."""
+"""Checks a study file. The configs of its runs have their own checks."""
 
 from __future__ import annotations
 

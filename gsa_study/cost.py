@@ -1,4 +1,4 @@
-"""What a study will cost, before it runs: tokens, operations and GPU-hours of each arm, and in all."""
+"""Estimates the cost of a study before it runs: tokens, operations and GPU-hours of each arm and in total."""
 
 from __future__ import annotations
 

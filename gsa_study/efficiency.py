@@ -1,5 +1,5 @@
-"""The page of time and memory: what the benches of one machine measured, next to the theory; and efficiency.csv, all
-numbers in full."""
+"""Writes the page of time and memory, which compares the results of one machine's benches with the theory, and
+efficiency.csv with all numbers in full."""
 
 from __future__ import annotations
 

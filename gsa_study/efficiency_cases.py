@@ -1,5 +1,5 @@
-"""What each bench measured, as rows of the page of time and memory: GSA's time and memory over the standard model's,
-next to the theory."""
+"""Makes the rows of the page of time and memory from the results of each bench: GSA over the standard model, measured
+and in theory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables and figures show of a run, whether its folder is here or only the record of it in docs/results."""
+"""Describes a run for tables and figures, from its folder or from its record in docs/results."""
 
 from __future__ import annotations
 

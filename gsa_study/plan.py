@@ -1,4 +1,4 @@
-"""What is finished, what is next, what is refused: decided by the states of the jobs alone."""
+"""Decides from the states of the jobs which are finished, which come next and which are refused."""
 
 from __future__ import annotations
 

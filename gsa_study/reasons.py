@@ -1,4 +1,4 @@
-"""Why a job failed, in one line, from what it printed."""
+"""Finds the line of a job's output that says why it failed."""
 
 from __future__ import annotations
 

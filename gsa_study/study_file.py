@@ -1,4 +1,4 @@
-"""From a study file to the runs that it asks for, with every mistake collected."""
+"""Reads a study file and makes the list of its runs, each with its config. Reports all mistakes at once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.checks import check_config, check_packages
 from gsa_train.config.file_checks import check_data, check_files, check_tasks
 from gsa_train.config.load import Problems, build, problem_line, read_yaml
+from gsa_train.planning.choices import unknown_choices
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _runs_of(
     config = load_config(config_path, [*fields, f"run.dir={folder}", *first])
     parallel = config.parallel
     ranks = math.prod((parallel.tensor, parallel.context, parallel.pipeline, study.data_parallel))
-    found = [*check_config(config, max(ranks, 1)), *_wrong_layers(config, study)]
+    found = [*check_config(config, max(ranks, 1)), *unknown_choices(config), *_wrong_layers(config, study)]
     if need_data:
         # Another arm's checkpoint is there once that one has been trained.
         files = [*check_data(config.data), *check_tasks(config)] if sources else check_files(config)

@@ -1,4 +1,4 @@
-"""How long a study's jobs took, from which a start knows what it can finish: `times.jsonl` of the study's folder."""
+"""Records how long jobs took in the study's `times.jsonl`, so that a start knows which jobs it can finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study compares, read out of the folders of its runs."""
+"""Reads the values that a study compares from the folders of its runs."""
 
 from __future__ import annotations
 

@@ -12,20 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from gsa_train.config import TrainConfig
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-Objective: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool], torch.Tensor]"
-"""Local logits [L, B, V / tp], labels [B, L], tensor-parallel group, whether to use fused kernels (`train.fused_ops`)
--> token losses [B, L], fp32, equal on all ranks of the group."""
+Objective: TypeAlias = (
+    "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
+)
+"""This rank's logits [L, B, V / tp], labels [B, L], the ranks that split the vocabulary, whether `train.fused_ops`
+asks for kernels, the settings -> losses of the tokens [B, L], fp32, the same on all these ranks.
+
+The logits are consumed: `cross_entropy` overwrites them in its forward or backward pass. An objective computes other
+terms of them before, from `logits.clone()` (`logits.float()` copies nothing where they are fp32)."""
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup, fused: bool
+    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup, fused: bool, train: TrainConfig
 ) -> torch.Tensor:
-    """-log p(label). The fused kernel overwrites the logits with their gradient; megatron-core keeps an fp32 copy and
-    reads it several times."""
+    """-log p(label). The fused one overwrites the logits with their gradient in the backward pass. megatron-core's
+    overwrites fp32 logits with their softmax in the forward pass, and takes an fp32 copy of bf16 logits."""
     if not fused:
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -43,7 +43,7 @@ def learning_rate(phase: PhaseConfig, phase_step: int) -> float:
     progress = min((phase_step - phase.warmup_steps) / max(decay_steps, 1), 1.0)
     if decay_steps == 0 and phase.warmup_steps > 0:
         progress = 1.0  # the warm-up has ended with `lr`
-    return chosen(SCHEDULES, "phases.decay", phase.decay)(progress, phase.lr, phase.min_lr)
+    return chosen(SCHEDULES, "phases.decay", phase.decay)(progress, phase)
 
 
 def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-Schedule = Callable[[float, float, float], float]
-"""Progress since the learning-rate warm-up (1 at the phase's last step), `lr`, `min_lr` -> learning rate."""
+from gsa_train.config import PhaseConfig
+
+Schedule = Callable[[float, PhaseConfig], float]
+"""Progress after the learning-rate warm-up, from 0 to 1 at the phase's last step; the phase -> learning rate."""
 
 
-def cosine(progress: float, lr: float, min_lr: float) -> float:
-    """Half a cosine period from `lr` down to `min_lr`."""
-    return min_lr + 0.5 * (lr - min_lr) * (1.0 + math.cos(math.pi * progress))
+def cosine(progress: float, phase: PhaseConfig) -> float:
+    """Half a cosine from `lr` down to `min_lr`."""
+    return phase.min_lr + 0.5 * (phase.lr - phase.min_lr) * (1.0 + math.cos(math.pi * progress))
 
 
-def constant(progress: float, lr: float, min_lr: float) -> float:
-    return lr
+def constant(progress: float, phase: PhaseConfig) -> float:
+    return phase.lr
 
 
 SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "constant": constant}

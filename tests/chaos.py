@@ -49,12 +49,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.chaos_times import Happened, ettr_by_hand, starts_in, table_of, with_parts
 from helpers.launchers import is_running, launch, ranks_of
-from helpers.runs import REPOSITORY, SMALL, TINY_MODEL, Run, kill, numbers_of, processes_of
+from helpers.runs import REPOSITORY, Run, kill, numbers_of, processes_of
 
 RANKS = 4
 SAVE_EVERY_STEPS = 5
 MODEL = (
-    *TINY_MODEL,
+    "train.micro_batch_size=1",
     "phases.1.min_lr=0",
     "evaluate.split_by_source=false",
     "evaluate.max_blocks=4",
@@ -359,7 +359,6 @@ def main() -> int:
         scratch = Path(name)
         damaged_corpus(scratch / "text")
         command = (
-            *SMALL,
             *MODEL,
             f"phases.1.steps={arguments.steps - 10}",
             f"data.train_dir={scratch / 'text'}",

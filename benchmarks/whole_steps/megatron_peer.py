@@ -21,6 +21,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -61,6 +62,10 @@ class SdpaCore(MegatronModule):
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class _PeerModel(NamedGPTModel):
+    compute_language_model_loss = GPTModel.compute_language_model_loss  # not our objective
 
 
 class MegatronTrainee:
@@ -208,7 +213,7 @@ def _chunk(
         layer.submodules.self_attention.submodules.core_attention = SdpaCore
     layer.module = NamedTransformerLayer
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage)
-    chunk = NamedGPTModel(
+    chunk = _PeerModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm),
         vocab_size=config.model.vocab_size,

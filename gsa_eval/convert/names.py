@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
-from gsa_train.config.gates import gate_rows
+from gsa_train.config.gates import ON_HEADS, gate_rows
 from gsa_train.config.gsa import SCORES
 from gsa_train.config.moe import layers_with_experts
 
@@ -111,7 +111,7 @@ def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[P
     gates."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
-    on_heads = {f"{name}_gate_proj": count for name, count in rows.items() if count and name != "projection"}
+    on_heads = {f"{name}_gate_proj": rows[name] for name in ON_HEADS if rows[name]}
     groups = model.num_kv_heads if gsa.gate_sharing == "head_specific" else 1
     depends = gsa.gate_input == "query_dependent"
     whole = "linear_gate" if depends and gsa.gate_sharing == "head_specific" else "head_gate"

@@ -1,4 +1,4 @@
-"""The report's tables of a run's time: categories of lost time, and each start with its fault."""
+"""Renders two tables for the report: a run's lost time by category, and its starts with the fault that ended each."""
 
 from __future__ import annotations
 

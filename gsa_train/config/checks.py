@@ -24,7 +24,7 @@ from gsa_train.config.file_checks import (
 from gsa_train.config.gates import check_gates
 from gsa_train.config.gsa import check_selection
 from gsa_train.config.kernel_checks import check_kernels
-from gsa_train.config.load import not_in, problem_line
+from gsa_train.config.load import problem_line
 from gsa_train.config.model import check_rotary
 from gsa_train.config.moe import check_moe
 from gsa_train.config.monitor import check_monitor
@@ -38,7 +38,6 @@ from gsa_train.config.parallel import (
 from gsa_train.config.phases import PhaseConfig
 from gsa_train.config.sections import Config
 from gsa_train.config.train import check_graphs
-from gsa_train.schedule import SCHEDULES
 
 # Ranges of single fields. An integer is at least 1 unless it is listed under AT_LEAST_ZERO.
 AT_LEAST_ZERO = frozenset(
@@ -394,7 +393,7 @@ def _check_phases(config: Config) -> list[str]:
 
 
 def _check_phase(phase: PhaseConfig, name: str, has_indexer: bool) -> list[str]:
-    lines = not_in(SCHEDULES, f"{name}.decay", phase.decay)
+    lines = []
     if not phase.name.strip():
         lines.append(problem_line(f"{name}.name", phase.name, "empty", "give a name"))
     if not phase.name.isprintable():

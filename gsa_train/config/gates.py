@@ -13,11 +13,13 @@ FORM = {
     "gate_input": "query_dependent",
 }
 """What `gsa` says of the paper's gates: field -> value."""
-POSITIONS = ("value", "output", "key", "query", "projection")
-"""G2, G1, G3, G4 and G5: the field of `gsa` is `value_gate`, ... In the order of their rows in the layer's matrix."""
-FUSED = ("value", "output", "projection")
-"""Of these the ones with which the fused operation in front of attention runs: it has G2 and the rows of G1; G5 acts
-elsewhere."""
+ON_HEADS = ("value", "output", "key", "query")
+"""G2, G1, G3 and G4, in the order of their rows in the layer's matrix: the field of `gsa` is `value_gate`, ..."""
+POSITIONS = (*ON_HEADS, "projection")
+"""These and G5, which acts where there are no heads, with a module of its own."""
+COMPATIBLE_WITH_FUSED = ("value", "output", "projection")
+"""Gates that do not prevent the fused split and rotary embedding: it applies G2 and splits off the
+logits of G1; G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
@@ -48,7 +50,7 @@ def has_paper_form(gsa: GSAConfig) -> bool:
 
 def fuses_gates(gsa: GSAConfig) -> bool:
     """The fused split and rotary embedding has all the gates that act in front of attention."""
-    others = [position for position in POSITIONS if position not in FUSED]
+    others = [position for position in POSITIONS if position not in COMPATIBLE_WITH_FUSED]
     return has_paper_form(gsa) and not any(getattr(gsa, f"{position}_gate") for position in others)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from gsa_train.config.gates import gate_rows
+from gsa_train.config.gates import ON_HEADS, gate_rows
 from gsa_train.model.gate_variants import HeadGate, ReplicatedGate, opening
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.grad_accumulation_fusion import bias_gradient, weight_gradient
@@ -88,13 +88,13 @@ class GateLogits(NamedTuple):
     """Gate logits of tokens [..., B]; None without the gate. x is d_k, or 1 if one gate serves all channels of a head;
     n_kv and n_h / n_kv are 1 if all heads share their gates."""
 
-    value: torch.Tensor | None
+    value: torch.Tensor | None = None
     """G2 [..., n_kv, x]"""
-    output: torch.Tensor | None
+    output: torch.Tensor | None = None
     """G1 [..., n_kv, n_h / n_kv, x]"""
-    key: torch.Tensor | None
+    key: torch.Tensor | None = None
     """G3 [..., n_kv, x]"""
-    query: torch.Tensor | None
+    query: torch.Tensor | None = None
     """G4 [..., n_kv, n_h / n_kv, x]"""
 
 
@@ -140,22 +140,21 @@ def has_gate_projection(config: GSATransformerConfig) -> bool:
 
 
 def head_gate_rows(config: GSATransformerConfig) -> int:
-    """Rows of all gates except G5, which acts after the heads are merged."""
-    return sum(rows for position, rows in _rows(config).items() if position != "projection")
+    return sum(_rows(config))
 
 
 def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> GateLogits:
     """[..., local rows] -> the logits of each gate."""
     rows = _rows_per_group(config)
     parts = logits.unflatten(-1, (-1, sum(rows))).split(list(rows), -1)
+    of_each = {position: part for position, part in zip(ON_HEADS, parts, strict=True) if part.shape[-1]}
+    if unknown := [position for position in of_each if position not in GateLogits._fields]:
+        raise ValueError(f"gates {unknown} have rows and no field; add it to GateLogits, and apply the gate")
     x = 1 if config.gsa.gate_granularity == "headwise" else config.kv_channels
-    value, output, key, query = (part if part.shape[-1] else None for part in parts)
-    return GateLogits(
-        value,
-        None if output is None else output.unflatten(-1, (-1, x)),
-        key,
-        None if query is None else query.unflatten(-1, (-1, x)),
-    )
+    for position in ("output", "query"):  # a gate for each query head
+        if position in of_each:
+            of_each[position] = of_each[position].unflatten(-1, (-1, x))
+    return GateLogits(**of_each)
 
 
 def gate_statistics(
@@ -198,17 +197,18 @@ def gate_bins(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, numbers[1:] / GATE_BINS
 
 
-def _rows(config: GSATransformerConfig) -> dict[str, int]:
-    return gate_rows(
+def _rows(config: GSATransformerConfig) -> list[int]:
+    rows = gate_rows(
         config.gsa,
         config.num_attention_heads,
         config.num_query_groups,
         config.kv_channels,
         config.hidden_size,
     )
+    return [rows[position] for position in ON_HEADS]
 
 
 def _rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Rows of G2, G1, G3 and G4 per key-value head, or in total if heads share them."""
+    """Rows of the gates on heads for one key-value head, or for all heads where they share."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
-    return tuple(rows // groups for position, rows in _rows(config).items() if position != "projection")
+    return tuple(rows // groups for rows in _rows(config))

@@ -229,7 +229,7 @@ class GSASelfAttention(MegatronModule):
                 output_gate=self.gsa.output_gate,
             )
 
-        logits = GateLogits(None, None, None, None)
+        logits = GateLogits()
         if gates is not None:
             logits = split_gate_logits(gates, self.config)
         d_k = self.config.kv_channels

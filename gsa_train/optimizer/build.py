@@ -28,8 +28,9 @@ class OptimizerKind:
     """fp32 parameter groups, settings, whether to use torch's fused kernels -> optimizer. Parameters may be flat
     shards. A fused optimizer skips a rejected update on the device; for any other the host waits for the verdict."""
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
-    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of squares of the step's
-    change, weight decay included."""
+    """States after a step, their group, their parameters, all on one device -> 0-d fp64: sum of the squares of what
+    the step changed, weight decay included. The gradients are gone: the change must follow from states,
+    group and parameters after the step, or the optimizer keeps it as a tensor of its own in `state`."""
     state: tuple[str, ...]
     """Names of its state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None

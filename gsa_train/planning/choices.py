@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from gsa_train.config import Config
+from collections.abc import Mapping
+
+from gsa_train.config import Config, TrainConfig
 from gsa_train.config.load import not_in
 from gsa_train.losses import OBJECTIVES
 from gsa_train.model.mcore.linears import LINEAR_LAYERS
 from gsa_train.optimizer.build import OPTIMIZERS
+from gsa_train.schedule import SCHEDULES
+
+TABLES: dict[str, Mapping[str, object]] = {
+    "linear_layers": LINEAR_LAYERS,
+    "objective": OBJECTIVES,
+    "optimizer": OPTIMIZERS,
+}
+"""Field of `train` -> its table. The tables load no torch by themselves."""
 
 
 def unknown_choices(config: Config) -> list[str]:
-    """A line for each name that its table lacks. The tables load no torch by themselves."""
+    """A line for each name that its table lacks."""
+    phases = enumerate(config.phases)
+    lines = [not_in(TABLES[field], f"train.{field}", getattr(config.train, field)) for field in TABLES]
+    lines += [not_in(SCHEDULES, f"phases.{number}.decay", phase.decay) for number, phase in phases]
+    return [line for each in lines for line in each]
+
+
+def choices_of(train: TrainConfig) -> list[str]:
+    """The names that are not the defaults, as `field = name`."""
+    default = TrainConfig()
     return [
-        *not_in(LINEAR_LAYERS, "train.linear_layers", config.train.linear_layers),
-        *not_in(OBJECTIVES, "train.objective", config.train.objective),
-        *not_in(OPTIMIZERS, "train.optimizer", config.train.optimizer),
+        f"{name} = {value}" for name in TABLES if (value := getattr(train, name)) != getattr(default, name)
     ]

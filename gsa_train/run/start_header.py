@@ -8,6 +8,7 @@ from pathlib import Path
 from gsa_train.arguments import Arguments
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.model.flops import count_parameters
+from gsa_train.planning.choices import choices_of
 
 LABEL_WIDTH = 12
 TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the indexer alone"}
@@ -31,7 +32,7 @@ def start_header(
     kernels: Sequence[str] = (),
     done: tuple[int, int] = (0, 0),
 ) -> str:
-    """Model, data, phases, and where to look.
+    """Model, data, training other than the default, phases, and where to look.
 
     Args:
         layout: ranks and devices in words.
@@ -40,6 +41,7 @@ def start_header(
         done: steps and tokens before this start, whose batches may have been of another size.
     """
     model, train, data = config.model, config.train, config.data
+    choices = choices_of(train)
     count = count_parameters(model, config.gsa, config.moe)
     per_step = train.global_batch_size * train.seq_len_tokens
     steps, (done_steps, done_tokens) = sum(phase.steps for phase in config.phases), done
@@ -57,6 +59,7 @@ def start_header(
             f"{per_step:,} a step ({train.global_batch_size} sequences of {train.seq_len_tokens:,}), "
             f"{tokens:,} in all {steps:,} steps"
         ],
+        "training": [", ".join(choices)] if choices else [],
         "phases": _phases(config.phases),
         "config": [f"{folder / 'config.yaml'} (every field)"],
         "metrics": [f"{folder / 'metrics.jsonl'}"],
@@ -77,6 +80,7 @@ def _phases(phases: Sequence[PhaseConfig]) -> list[str]:
         lines.append(
             f"{phase.name}: steps {done + 1:,} to {done + phase.steps:,}, {phase.attention} attention, "
             f"trains {TRAINED[phase.train]}"
+            + (f", {phase.decay} learning rate" if phase.decay != PhaseConfig().decay else "")
         )
         done += phase.steps
     return lines

@@ -33,11 +33,8 @@ logger = logging.getLogger(__name__)
 
 FIELD = "checkpoint.initial_weights"
 
-NEW = tuple(
-    f".self_attention.{part}."
-    for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
-)
-"""Parts of the names of what a dense model has not, and a sparse one may begin with."""
+NEW = (".self_attention.indexer.", ".self_attention.variance.", "_gate.")
+"""Parts of the names of weights that a checkpoint may lack: they begin as in a new model."""
 
 MEANING = {
     "model": (

@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in 
 
 from gsa_train.cli import refuse_dashed_fields
 from gsa_train.config import Config, ConfigError, config_to_yaml, load_config
+from gsa_train.planning.choices import unknown_choices
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEMPLATE = Path(__file__).with_name("job.sh")
@@ -34,6 +35,8 @@ def main() -> int:
     ranks_per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
     try:
         config = load_config(arguments.config, arguments.overrides, arguments.nodes * ranks_per_node)
+        if wrong := unknown_choices(config):
+            raise ConfigError(arguments.config, wrong)
         commit, changed = read_commit(REPOSITORY)
     except (ConfigError, RuntimeError) as error:
         print(error, file=sys.stderr)

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from gsa_train.validation.perplexity import scores_of
-from helpers.runs import TINY, Run, train
+from helpers.runs import Run, train
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 CHAT = (
-    *TINY,
     "gsa.k_min=64",
     "gsa.k_base=64",
     "gsa.k_max=64",  # every query selects all that it sees, so no rounding can change a selection

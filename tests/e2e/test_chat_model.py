@@ -20,7 +20,7 @@ from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.convert.import_hf import import_hf
 from gsa_eval.harness import GSATrainLM
 from helpers.chats import PLAIN, make_tokenizer
-from helpers.runs import REPOSITORY, TINY_MODEL, start
+from helpers.runs import REPOSITORY, start
 from helpers.tiers import with_nightly
 
 pytestmark = pytest.mark.slow
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 ANSWERS = {"what is a gate": "sparse query key", "and a head": "value token"}
 NEW_TOKENS = 40
 SETTINGS = (
-    *TINY_MODEL,
-    "model.num_kv_heads=2",
+    *("model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=64"),
+    *("gsa.indexer_heads=1", "gsa.indexer_dim=16", "train.seq_len_tokens=64"),
     "train.micro_batch_size=8",
     "train.global_batch_size=8",
     "gsa.k_base=64",

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from gsa_train.reliability.stop_signals import STOP_SIGNALS
-from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, TINY, Run, inherited, processes_of
+from helpers.runs import CONFIG, ENVIRONMENT, MARK, REPOSITORY, Run, inherited, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
-LONG = (*TINY, "phases.0.steps=5000", "checkpoint.every_steps=100000")
+LONG = ("phases.0.steps=5000", "checkpoint.every_steps=100000")
 CONSOLES = {
     "stdout closed": "{run} >&-",
     "stderr closed": "{run} 2>&-",
@@ -124,7 +124,7 @@ def terminals() -> Iterator[list[Terminal]]:
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("console", CONSOLES)
 def test_no_console_ends_or_blocks_a_run(tmp_path, terminals, console, ranks):
-    terminal = Terminal(tmp_path, ranks, CONSOLES[console], TINY)
+    terminal = Terminal(tmp_path, ranks, CONSOLES[console], ())
     terminals.append(terminal)
     terminal.wait_for("over")
     assert json.loads((terminal.run.folder / "summary.json").read_text())["steps"] == 20
@@ -140,7 +140,7 @@ def in_foreground(nohup: str, folder: Path) -> str:
 def test_a_terminal_that_closes(tmp_path: Path, terminals: list[Terminal], nohup: str, ranks: int) -> None:
     """torchrun heeds SIGHUP also under nohup, and passes it on; a rank of its own does not."""
     is_ignored = bool(nohup) and ranks == 0
-    terminal = Terminal(tmp_path, ranks, in_foreground(nohup, tmp_path), TINY if is_ignored else LONG)
+    terminal = Terminal(tmp_path, ranks, in_foreground(nohup, tmp_path), () if is_ignored else LONG)
     terminals.append(terminal)
     terminal.wait_for("steps")
     terminal.close()

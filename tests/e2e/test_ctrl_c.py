@@ -12,9 +12,9 @@ import pytest
 from gsa_train.metrics.goodput.ledger import read_account
 from helpers.forked import ForkedAgent
 from helpers.launchers import launch
-from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, TINY, Run, left_of, train
+from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, Run, left_of, train
 
-COMMAND = (*TINY, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
+COMMAND = ("checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
 SAYS = "interrupted: the step under way is finished and saved"
 
 pytestmark = pytest.mark.slow
@@ -81,10 +81,10 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith(
-        f"demo: training by {CONFIG} on 1 rank, run folder {tmp_path}/demo"
+        f"tiny: training by {CONFIG} on 1 rank, run folder {tmp_path}/tiny"
     )
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 130
     assert error.strip() == "interrupted before the first step"
-    assert not (tmp_path / "demo").exists()
+    assert not (tmp_path / "tiny").exists()

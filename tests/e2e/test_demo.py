@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gsa_eval.commands import analyze, evaluate
 from gsa_train.config import load_config
-from helpers.runs import Run, start, whole_run
+from helpers.runs import REPOSITORY, Run, run_script, start, whole_run
 
 CONFIG = "configs/demo.yaml"
 STEPS, TOKENS = 40, 40 * 4 * 128
@@ -52,6 +53,13 @@ def test_the_indexer_warms_up_on_a_base_that_has_learned():
     """On a random one there is nothing to imitate: attention is nearly even, and recall that of random keys."""
     phases = [(phase.attention, phase.train) for phase in load_config(CONFIG).phases]
     assert phases == [("dense", "base"), ("dense", "indexer"), ("sparse", "all")]
+
+
+def test_the_tiny_experiment_of_the_code_tour_runs_as_printed(tmp_path):
+    tour = (REPOSITORY / "docs/code.md").read_text("utf-8")
+    (words,) = re.findall(r"^\.venv/bin/python (launch/pretrain\.py .+)$", tour, re.MULTILINE)
+    output = run_script([*words.split(), f"run.dir={tmp_path}"], tmp_path / "log", 1, launcher="python")
+    assert "\nstep     20/20  sparse " in output
 
 
 def test_no_library_warns(demo):

@@ -86,7 +86,7 @@ def test_a_dry_run_prints_what_the_run_would_be():
     result = launch("--dry-run", "--world-size", "4", "parallel.tensor=2")
     assert result.returncode == 0
     assert result.stderr == ""
-    assert result.stdout.startswith("demo on 4 ranks\n")
+    assert result.stdout.startswith("tiny on 4 ranks\n")
     for section in ("Layout", "Parameters", "Tokens", "Floating-point operations", "Memory per rank", "Data"):
         assert f"\n{section}" in result.stdout
     assert result.stdout.endswith("loaded: []\n")
@@ -131,7 +131,7 @@ def test_a_dry_run_of_two_ranks_is_printed_once(tmp_path):
     environment, log = {**os.environ, **ENVIRONMENT}, tmp_path / "log"
     agent = ForkedAgent(("--standalone", "--nproc_per_node=2"), command, REPOSITORY, environment, {}, log)
     assert agent.wait(300) == 0
-    assert log.read_text().count("demo on 2 ranks") == 1
+    assert log.read_text().count("tiny on 2 ranks") == 1
 
 
 NODES = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from helpers.runs import CONFIG, REPOSITORY, run_script
+from helpers.runs import REPOSITORY, run_script
 
 
 class FaultPlan:
@@ -14,7 +14,7 @@ class FaultPlan:
 
     def __init__(self, folder: Path, sections: dict[str, dict[str, Any]], phases: list[dict[str, Any]]):
         self.folder, self._config = folder, folder / "config.yaml"
-        config = yaml.safe_load((REPOSITORY / CONFIG).read_text())
+        config = yaml.safe_load((REPOSITORY / "configs/demo.yaml").read_text())
         for section, fields in sections.items():
             config[section] = {**config.get(section, {}), **fields}
         self._config.write_text(yaml.safe_dump(config | {"phases": phases}))

@@ -24,7 +24,10 @@ from gsa_train.metrics.record_format import read_records
 from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = "tests/helpers/two_phases.yaml"
+CONFIG = "configs/tiny.yaml"
+"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
+the same, and on CPUs a step takes a fraction of the time. The learning rates rise as at the demo's beginning, but more
+gently: every step multiplies what one rounded bit has changed."""
 MARK = "GSA_TEST_RUN"
 """Environment variable that all processes of one run inherit, workers in sessions of their own included."""
 SHARED = "GSA_TEST_SHARED_RUNS"
@@ -43,46 +46,11 @@ def inherited() -> dict[str, str]:
 
 
 SMALL = (
-    "train.seq_len_tokens=128",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=4",
-    "phases.0.steps=10",
-    "phases.0.warmup_steps=9",
-    "phases.0.lr=0.9e-3",
-    "phases.0.min_lr=0.9e-3",
-    "phases.1.steps=10",
-    "phases.1.warmup_steps=9",
-    "phases.1.lr=1.35e-3",
-    "checkpoint.every_steps=5",
-    "checkpoint.keep_last=10",
-    "evaluate.every_steps=0",
-    "evaluate.max_blocks=7",
-    "evaluate.split_by_source=true",
-    "evaluate.ngram_baselines=false",
-    "logging.every_steps=1",
-    "logging.wandb=disabled",
-    "logging.tensorboard=false",
-    "logging.plots=false",
+    *("model.num_layers=4", "model.hidden_size=128", "model.num_heads=4", "model.ffn_hidden_size=352"),
+    *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
+    *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
 )
-"""The demo's model on short sequences: 10 steps of each phase, every one logged, every fifth saved. The learning
-rates rise as at the demo's beginning, but more gently: every step multiplies what one rounded bit has changed."""
-TINY_MODEL = (
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.head_dim=32",
-    "model.ffn_hidden_size=64",
-    "gsa.indexer_heads=1",
-    "gsa.indexer_dim=16",
-    "gsa.k_min=8",
-    "gsa.k_base=16",
-    "gsa.k_max=32",
-    "train.seq_len_tokens=64",
-)
-TINY = (*SMALL, *TINY_MODEL, "train.micro_batch_size=2")
-"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
-the same, and on CPUs a step takes a fraction of the time. `SMALL` is for what depends on the model's sizes, such as
-kernels of GPUs."""
+"""The demo's model in place of the tiny one: for what depends on the model's sizes, such as kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
@@ -312,14 +280,14 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run
 
 @cache
 def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
-    """A whole `TINY` run, made once per test session and shared: leave its folder as it is."""
+    """A whole run, made once per test session and shared: leave its folder as it is."""
     digest = hashlib.sha256(repr((overrides, ranks, real)).encode()).hexdigest()[:16]
     folder = Path(os.environ[SHARED]) / digest
     log = folder / "finished.log"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may be at it
         if not log.exists():
-            run = train(folder, *TINY, *overrides, ranks=ranks, real=real)
+            run = train(folder, *overrides, ranks=ranks, real=real)
             run.log.rename(log)
     return Run(folder / "run", None, log, "")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import STEPS, TINY, finished, start
+from helpers.runs import STEPS, finished, start
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_a_run_goes_back_to_its_newest_intact_checkpoint_and_says_so(tmp_path: P
     cut = checkpoints / "step_00000015" / "__0_1.distcp"
     cut.write_bytes(cut.read_bytes()[:-1000])
 
-    run = start(tmp_path, *TINY, launcher="python").wait()
+    run = start(tmp_path, launcher="python").wait()
     assert "checkpoint step_00000020 is damaged: __0_0.distcp has checksum" in run.output
     assert "checkpoint step_00000015 is damaged: __0_1.distcp has" in run.output
     assert "going back to the newest intact checkpoint, step_00000010" in run.output

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import SMALL, TINY_MODEL, Run, kill, start, train
+from helpers.runs import Run, kill, start, train
 
 STEPS = 48
 """More than the starts that are killed take together, 43."""
 SAVE_AT_THE_END = "checkpoint.every_steps=1000"
-TINY = (
-    *SMALL,
-    *TINY_MODEL,
+OPTIONS = (
+    "train.micro_batch_size=1",
     "model.num_layers=1",
     "data.num_lanes=24",  # enough that no readers of the layouts below share one
     f"phases.1.steps={STEPS - 10}",
@@ -57,11 +56,11 @@ def start_as(
     split = (f"parallel.tensor={tensor}", f"train.micro_batch_size={4 * tensor // ranks}")
     options = (*split, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
     faults = {"held_after": [most_steps, ranks - 1]}
-    return start(run_dir, *TINY, *options, *overrides, ranks=ranks, faults=faults)
+    return start(run_dir, *OPTIONS, *options, *overrides, ranks=ranks, faults=faults)
 
 
 def test_every_step_sees_its_text_through_kills(tmp_path: Path) -> None:
-    undisturbed = train(tmp_path, *TINY, SAVE_AT_THE_END, name="undisturbed").series("data_checksum")
+    undisturbed = train(tmp_path, *OPTIONS, SAVE_AT_THE_END, name="undisturbed").series("data_checksum")
     assert len(set(undisturbed)) == STEPS
 
     chance = random.Random(22)

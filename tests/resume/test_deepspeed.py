@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import TINY, Run, numbers_of, train
+from helpers.runs import Run, numbers_of, train
 
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    *TINY,
     "train.micro_batch_size=1",  # two on each of two ranks
     *(f"phases.{number}.{field}" for number in range(2) for field in ("steps=3", "warmup_steps=1")),
     "checkpoint.every_steps=2",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import STEPS, TINY, Run, finished, numbers_of, start
+from helpers.runs import STEPS, Run, finished, numbers_of, start
 
-COMMAND = (*TINY, "checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
+COMMAND = ("checkpoint.retry_after_steps=1", "checkpoint.save_retries=1")
 RANKS = 2
 
 pytestmark = pytest.mark.slow
@@ -90,13 +90,13 @@ def test_the_folder_is_whole_again(failing: Failing) -> None:
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
     """Their threads would wait two hours for its own."""
     faults = {"lost_saves": [1, [1]]}
-    run = start(tmp_path, *TINY, ranks=RANKS, faults=faults).wait(expected=1)
+    run = start(tmp_path, ranks=RANKS, faults=faults).wait(expected=1)
     assert (
         "SaveLost: rank 1: how the save of step 10 ended could not be agreed on by all ranks: Memory"
         in run.output
     )
     assert 10 <= run.steps()[-1]["step"] < 15
     assert run.latest == "step_00000005"
-    resumed = start(tmp_path, *TINY, ranks=RANKS).wait()
+    resumed = start(tmp_path, ranks=RANKS).wait()
     assert f"resuming from {run.checkpoints}/step_00000005" in resumed.output
     assert numbers_of(resumed.records()) == numbers_of(finished(ranks=RANKS).records())

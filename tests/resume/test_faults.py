@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.reliability.hang_limit import LEAST_SECONDS
 from helpers.launchers import launch, ranks_of
-from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of
+from helpers.runs import STEPS, Run, finished, kill, left_of, numbers_of
 
 RANKS = 2
 
@@ -33,7 +33,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     # Three slow steps in a row are told of; in some of the six the machine may hold up the other rank. What step 5
     # saved is there at step 8.
     faults = {"slow": [2, 7, 1], "frozen": [8, 1], "saves_end": True}
-    run = launch(tmp_path, *TINY, *alerting, torchrun=torchrun, faults=faults)
+    run = launch(tmp_path, *alerting, torchrun=torchrun, faults=faults)
     run.wait_until(lambda: len(run.steps()) >= 1)
     victim = ranks_of(run)[1]
     run.wait_until(lambda: "stacks of all ranks" in run.output)
@@ -85,7 +85,7 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
     faults = {"held": [[7, 1], [12, 1]], "saves_end": True}  # the run waits for what is done to it
 
     def node(mark: str = "") -> Run:
-        return launch(tmp_path, *TINY, torchrun=torchrun, mark=mark, environment=own_store, faults=faults)
+        return launch(tmp_path, torchrun=torchrun, mark=mark, environment=own_store, faults=faults)
 
     first = node()
     second = node(first.mark)

@@ -16,13 +16,13 @@ from gsa_train.metrics.goodput.ledger import read_account
 from gsa_train.metrics.goodput.run_clock import process_began
 from gsa_train.planning.goodput.measure import again_in_fast_motion, measure_run
 from gsa_train.run_folder.starts import read_starts
-from helpers.runs import STEPS, TINY, Run, kill, start
+from helpers.runs import STEPS, Run, kill, start
 
 SAVED, HELD = 5, 8
 PHASE_STEPS = 10
 NEAR_SECONDS = 0.4
 """Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
-COMMAND = (*TINY, "logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
+COMMAND = ("logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # it compares clocks; test_goodput_log.py has the rules
 

@@ -10,9 +10,9 @@ import pytest
 
 from helpers.forked import ForkedAgent
 from helpers.launchers import is_running, ranks_of
-from helpers.runs import STEPS, TINY, Run, finished, kill, left_of, numbers_of, processes_of, start
+from helpers.runs import STEPS, Run, finished, kill, left_of, numbers_of, processes_of, start
 
-COMMAND = (*TINY, "data.num_workers=1", "logging.wandb=offline")
+COMMAND = ("data.num_workers=1", "logging.wandb=offline")
 RANKS = 2
 
 pytestmark = pytest.mark.slow

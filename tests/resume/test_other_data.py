@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import REPOSITORY, TINY, Run, start
+from helpers.runs import REPOSITORY, Run, start
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ LONGER = "phases.1.steps=12"
 
 
 def start_in(old_run: Run, *overrides: str) -> Run:
-    return start(old_run.folder.parent, *TINY, LONGER, *overrides, launcher="python")
+    return start(old_run.folder.parent, LONGER, *overrides, launcher="python")
 
 
 def message_of(run: Run, code: int) -> str:
@@ -40,7 +40,7 @@ def test_other_data_is_refused_and_then_accepted(old_run: Run) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
-    run = start(tmp_path, *TINY, f"data.tokenizer={REPOSITORY / 'README.md'}", launcher="python")
+    run = start(tmp_path, f"data.tokenizer={REPOSITORY / 'README.md'}", launcher="python")
     assert "README.md' is not a sentencepiece model" in message_of(run, 2)
 
 
@@ -49,7 +49,7 @@ def test_text_that_fails_on_the_way_ends_the_run_with_its_name(tmp_path: Path) -
     for shard in sorted((tmp_path / "train").rglob("*.zst"))[2:]:
         shard.write_bytes(shard.read_bytes()[:-100])
     few = [f"phases.{phase}.{steps}" for phase in (0, 1) for steps in ("steps=2", "warmup_steps=1")]
-    options = (*TINY, *few, f"data.train_dir={tmp_path / 'train'}", "data.num_workers=1")
+    options = (*few, f"data.train_dir={tmp_path / 'train'}", "data.num_workers=1")
     message = message_of(start(tmp_path, *options, launcher="python"), 1)
     assert "rank 0: the text failed: shard" in message
     assert ".jsonl.zst is truncated or corrupt after" in message

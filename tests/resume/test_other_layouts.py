@@ -8,7 +8,6 @@ import torch
 
 from helpers.runs import (
     TENSOR_X_PIPELINE,
-    TINY,
     WHOLE,
     WHOLE_SAVED_STEPS,
     Run,
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def first_step_after(checkpoint: Path, run_dir: Path, *layout: str, ranks: int) -> dict[str, object]:
-    run = start(run_dir, *TINY, *WHOLE, *layout, "--resume-from", str(checkpoint), ranks=ranks)
+    run = start(run_dir, *WHOLE, *layout, "--resume-from", str(checkpoint), ranks=ranks)
     run.wait_until(run.steps)
     kill(run)
     return run.steps()[0]
@@ -75,7 +74,7 @@ def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
         "checkpoint.every_steps=2",
         "parallel.tensor=2",
     )
-    options = (*TINY, *new, f"checkpoint.initial_weights={split.folder}")
+    options = (*new, f"checkpoint.initial_weights={split.folder}")
     run = start(tmp_path, *options, ranks=2, faults={"held": [[4, 1]]})
     run.wait_until(lambda: (run.checkpoints / "latest").exists())
     kill(run)

@@ -13,7 +13,7 @@ from gsa_train import train
 from gsa_train.process.exit_codes import REFUSED
 from gsa_train.reliability.stop_signals import StopRequest
 from helpers.run_contents import contents, cut
-from helpers.runs import CONFIG, REPOSITORY, TINY, Run
+from helpers.runs import CONFIG, REPOSITORY, Run
 from helpers.single_rank import single_rank
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.chdir(REPOSITORY)
 
     def start(run_dir: Path, *overrides: str, name: str = "run") -> str:
-        arguments = ["--config", CONFIG, f"run.dir={run_dir}", f"run.name={name}", *TINY, *overrides]
+        arguments = ["--config", CONFIG, f"run.dir={run_dir}", f"run.name={name}", *overrides]
         monkeypatch.setattr("sys.argv", ["pretrain.py", *arguments])
         assert runpy.run_path("launch/pretrain.py")["main"]() == REFUSED
         return capsys.readouterr().err

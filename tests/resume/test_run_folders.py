@@ -7,14 +7,14 @@ import pytest
 
 from gsa_train.run_folder.starts import read_starts
 from helpers.run_contents import contents, cut
-from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, STEPS, TINY, Run, finished, kill, start, train
+from helpers.runs import LONGEST_WAIT_SECONDS, QUICK, STEPS, Run, finished, kill, start, train
 
 pytestmark = pytest.mark.slow
 REFUSED_BY_WANDB = "logging.wandb=offline logging.wandb_project=no/such:project"
 
 
 def start_in(old_run: Run, *overrides: str, **options: Any) -> Run:
-    return start(old_run.folder.parent, *TINY, *overrides, launcher="python", **options)
+    return start(old_run.folder.parent, *overrides, launcher="python", **options)
 
 
 def refusal(run: Run) -> str:
@@ -40,7 +40,6 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
     """The n-gram baselines would be of other text than the run's."""
     options = (
-        *TINY,
         *QUICK,
         "train.iterations_to_skip=[2]",
         "evaluate.ngram_baselines=true",
@@ -60,7 +59,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
 @pytest.mark.nightly
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
     """Read again with the new ones alone, the text would be another than the run's."""
-    options = (*TINY, *QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")
+    options = (*QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")
     options += ("train.global_batch_size=8", "data.num_lanes=2")
     first = train(tmp_path, *options, name="first")
     checkpoint = str(first.checkpoints / "step_00000004")
@@ -92,7 +91,7 @@ def test_no_resume_starts_at_step_1_and_moves_the_old_outputs_aside(old_run):
 def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in old_run.folder.rglob("*")}
     options = ("--resume-from", str(old_run.checkpoints / "step_00000015"))
-    branch = start(tmp_path, *TINY, *options, name="branch", launcher="python")
+    branch = start(tmp_path, *options, name="branch", launcher="python")
     branch.wait_until(lambda: len(branch.steps()) >= 3)
     kill(branch)
     assert branch.series("step")[:3] == [16, 17, 18]
@@ -121,8 +120,8 @@ def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path, damage
         cut(checkpoint)
     options = ("--resume-from", str(checkpoint), *override.split())
     before = contents(old_run.folder)
-    new = start(tmp_path, *TINY, *options, name="new", ranks=2).wait(expected=2)
-    old = start(tmp_path, *TINY, *options, ranks=2).wait(expected=2)
+    new = start(tmp_path, *options, name="new", ranks=2).wait(expected=2)
+    old = start(tmp_path, *options, ranks=2).wait(expected=2)
     for run in (new, old):
         assert run.output.count(expected) == 1
         assert "Traceback" not in run.output
@@ -147,12 +146,12 @@ def test_what_a_refused_start_passes_over_is_told_by_the_one_that_goes_on(old_ru
 def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_same_command(tmp_path):
     original = finished()
     fault = {"removed_folder": [8, str(tmp_path / "run")]}
-    removed = start(tmp_path, *TINY, launcher="python", faults=fault).wait(expected=75)
+    removed = start(tmp_path, launcher="python", faults=fault).wait(expected=75)
     assert "metrics.jsonl was removed, moved or replaced during the run" in removed.output
     assert "stopped by the removal of its run folder after step " in removed.output
     assert "Traceback" not in removed.output
     assert removed.latest in ("step_00000008", "step_00000009")
-    again = start(tmp_path, *TINY, launcher="python").wait()
+    again = start(tmp_path, launcher="python").wait()
     assert again.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "tokens"):
         assert again.series(key) == original.series(key)
@@ -161,7 +160,7 @@ def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_sam
 @pytest.mark.nightly
 def test_of_two_launchers_of_a_new_run_one_trains(tmp_path):
     """The second one chose step 0 while it waited for nothing, and then moved the first one's run away."""
-    runs = [start(tmp_path, *TINY, *QUICK, launcher="python") for _ in range(2)]
+    runs = [start(tmp_path, *QUICK, launcher="python") for _ in range(2)]
     codes = sorted(run.process.wait(LONGEST_WAIT_SECONDS) for run in runs)
     assert codes in ([0, 0], [0, 2]), [
         run.output for run in runs

@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from helpers.launchers import launch, ranks_of
-from helpers.runs import STEPS, TINY, Run, finished, left_of, numbers_of, processes_of
+from helpers.runs import STEPS, Run, finished, left_of, numbers_of, processes_of
 from helpers.runs import start as start_forked
 
 RANKS = 2
-COMMAND = (*TINY, "checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
+COMMAND = ("checkpoint.every_steps=1000", "data.num_workers=1", "logging.wandb=offline")
 
 pytestmark = pytest.mark.slow
 

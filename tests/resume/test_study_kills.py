@@ -16,7 +16,7 @@ from gsa_train.config import config_to_yaml, load_config
 from gsa_train.metrics.record_format import read_records
 from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
-from helpers.runs import CONFIG, REPOSITORY, TINY
+from helpers.runs import CONFIG, REPOSITORY
 
 # Real studies: test_study_runner.py and test_study_weights.py have the rules.
 pytestmark = pytest.mark.nightly
@@ -37,10 +37,7 @@ SEED = 28
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     phases = json.dumps([{**PHASE, "attention": "dense"}])
     own = (f"phases={phases}", "checkpoint.every_steps=2", "evaluate.every_steps=5", "evaluate.max_blocks=4")
-    tiny = [each for each in TINY if not each.startswith("phases.")]
-    config = load_config(
-        REPOSITORY / CONFIG, [*tiny, *own, "train.micro_batch_size=4", "model.hidden_size=32"]
-    )
+    config = load_config(REPOSITORY / CONFIG, [*own, "train.micro_batch_size=4", "model.hidden_size=32"])
     path = tmp_path_factory.mktemp("base") / "base.yaml"
     path.write_text(config_to_yaml(config))
     return path

@@ -20,7 +20,7 @@ from gsa_train.metrics.record_format import to_scalars
 from gsa_train.model.probes.stats import MEANS
 from gsa_train.profiling.profiler import ProfileError, StepProfiler
 from helpers.cpu_only import cpu_only  # noqa: F401
-from helpers.runs import TINY, finished, numbers_of, start, train
+from helpers.runs import finished, numbers_of, start, train
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
     """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
     profiled = ("profile.start_step=10", "profile.steps=2", "profile.ranks=[]")
-    run = train(tmp_path, *TINY, *profiled, ranks=2, faults={"all_operations": True})
+    run = train(tmp_path, *profiled, ranks=2, faults={"all_operations": True})
     plain = finished(ranks=2)
     assert numbers_of(run.records()) == numbers_of(plain.records())
     assert [record.keys() for record in run.steps()] == [record.keys() for record in plain.steps()]
@@ -62,7 +62,7 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
     assert "other" not in parts, table
     assert not (plain.folder / "profile").exists()
 
-    refused = start(tmp_path, *TINY, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
+    refused = start(tmp_path, "profile.start_step=1", "profile.memory_snapshot=true", name="memory")
     refused.wait(expected=2)
     assert "profile.memory_snapshot = true" in refused.output
     assert not refused.folder.exists()

@@ -13,7 +13,7 @@ from gsa_train.metrics.record_format import read_records
 from gsa_train.process.exit_codes import CORRUPTED, UNHEALTHY
 from helpers.fault_plans import FaultPlan
 from helpers.launchers import launch
-from helpers.runs import LONGEST_WAIT_SECONDS, TINY, left_of, numbers_of
+from helpers.runs import LONGEST_WAIT_SECONDS, left_of, numbers_of
 from helpers.tiers import runs_nightly
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_rank_whose_device_multiplies_wrongly_is_named_before_anything_else(tm
 
 def test_torchrun_does_not_start_ranks_again_on_a_device_that_is_not_healthy(tmp_path: Path) -> None:
     torchrun = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    run = launch(tmp_path, *TINY, torchrun=torchrun, faults={"wrong_product": 1})
+    run = launch(tmp_path, torchrun=torchrun, faults={"wrong_product": 1})
     assert run.process is not None
     assert run.process.wait(LONGEST_WAIT_SECONDS) != 0
     assert run.output.count("1 of 2 devices are not healthy:") == 1

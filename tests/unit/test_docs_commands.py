@@ -100,11 +100,6 @@ def test_the_few_fields_that_one_sets_are_those_of_the_example() -> None:
     assert abs(len(resolved) - int(said[1])) < 20
 
 
-def test_a_wrong_field_in_a_command_is_found() -> None:
-    with pytest.raises(ValueError, match=r"gsa\.k_bsae"):
-        load_config(ROOT / "configs/demo.yaml", ["gsa.k_bsae=3"], 1, need_data=False)
-
-
 def repository_files() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],

@@ -168,11 +168,3 @@ def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_config("demo").run.name == "mine"
     with pytest.raises(ValueError, match=r"or a name: demo, demo_moe, demo_sft, gated_only_1\.7b"):
         load_config("dmo")
-
-
-def test_python_m_gsa_train_is_the_launcher(tmp_path: Path) -> None:
-    code = "import runpy\nsys.path[:0] = sys.argv[1:4]\nsys.argv[1:] = sys.argv[4:]\n"
-    code += "runpy.run_module('gsa_train', run_name='__main__', alter_sys=True)"
-    paths = [str(ROOT / folder) for folder in (".", "kernels", "data")]
-    report = run(code, *paths, "--config", "demo", "--dry-run", "--world-size", "2", cwd=tmp_path)
-    assert report.startswith("demo on 2 ranks\n")

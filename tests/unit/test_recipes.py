@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import math
 import re
@@ -13,18 +14,18 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from helpers.runs import CONFIG, ENVIRONMENT, TINY, inherited
+from helpers.runs import ENVIRONMENT, inherited
 
 ROOT = Path(__file__).parents[2]
 GATES = r"decoder.*linear_gate\.weight"
 
 ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
-    "gate": {
+    "gate on heads": {
         "gsa_train/config/gsa.py": [
             ("    gate_granularity: Literal", '    rotated_key_gate: bool = False\n    """G6."""\n')
         ],
         "gsa_train/config/gates.py": [
-            ('"query", "projection")', '"rotated_key", '),
+            ('"key", "query")', '"rotated_key", '),
             (
                 '"query": gsa.query_gate',
                 '"rotated_key": gsa.rotated_key_gate * kv_heads * of_head,\n        ',
@@ -32,8 +33,6 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "gsa_train/model/gates.py": [
             ("\n\ndef build_gate_projection(", "    rotated_key: torch.Tensor | None = None\n"),
-            ("query = (part if part", "rotated_key, "),
-            ("\n    )\n\n\ndef gate_statistics(", "\n        rotated_key,"),
         ],
         "gsa_train/model/gsa_attention.py": [
             (
@@ -43,12 +42,38 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
             )
         ],
     },
+    "gate with its own module": {
+        "gsa_train/config/gsa.py": [
+            ("    gate_granularity: Literal", '    result_gate: bool = False\n    """G7."""\n')
+        ],
+        "gsa_train/config/gates.py": [
+            ('"projection")\n"""These', '"result", '),
+            ('"value", "output", "projection")', '"result", '),
+            ('"projection": gsa', '"result": gsa.result_gate * hidden_size,\n        '),
+        ],
+        "gsa_train/model/gsa_attention.py": [
+            (
+                "        transform = self.gsa.output_transform",
+                "        if self.gsa.result_gate:\n"
+                "            self.result_gate = ReplicatedGate(config, pg_collection, d, for_heads=False)\n",
+            ),
+            (
+                "        if self.linear_gate is not None:\n            gates, hid",
+                "        if self.gsa.result_gate:\n            result_gate = self.result_gate(hidden_states)\n",
+            ),
+            (
+                "        return result, None\n",
+                "        if self.gsa.result_gate:\n"
+                "            result = apply_gate(result, result_gate, self.gsa)\n",
+            ),
+        ],
+    },
     "schedule": {
         "gsa_train/schedule.py": [
             (
                 "SCHEDULES: dict",
-                "def linear(progress: float, lr: float, min_lr: float) -> float:\n"
-                "    return lr + progress * (min_lr - lr)\n\n\n",
+                "def linear(progress: float, phase: PhaseConfig) -> float:\n"
+                "    return phase.lr + progress * (phase.min_lr - phase.lr)\n\n\n",
             ),
             ('"constant": constant}', '"linear": linear, '),
         ]
@@ -73,14 +98,14 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/model/mcore/linears.py": [
             (
                 "LINEAR_LAYERS: dict",
-                "def rounded() -> LinearLayers:\n"
+                "def rounded(train: TrainConfig) -> LinearLayers:\n"
                 "    def of(base):\n"
                 "        class Rounded(base):\n"
                 "            def forward(self, x, *args, **kwargs):\n"
                 "                return super().forward(x.bfloat16().to(x.dtype), *args, **kwargs)\n\n"
                 "        return Rounded\n\n"
                 "    print('linear layers round their input')\n"
-                "    return LinearLayers(of(megatron().column), of(megatron().row))\n\n\n",
+                "    return LinearLayers(of(megatron(train).column), of(megatron(train).row))\n\n\n",
             ),
             ('"megatron": megatron}', '"rounded": rounded, '),
         ]
@@ -89,13 +114,13 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "gsa_train/losses.py": [
             (
                 "OBJECTIVES: dict",
-                "def halved(logits, labels, group, fused):\n"
-                "    return 0.5 * cross_entropy(logits, labels, group, fused)\n\n\n",
+                "def halved(logits, labels, group, fused, train):\n"
+                "    return 0.5 * cross_entropy(logits, labels, group, fused, train)\n\n\n",
             ),
             ('"cross_entropy": cross_entropy}', '"halved": halved, '),
         ]
     },
-    "data format": {
+    "data format, other content": {
         "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".txt", ')],
         "data/gsa_data/documents.py": [
             (
@@ -107,9 +132,48 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".txt", ')],
     },
-    "metric": {
+    "data format, other packing": {
+        "data/gsa_data/listing.py": [('".jsonl.zst", ".jsonl.gz", ".parquet")', '".jsonl.bz2", ')],
+        "data/gsa_data/unpack.py": [
+            ("import zlib", "import bz2\n"),
+            (
+                '    if relpath.endswith(".gz"):',
+                '    if relpath.endswith(".bz2"):\n        return bz2.decompress(packed), ""\n',
+            ),
+        ],
+        "gsa_train/config/file_checks.py": [('".jsonl.gz", ".parquet", ".json.gz")', '".jsonl.bz2", ')],
+    },
+    "derived metric": {
         "gsa_train/metrics/record.py": [
             ('        "tokens": logged.tokens,', '        "perplexity": math.exp(reduced.loss),\n')
+        ]
+    },
+    "number from the device": {
+        "gsa_train/step.py": [
+            ('    update_norm: torch.Tensor | None\n    """0-d fp32', "    squared: torch.Tensor\n"),
+            ("update_norm)\n\n\ndef _training_pass(", "computed.grad_norm**2, "),
+        ],
+        "gsa_train/trainer.py": [
+            ("result.update_norm)", "result.squared, "),
+            ('"update_norm": numbers', '"squared": numbers.squared, '),
+        ],
+        "gsa_train/metrics/record.py": [
+            ("    update_norm: torch.Tensor | None = None", "    squared: torch.Tensor | None = None\n"),
+            ("    update_norm: float", "    squared: float | None\n"),
+            ("measured.update_norm]", "measured.squared, "),
+            ("update_norm) = sent()", "squared, "),
+            ("            update_norm=None if", "            squared=squared,\n"),
+        ],
+    },
+    "service": {
+        "gsa_train/train.py": [
+            (
+                "def services_of(",
+                "class Greeting(Service):\n"
+                "    def on_save(self, step):\n"
+                "        print('saving after', step)\n\n\n",
+            ),
+            ("        services.watchdog,\n        services.profiler,", "        Greeting(),\n"),
         ]
     },
 }
@@ -120,7 +184,7 @@ def test_a_row_names_the_files_of_its_addition() -> None:
     table = (
         (ROOT / "docs/code.md").read_text("utf-8").partition("## Where to add a thing")[2].partition("## ")[0]
     )
-    rows = dict(re.findall(r"^\| ([\w ]+) \| (`.+?) \|", table, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([\w ,]+) \| (`.+?) \|", table, re.MULTILINE))
     named = {thing: re.findall(r"`([\w./]+)`", files) for thing, files in rows.items()}
     assert named == {thing: list(files) for thing, files in ADDITIONS.items()}
 
@@ -142,32 +206,23 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     words = re.findall(r"\w+", "the hare and the tortoise ran a race which the tortoise won by going on")
     lines = [" ".join(words[number % 13 :] + words * 8) for number in range(200)]
     (shards / "0.txt").write_text("\n".join(lines), "utf-8")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (packed / "0.jsonl.bz2").write_bytes(bz2.compress(rows.encode()))
 
-    sample, phases = (
-        ROOT / "data/sample",
-        ("steps=1 warmup_steps=0", "steps=3 warmup_steps=0 lr=0.4 min_lr=0.2"),
-    )
-    overrides = [
-        *TINY,
-        *(f"phases.{number}.{field}" for number, fields in enumerate(phases) for field in fields.split()),
-        *(f"run.dir={tmp_path}", f"data.train_dir={shards}", f"data.validation_dir={sample / 'validation'}"),
-        *(
-            f"data.tokenizer={sample / 'tokenizer.model'}",
-            "gsa.rotated_key_gate=true",
-            "train.optimizer=momentum",
-        ),
-        *(
-            "train.weight_decay=0",
-            "train.linear_layers=rounded",
-            "train.objective=halved",
-            "phases.1.decay=linear",
-        ),
-    ]
-    command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / CONFIG), *overrides]
+    overrides = f"""
+        run.dir={tmp_path} data.train_dir={shards} data.validation_dir={packed}
+        data.tokenizer={ROOT}/data/sample/tokenizer.model gsa.rotated_key_gate=true gsa.result_gate=true
+        phases.0.steps=1 phases.0.warmup_steps=0 phases.1.steps=3 phases.1.warmup_steps=0
+        phases.1.lr=0.4 phases.1.min_lr=0.2 phases.1.decay=linear train.optimizer=momentum
+        train.weight_decay=0 train.linear_layers=rounded train.objective=halved
+    """.split()
+    command = [sys.executable, "-m", "gsa_train", "--config", str(ROOT / "configs/tiny.yaml"), *overrides]
     environment = {**inherited(), **ENVIRONMENT, "PYTHONPATH": str(packages)}
     done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    run = tmp_path / "demo"
+    run = tmp_path / "tiny"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [record for record in records if "event" not in record and "loss" in record]
 
@@ -175,9 +230,18 @@ def test_a_run_has_all_additions(tmp_path: Path) -> None:
     assert steps[1]["loss"] == pytest.approx(math.log(4096) / 2, rel=0.1)  # loss
     assert [each["validation_loss"] > 5 for each in records if each.get("event") == "validation"] == [True]
     assert all(record["perplexity"] == math.exp(record["loss"]) for record in steps)  # metric
-    assert "linear layers round their input" in done.stdout
+    assert all(record["squared"] == pytest.approx(record["grad_norm"] ** 2) for record in steps)
+    for line in (
+        "linear layers round their input",
+        "saving after 4",
+        "gates: value, output, rotated_key, result (gsa.*_gate, gsa.output_transform = none); in plain torch",
+        "linear_layers = rounded, objective = halved, optimizer = momentum",
+        "trains all weights, linear learning rate",
+    ):
+        assert line in done.stdout + done.stderr, line
     tensors = FileSystemReader(next((run / "checkpoints").glob("step_*"))).read_metadata().state_dict_metadata
     kept = {name.split(".")[2] for name in tensors if name.startswith("optimizer.state.")}
     assert "momentum_buffer" in kept <= {"momentum_buffer", "fp32_param"}
+    assert any(name.endswith(".result_gate.weight") for name in tensors)
     gates = {tuple(each.size[-2:]) for name, each in tensors.items() if re.fullmatch(GATES, name)}
     assert gates == {((2 + 2 * 2) * 32, 64)}  # G1 of 2 heads; G2 and the new gate of 2 key-value heads

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from gsa_train.checkpoint.load import load_checkpoint
+from gsa_train.config import TrainConfig
 from gsa_train.losses import OBJECTIVES, cross_entropy
+from gsa_train.model import gates
+from gsa_train.model.mcore.config import to_mcore_config
 from gsa_train.optimizer.build import OPTIMIZERS, Group, OptimizerKind
 from gsa_train.optimizer.main_weights import carry_over, keep_main_weights
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
@@ -93,8 +96,8 @@ def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(
     assert states[1] - states[0] == 4 * sum(weight.numel() for weight in before.values())
 
 
-def without_first(logits: torch.Tensor, labels: torch.Tensor, group: Any, fused: bool) -> torch.Tensor:
-    return cross_entropy(logits, labels, group, fused) * (torch.arange(labels.shape[1]) > 0)
+def without_first(logits: torch.Tensor, labels: torch.Tensor, *others: Any) -> torch.Tensor:
+    return cross_entropy(logits, labels, *others) * (torch.arange(labels.shape[1]) > 0)
 
 
 def test_an_objective_is_trained_and_validation_stays_the_cross_entropy(
@@ -115,15 +118,42 @@ def test_an_objective_is_trained_and_validation_stays_the_cross_entropy(
     assert trained.loss_sum == expected.loss_sum < wanted == validated
 
 
+@pytest.mark.parametrize("taken", ["before", "without a copy", "after"])
+def test_an_objective_takes_what_it_needs_of_fp32_logits_before(taken: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    leaf = torch.randn(6, 2, 32, generator=generator, requires_grad=True)
+    labels = torch.randint(32, (2, 6), generator=generator)
+    logits = leaf * 1
+    z = (logits.clone() if taken == "before" else logits).logsumexp(-1).t()
+    losses = cross_entropy(logits, labels, single_rank().groups.tp, False, TrainConfig())
+    torch.testing.assert_close(logits, leaf.softmax(-1))  # consumed
+    if taken == "without a copy":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (losses + z).sum().backward()
+        return
+    z = logits.logsumexp(-1).t() if taken == "after" else z
+    total, expected_z = losses + z, leaf.logsumexp(-1).t()
+    expected = expected_z - leaf.gather(-1, labels.t()[..., None])[..., 0].t() + expected_z
+    (gradient,), (wanted,) = (torch.autograd.grad(each.sum(), leaf) for each in (total, expected))
+    for found, right in ((total, expected), (gradient, wanted)):
+        assert torch.allclose(found, right, atol=1e-6) == (taken == "before")
+
+
+def test_a_gate_that_the_layer_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = gates.gate_rows
+    monkeypatch.setattr(gates, "ON_HEADS", (*gates.ON_HEADS, "sixth"))
+    monkeypatch.setattr(gates, "gate_rows", lambda *sizes: rows(*sizes) | {"sixth": 2})
+    config = to_mcore_config(tiny_config(), single_rank())
+    with pytest.raises(ValueError, match=r"gates \['sixth'\] have rows and no field; add it to GateLogits"):
+        gates.split_gate_logits(torch.zeros(1, gates.head_gate_rows(config)), config)
+
+
 def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
     train = {"optimizer": "muon", "objective": "focal", "linear_layers": "fp8"}
-    config = tiny_config(train=train)
+    config = tiny_config([dataclasses.replace(SPARSE, decay="wsd")], train=train)
     assert unknown_choices(config) == [
         "train.linear_layers = fp8: no such name; give one of megatron",
         "train.objective = focal: no such name; give one of cross_entropy",
         "train.optimizer = muon: no such name; give one of adamw",
+        "phases.0.decay = wsd: no such name; give one of cosine, constant",
     ]
-    for field in train:
-        only = tiny_config(train={field: train[field]})
-        with pytest.raises(ValueError, match=f"train.{field} = {train[field]}: no such name"):
-            build_optimizer(tiny_model(only), SPARSE, only)

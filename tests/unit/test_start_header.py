@@ -9,11 +9,11 @@ from gsa_train.run.start_header import first_line, start_header
 
 CONFIG = Config(
     run=RunConfig(name="small", dir="/runs"),
-    train=TrainConfig(seq_len_tokens=256, global_batch_size=8),
+    train=TrainConfig(seq_len_tokens=256, global_batch_size=8, objective="z_loss", optimizer="muon"),
     data=DataConfig(train_dir="text", validation_dir="", validation_sets={"web": "a", "books": "b"}),
     phases=[
         PhaseConfig(name="warm-up", steps=60, attention="dense", train="indexer"),
-        PhaseConfig(name="sparse", steps=640, attention="sparse", train="all"),
+        PhaseConfig(name="sparse", steps=640, attention="sparse", train="all", decay="constant"),
     ],
 )
 
@@ -33,13 +33,17 @@ def test_the_header() -> None:
         f"model        {count.total:,} parameters, of which gates {count.gates:,} and indexer {count.indexer:,}",
         "data         text; validation a, b",
         "tokens       2,048 a step (8 sequences of 256), 1,433,600 in all 700 steps",
+        "training     objective = z_loss, optimizer = muon",
         "metrics      /runs/small/metrics.jsonl",
         "TensorBoard  tensorboard --logdir /runs/small",
         "W&B          kept offline",
     ):
         assert row in rows
     phases = rows.index("phases       warm-up: steps 1 to 60, dense attention, trains the indexer alone")
-    assert rows[phases + 1] == "             sparse: steps 61 to 700, sparse attention, trains all weights"
+    assert (
+        rows[phases + 1]
+        == "             sparse: steps 61 to 700, sparse attention, trains all weights, constant learning rate"
+    )
     assert max(map(len, rows)) < 110
 
 
@@ -53,4 +57,5 @@ def test_what_a_run_does_not_have_is_left_out() -> None:
     header = start_header(config, "8 ranks on cuda", Path("runs/standard"), [])
     assert "TensorBoard" not in header
     assert "W&B" not in header
+    assert "training  " not in header
     assert "gates 0 and indexer 0" in header

@@ -172,6 +172,7 @@ def test_devices_follow_from_the_layout(tmp_path: Path) -> None:
         ),
         ({"config": "no.yaml"}, "all arms: cannot be read"),
         ({"data_parallel": 0}, "data_parallel = 0: below 1"),
+        ({"set": {"train.objective": "focal"}}, "all arms: train.objective = focal: no such name"),
     ],
 )
 def test_a_mistake_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

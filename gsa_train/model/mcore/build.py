@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from gsa_train.config import Config
-from gsa_train.config.gates import fuses_gates
+from gsa_train.config.gates import POSITIONS, fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.load import chosen
 from gsa_train.config.moe import expert_layers
@@ -98,10 +98,15 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         "fused" if mcore_config.fused_ops else "not fused",
         config.train.fused_ops,
     )
-    if not fuses_gates(config.gsa) or config.gsa.projection_gate or config.gsa.output_transform != "none":
-        logger.info(
-            "gate variants (gsa.*_gate, gsa.gate_*, gsa.output_transform) run in plain torch, without fused kernels"
-        )
+    gates = [position for position in POSITIONS if getattr(config.gsa, f"{position}_gate")]
+    transform = config.gsa.output_transform
+    in_torch = not fuses_gates(config.gsa) or config.gsa.projection_gate or transform != "none"
+    logger.info(
+        "gates: %s (gsa.*_gate, gsa.output_transform = %s)%s",
+        ", ".join(gates) or "none",
+        transform,
+        "; in plain torch" if in_torch else "",
+    )
     if config.moe.experts > 0:
         logger.info("experts: %s (moe.experts_impl)", config.moe.experts_impl)
     numbers = range(config.parallel.virtual_pipeline)
@@ -151,6 +156,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.objective = chosen(OBJECTIVES, "train.objective", config.train.objective)
+    chunk.train_config = config.train
     chunk.rotary_pos_emb = rotary_embedding(
         mcore_config, config.model.head_dim, parallel.groups, config.model.rotary_percent
     )

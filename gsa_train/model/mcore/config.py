@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from gsa_kernels.rotary import YarnScaling
-from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig
+from gsa_train.config import Config, GSAConfig, ModelConfig, MoEConfig, TrainConfig
 from gsa_train.config.load import chosen
 from gsa_train.config.parallel import chunk_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
@@ -32,7 +32,7 @@ class GSATransformerConfig(TransformerConfig):
     """For Q and K."""
     sandwich_norm: bool = False
     """`model.sandwich_norm`"""
-    linears: LinearLayers = field(default_factory=megatron)
+    linears: LinearLayers = field(default_factory=lambda: megatron(TrainConfig()))
     """`train.linear_layers`"""
     context_chunks: int = 2
     """Chunks of a sequence per context-parallel rank."""
@@ -101,7 +101,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         sandwich_norm=model.sandwich_norm,
         fused_ops=fused_ops,
         use_te_activation_func=fused_ops,  # take the activation of the layer's spec (spec.py)
-        linears=chosen(LINEAR_LAYERS, "train.linear_layers", train.linear_layers)(),
+        linears=chosen(LINEAR_LAYERS, "train.linear_layers", train.linear_layers)(train),
         gsa=config.gsa,
         moe=config.moe,
         **_experts(config),

@@ -1,6 +1,6 @@
 """The linear layers of attention and feed-forward layers.
 
-To add a precision, write a function and add a row to LINEAR_LAYERS; `train.linear_layers` chooses. Excluded:
+A new precision is a function of the settings and a row of LINEAR_LAYERS; `train.linear_layers` chooses. Not among them:
 projections of gates and indexer, grouped experts (moe.experts_impl), embedding and output layer.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from gsa_train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,10 @@ class LinearLayers:
     """Has the interface of its RowParallelLinear: attention's output projection, second feed-forward layer."""
 
 
-def megatron() -> LinearLayers:
+def megatron(train: TrainConfig) -> LinearLayers:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     return LinearLayers(ColumnParallelLinear, RowParallelLinear)
 
 
-LINEAR_LAYERS: dict[str, Callable[[], LinearLayers]] = {"megatron": megatron}
+LINEAR_LAYERS: dict[str, Callable[[TrainConfig], LinearLayers]] = {"megatron": megatron}

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from gsa_train.config import TrainConfig
 from gsa_train.losses import Objective, cross_entropy
 from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.profiling.trace_spans import trace_span
@@ -64,12 +65,14 @@ class NamedGPTModel(GPTModel):
     """Names the spans of the embedding, and of output layer and loss together."""
 
     objective: Objective
-    """The training objective; validation always uses cross-entropy."""
+    """In training; validation scores the cross-entropy."""
+    train_config: TrainConfig
+    """Settings of the objective."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Labels [B, L] and this rank's logits [L, B, V / tp] -> losses [B, L], fp32."""
         loss = self.objective if self.training else cross_entropy
-        return loss(logits, labels, self.pg_collection.tp, self.config.fused_ops)
+        return loss(logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("embedding"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gsa_kernels.limits import takes_key_lists
 from gsa_train.config import Config, PhaseConfig
-from gsa_train.config.gates import fuses_gates, gate_rows
+from gsa_train.config.gates import ON_HEADS, fuses_gates, gate_rows
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 
 
@@ -78,7 +78,7 @@ def sizes_of(config: Config) -> Sizes:
     # Half of a rank's chunks are a group's r-th chunk, half its r-th from the end (context_sharding.py).
     keys_of_chunks = train.seq_len_tokens * ((chunks * context + 1) / (2 * context) if context > 1 else 1)
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size)
-    of_heads = sum(count for position, count in rows.items() if position != "projection")
+    of_heads = sum(rows[position] for position in ON_HEADS)
     own_heads = gsa.gate_sharing == "head_specific"
     return Sizes(
         value=4 if train.precision == "fp32" else 2,
