@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -99,15 +98,6 @@ def the_same_random_numbers() -> None:
     else:
         # Else torch notes the stack for three kinds of devices that it does not have, a millisecond each time.
         torch.default_generator.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_rank_is_left() -> Iterator[None]:
-    """DeepSpeed sets such a variable in a test's process, and accelerate would wait for its world in a later one."""
-    before = OF_A_RANK & os.environ.keys()
-    yield
-    for name in (OF_A_RANK & os.environ.keys()) - before:
-        del os.environ[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -176,7 +176,10 @@ def test_ctrl_c_before_and_behind_the_jobs_ends_in_a_line(
 
 
 def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
-    stubborn = scripted(study.runs[0], 'trap "" TERM; while :; do kill -INT $PPID; sleep 0.1; done')
+    # If pytest is killed, the script ends: by then another process may have the number of its parent.
+    has_parent = 'read -r _ _ _ parent _ < /proc/$$/stat && [ "$parent" = "$PPID" ]'
+    script = f'trap "" TERM; while {has_parent}; do kill -INT $PPID; sleep 0.1; done'
+    stubborn = scripted(study.runs[0], script)
     runner = StudyRunner(study.folder, [stubborn], None)
     runner.run()
     assert runner.killed
