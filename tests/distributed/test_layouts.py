@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["tensor x pipeline", "context"])
-def test_a_whole_run_is_that_of_one_rank(name: str) -> None:
+def test_a_whole_run_matches_one_rank(name: str) -> None:
     one, many = whole_run("one rank"), whole_run(name)
     assert one.series("dense_query_share")[-1] == 1  # no key is left out
     assert_same_training(many, one)

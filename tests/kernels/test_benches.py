@@ -229,7 +229,7 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_heads_of_256_beside_those_of_128(tmp_path: Path) -> None:
+def test_heads_of_256_beside_heads_of_128(tmp_path: Path) -> None:
     report = harness.Report("bench", argparse.Namespace(out=tmp_path))
     for shape, length, attention, ms in (
         ("heads-256", 4096, "dense", 1.1),

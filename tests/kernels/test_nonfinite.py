@@ -19,9 +19,9 @@ from api_cases import Case, Problem, mask_of, problem
 from covering import covered
 from decode_cases import RULE as DECODE_RULE
 from decode_cases import make_case as make_decode_case
-from selection_cases import DEVICES, make_case
 from selection_cases import RULE as LONG_RULE
 from selection_cases import Case as LongCase
+from selection_cases import make_case
 from test_triton_candidates import guessed, short_rows  # noqa: F401 - pytest finds them here
 
 from gsa_kernels import api
@@ -42,11 +42,6 @@ CASES = {
 }
 POSITION = 21
 """Of the bad token in the first sequence; of the queries of a block, the block around it."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:

@@ -31,19 +31,9 @@ from gsa_kernels import api
 from gsa_kernels.decode import op, state, triton_select
 from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
-GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="runs on the GPU instead")),
-    pytest.param("cuda", marks=GPU_ONLY),
-]
 OFF = replace(RULE, adaptive_k="off")
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @covered(

@@ -111,7 +111,7 @@ def by_hand(story: Story) -> tuple[float, float, float]:
     return productive, repeated, story.ended - first.began
 
 
-def test_the_ettr_is_that_of_the_logs_time_stamps(story: Story) -> None:
+def test_the_ettr_matches_the_logs_time_stamps(story: Story) -> None:
     account = read_account(story.run.folder)
     assert account is not None
     productive, repeated, wall = by_hand(story)

@@ -133,7 +133,7 @@ def test_no_process_outlives_the_ranks(kills):
     assert kills[1].survivors == kills[3].survivors == []
 
 
-def test_the_logged_numbers_are_those_of_an_undisturbed_run_to_the_last_bit(survivor):
+def test_the_logged_numbers_match_an_undisturbed_run_to_the_last_bit(survivor):
     undisturbed = finished(ranks=RANKS)
     assert survivor.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "lr"):

@@ -77,7 +77,7 @@ def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> N
     load_config(config_path, arguments.overrides, world_size, need_data=False)
 
 
-def test_the_few_fields_that_one_sets_are_those_of_the_example() -> None:
+def test_the_few_fields_that_one_sets_match_the_example() -> None:
     """And the page does not scare anybody: the rest of a resolved config are defaults."""
     page = DOCS / "how_to/own_config.md"
     config = yaml.safe_load(yaml_block(page))
@@ -165,7 +165,7 @@ def sources(folder: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
+def test_tensor_names_in_concepts_match_the_code() -> None:
     table = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("names in the code")[2]
     rows = re.findall(r"^\| \$.*?\$ \| ([^|]+) \|", table, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -175,7 +175,7 @@ def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
-def test_parameters_in_concepts_are_those_of_the_dry_run(name: str) -> None:
+def test_parameters_in_concepts_match_the_dry_run(name: str) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
     count = count_parameters(config.model, config.gsa, config.moe)
     layers = (

@@ -91,7 +91,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("model", "gsa", "moe"), VARIANTS)
-def test_parameters_are_those_of_the_shapes(model, gsa, moe):
+def test_parameters_match_the_shapes(model, gsa, moe):
     count = count_parameters(model, gsa, moe)
     expected = {
         part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa, moe).items()
@@ -277,7 +277,7 @@ THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
 
 
 @pytest.mark.parametrize(("model", "gsa", "moe", "phase"), RUNS)
-def test_operations_are_those_of_the_loops_also_where_documents_end(model, gsa, moe, phase):
+def test_operations_match_the_loops_also_where_documents_end(model, gsa, moe, phase):
     selected, visible = (
         mean_selected_keys(gsa, THREE_DOCUMENTS.tolist()),
         float(THREE_DOCUMENTS.double().mean()),

@@ -94,7 +94,7 @@ def test_every_source_gives_the_same_text(
     assert "\n--- 2\nThe" in texts[0]
 
 
-def test_the_text_is_that_of_the_model(
+def test_the_text_matches_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, "--run", folder / "run", "--prompt", "The man", "--max-new-tokens", 9) == 0

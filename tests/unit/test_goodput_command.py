@@ -64,7 +64,7 @@ def called(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return goodput.main()
 
 
-def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
+def test_the_parts_of_a_run_match_its_account(run: Path) -> None:
     measured = measure_run(run)
     assert measured.interval_steps == EVERY
     assert measured.parts == {

@@ -256,7 +256,7 @@ def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
     assert grown["x"] == [10_000, 20_000, 30_000, 70_000, 110_000, 150_000]
 
 
-def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
+def test_a_save_that_ended_in_the_next_phase_begins_no_phase_again(tmp_path):
     write_run(tmp_path / "a")
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     late = {"event": "checkpoint", "step": 30, "phase": "warm-up", "checkpoint_save_seconds": 9.0}

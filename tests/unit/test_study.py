@@ -43,7 +43,7 @@ def test_the_runs_are_all_arms_with_the_first_seed_then_with_the_next(tmp_path: 
     assert (first.steps, first.tokens, first.ranks) == (10, 10 * TOKENS_A_STEP, 1)
 
 
-def test_lists_of_an_arm_replace_those_of_the_base(tmp_path: Path) -> None:
+def test_lists_of_an_arm_replace_the_lists_of_the_base(tmp_path: Path) -> None:
     phases = [{"name": "only", "steps": 3, "lr": 0.01}]
     study = load(tmp_path, arms=[{"name": "one", "set": {"phases": phases}}])
     (phase,) = study.runs[0].config.phases

@@ -88,7 +88,7 @@ def alone(model: Model, request: Request) -> float:
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
-def test_log_likelihoods_are_those_of_a_pass_of_its_own(model: Model) -> None:
+def test_log_likelihoods_match_a_pass_of_its_own(model: Model) -> None:
     requests = random_requests()
     rounds: list[int] = []
     found = log_likelihoods(model, requests, EOS, CONFIG, single_rank(), lambda: rounds.append(1))

@@ -54,7 +54,7 @@ def test_groups_of_keys_have_no_map_of_scores() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "pool"])
-def test_numbers_are_those_of_the_layer(name: str) -> None:
+def test_numbers_match_the_layer(name: str) -> None:
     """Weights times values, gated and projected, are the layer's output, which the model calculated without us."""
     model = tiny_model(name)
     attention: Any = model.model.layers[LAYER].self_attn
@@ -127,7 +127,7 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
     assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
 
 
-def test_selections_sinks_and_gates_are_those_of_training(
+def test_selections_sinks_and_gates_match_training(
     run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of training's core and statistics, on the same tokens."""

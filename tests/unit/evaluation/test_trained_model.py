@@ -89,7 +89,7 @@ def test_where_both_models_can_they_agree(runs, monkeypatch):
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
 
-def test_labels_and_continuations_are_those_of_transformers(runs, monkeypatch):
+def test_labels_and_continuations_match_transformers(runs, monkeypatch):
     folder, tokens = runs["plain"][2], np.arange(5, 25, dtype=np.int32)
     places = np.arange(len(tokens) - 1)
     pieces = [Piece(tokens, places >= 12, places), Piece(tokens[:9], places[:8] >= 3, places[:8])]

@@ -51,7 +51,7 @@ CASES = [  # each option once: the interpreter is slow
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "phase"), CASES, ids=[f"{v}-{p.name}" for v, p in CASES])
-def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> None:
+def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
 

@@ -77,7 +77,7 @@ BEHIND = [("window, rope and reuse", False), ("sparse-only", True), ("blocks und
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "attend_across"), BEHIND, ids=[variant for variant, _ in BEHIND])
-def test_the_loss_in_attentions_backward_pass_is_that_of_the_reference(
+def test_the_loss_in_attentions_backward_pass_matches_the_reference(
     variant: str, attend_across: bool, distillations: list[int]
 ) -> None:
     options: dict[str, Any] = {"heads": 8, "attend_across": attend_across}

@@ -51,7 +51,7 @@ SCALINGS: dict[str, tuple[dict[str, Any], RopeScalingConfig]] = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_rates_and_attention_factor_are_those_of_transformers(name: str) -> None:
+def test_rates_and_attention_factor_match_transformers(name: str) -> None:
     fields, scaling = SCALINGS[name]
     config = tiny_config(
         [SPARSE],
