@@ -29,7 +29,7 @@ def assert_same_training(run: Run, reference: Run) -> None:
 
 
 def assert_same_validation(run: Run, reference: Run) -> None:
-    """15 sequences, then those of each source: most layouts fill up the last round."""
+    """15 sequences, then the sequences of each source: most layouts fill up the last round."""
     found, expected = (scores_of(each.records()[-1]) for each in (run, reference))
     assert len(expected["validation_loss_by_source"]) > 1
     assert found.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Layouts that are compared, and their models: the tables of many_layouts.py, and parts of those of others."""
+"""Layouts that are compared, and their models: the tables of many_layouts.py and of some other helpers."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ FREE_GATES: dict[str, dict[str, Any]] = {
     },
 }
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
-"""With the three above: gates of which tensor-parallel ranks hold a part, or the same for other heads or tokens."""
+"""Also gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}

@@ -146,7 +146,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     torch.testing.assert_close(few(out, LAST), wanted, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse[0, :GROUP, LAST].double(), logits.logsumexp(-1), atol=1e-3, rtol=0)
 
-    # One tile of all key-value heads, of which the first and the last run.
+    # One tile of all key-value heads; the first and the last run.
     upstream = few(grad, LAST)
     of_rows = reserved(1, HEADS, LENGTH, dtype=torch.float32)
     delta, lse2 = of_rows, reserved(1, HEADS, LENGTH, dtype=torch.float32)
@@ -219,7 +219,7 @@ def test_sums_by_key() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     rows = TileRows(TILES - 1, TILES, zero, zero.int(), len(KEYS))
     hits = find_key_hits(lists, rows)
-    # The count of each key is by programs of many keys, of which the first and the last ran.
+    # The count of each key is by programs of many keys; the first and the last ran.
     assert hits.rows[0] == 0
     assert hits.starts[1] == 1
     partials = torch.randn(KV_HEADS, 3, 2 * SIZE).to(BF16)

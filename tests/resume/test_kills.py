@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Kill:
-    """What a kill found and left behind."""
+    """What a kill found and left."""
 
     run: Run
     processes: list[int]
@@ -84,7 +84,7 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
     """A run that ends at its sixth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15.
 
-    Two starts are by torchrun: the kill of all takes the agent, too, and that of one rank leaves it the others.
+    Two starts are by torchrun: a kill of all takes the agent, too, and a kill of one rank leaves it the others.
     """
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))

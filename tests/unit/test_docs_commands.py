@@ -1,4 +1,4 @@
-"""Commands, files, names and numbers in README and docs are those of the code."""
+"""Commands, files, names and numbers in README and docs match the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Start:
 
     page: str
     words: str
-    """Behind the script's name."""
+    """The arguments after the script's name."""
     world_size: int
 
     def __str__(self) -> str:

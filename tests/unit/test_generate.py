@@ -28,7 +28,7 @@ RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf`, an exported model; `run`, of which it is the checkpoint of step 0; `dense`, of another architecture."""
+    """`hf`, an exported model; `run`, whose checkpoint of step 0 it is; `dense`, of another architecture."""
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer(str(SAMPLE))
     torch.manual_seed(3)

@@ -30,7 +30,7 @@ from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 class Clock(RunClock):
-    """Stands still but for `wait`."""
+    """A clock that moves only in `wait`."""
 
     def __init__(self, began: float) -> None:
         super().__init__(began)

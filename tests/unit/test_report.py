@@ -340,7 +340,9 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
     monkeypatch.setenv("GSA_COMMIT", "def")
     assert source_commit(tmp_path) == "def"
     assert source_commit(tmp_path / "source") == commit
-    assert source_commit(Path(__file__).parents[2]) == "def"  # a checkout whose git may be behind its files
+    assert (
+        source_commit(Path(__file__).parents[2]) == "def"
+    )  # a checkout whose files may be newer than its git
     assert read_starts(tmp_path) == []
 
 

@@ -107,7 +107,7 @@ def test_a_large_gradient_alone_is_text_where_it_is_clipped() -> None:
     trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
     trace[150, 1], trace[170, 1] = 7.9, 8.1
     assert flagged(trace, ROBUST, grad_clip=2.0) == [170]
-    assert flagged(trace, ROBUST, grad_clip=2.1) == [150, 170]  # of which clipping leaves a rise of 4.2
+    assert flagged(trace, ROBUST, grad_clip=2.1) == [150, 170]  # clipping leaves a rise of 4.2
     row = replay(trace, ROBUST, grad_clip=2.0)[170]
     assert (row.loss_spikes, row.grad_norm_spikes, row.strongest()) == (
         False,

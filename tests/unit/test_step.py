@@ -32,7 +32,7 @@ NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
 
 
 def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
-    """Four sequences of which one has many scored tokens, one few, and the last none at all."""
+    """Four sequences: one has many scored tokens, one few, and the last none at all."""
     blocks = random_blocks(CONFIG, seed=6)
     blocks[0] = blocks[0].clamp(min=1)
     blocks[2, 3:] = EOS

@@ -1,4 +1,4 @@
-"""Tasks between training steps: each request's log-likelihood is that of a pass of its own, on any number of replicas;
+"""Tasks between training steps: each request's log-likelihood matches a separate pass, on any number of replicas;
 training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
 
 import dataclasses
@@ -152,7 +152,7 @@ def trained(
     resume_from: Path | None = None,
     **evaluate: Any,
 ) -> dict[str, Any]:
-    """Everything that a run of four steps leaves behind, or up to a stop."""
+    """Everything that a run writes in four steps, or up to a stop."""
     torch.manual_seed(1)
     config = run_config(tasks, **evaluate)
     tokenizer = Tokenizer(TOKENIZER)

@@ -142,7 +142,7 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
 
 
 def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    """Also for the reads, each of which has a thread of its own."""
+    """Also for the reads: each has its own thread."""
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)

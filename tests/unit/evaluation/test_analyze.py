@@ -1,4 +1,4 @@
-"""Analyses of attention: the numbers are those of the model and of its training; pictures say what they show."""
+"""Analyses of attention: the numbers match the model's and its training's; pictures say what they show."""
 
 from __future__ import annotations
 

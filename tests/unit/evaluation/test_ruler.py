@@ -225,7 +225,7 @@ def test_the_depth_of_a_single_needle(tokenizer: Tokenizer, material: Material) 
             place = sample.prompt.index(sample.answers[0]) / len(sample.prompt)
             assert place == pytest.approx(sample.depth, abs=0.06)
     assert samples("niah_multivalue", LENGTH, 1, 0, tokenizer, material)[0].depth is None
-    without_sentences = Material(["word"] * 100)  # the next end of a sentence is that of the text
+    without_sentences = Material(["word"] * 100)  # the next end of a sentence is the end of the text
     (sample,) = samples("niah_single_2", LENGTH, 1, 0, tokenizer, without_sentences)
     assert sample.depth == 1.0
 

@@ -95,7 +95,7 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
 
 
 IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
-"""All visible keys, bits, lists, and lists and bits of blocks."""
+"""All causal keys, bits, lists, and lists and bits of blocks."""
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives no log-sum-exp: our kernel finds those of the sampled queries."""
+    """It gives no log-sum-exp: our kernel computes it for the sampled queries."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     config = tiny_config([DENSE_ALL], model={"head_dim": 32}, gsa={"attention": "dense"})

@@ -229,7 +229,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
 
 
 def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequence: Config) -> None:
-    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is that of all rows, not of
+    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is over all rows, not of
     the micro-batches' means."""
     config = tiny_config(
         gsa={"k_base": 3, "k_min": 2, "k_max": 4, "variance_ema_decay": 0.75},
