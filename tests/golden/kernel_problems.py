@@ -197,7 +197,7 @@ def _table() -> tuple[Problem, ...]:
 
 
 def _seed(*words: str) -> int:
-    """Of the problem's name, so that a problem added to the table changes no other."""
+    """Derived from the problem's name, so that a problem added to the table changes no other."""
     return int.from_bytes(hashlib.sha256("/".join(words).encode()).digest()[:4], "big")
 
 
@@ -317,7 +317,7 @@ _SMALL_INPUTS = {
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and bytes, in the order of the indices whatever the strides."""
+    """Hashes dtype, shape and bytes, in the order of the indices whatever the strides."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())

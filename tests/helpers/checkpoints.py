@@ -15,7 +15,7 @@ from helpers.single_rank import CONFIG, single_rank
 def run_state(
     step: int, config: Config = CONFIG, layout: tuple[int, int, int, int] = (1, 1, 1, 1)
 ) -> RunState:
-    """Of a run that has taken `step` steps in its one phase."""
+    """The state of a run that has taken `step` steps in its one phase."""
     return RunState(
         step=step,
         tokens=64 * step,

@@ -27,7 +27,7 @@ from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
 SHARED_BYTES = 227 * 1024
-"""Of a program on Hopper, the most (CUDA C++ Programming Guide, Compute Capabilities)."""
+"""The maximum of a program on Hopper (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 
 @triton.jit

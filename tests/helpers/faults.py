@@ -64,7 +64,7 @@ LONGEST_SLEEP_SECONDS = 20.0
 
 
 class Faults:
-    """Of this rank."""
+    """The faults of this rank."""
 
     def __init__(self, faults: dict[str, Any], marks: Path | None = None) -> None:
         """`marks`: a folder of the run, for what happens once in its life."""

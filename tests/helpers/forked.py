@@ -172,7 +172,7 @@ class ForkedAgent:
 
     @property
     def pids(self) -> list[int]:
-        """Of agent and ranks."""
+        """Process ids of the agent and the ranks."""
         return [self.pid, *(pid for _, pid in self.ranks())]
 
     def poll(self) -> int | None:

@@ -9,7 +9,7 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Of the warm-up and of the sparse phase. What differs in a step shows in its own numbers and in the next step's, also
+"""Steps of the warm-up and of the sparse phase. What differs in a step shows in its own numbers and in the next step's, also
 of the next phase: of more steps they would only say that rounding does not grow."""
 MORE_STEPS = (2, 2)
 """Of one layout of megatron-core's optimizer and one of DeepSpeed's, and of the text of `SELECTED`."""

@@ -126,7 +126,7 @@ class Subject:
     experts: bool = False
     """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
     sequences: int = 8
-    """Of a step: one for each of eight data-parallel ranks at least."""
+    """Sequences of a step: one for each of eight data-parallel ranks at least."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_extremes_of_a_number_and_a_nan_match_a_gpu() -> None:
 
 @triton.jit
 def _operators_kernel(x, y, out, truths, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Of a column and a row, numbers, constants and pointers."""
+    """Operands are a column and a row, numbers, constants and pointers."""
     index = tl.arange(0, SIZE)
     left, right = tl.load(x + index)[:, None], tl.load(y + index)[None, :]
     place = index[:, None] * SIZE + index[None, :]

@@ -121,7 +121,7 @@ def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):
 
 
 def test_a_kill_during_a_write_leaves_the_checkpoint_before(kills):
-    """Of all processes, and of one rank only."""
+    """A kill hits all processes, or one rank only."""
     for during_write, unfinished in ((kills[1], 10), (kills[3], 15)):
         names = [name for name in during_write.unfinished if name.startswith(f".tmp_step_{unfinished:08d}/")]
         assert names

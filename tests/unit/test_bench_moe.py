@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
-    """Of both matrices, [experts, out, in], whatever they are called."""
+    """Gradients of both matrices, [experts, out, in], under any name."""
     mine = {
         name.split("experts.", 1)[1]: gradient
         for name, gradient in gradients.items()

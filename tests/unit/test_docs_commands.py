@@ -142,7 +142,7 @@ def markdown_of(path: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     outside_code = re.sub(r"^```.*?^```", "", markdown_of(page), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", outside_code, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -100,7 +100,7 @@ def reluctant(tmp_path):
 
 
 def line_of(step):
-    """Of 30 bytes with its end."""
+    """A line of 30 bytes with its end."""
     return {"step": step, "text": "a" * (7 - len(str(step)))}
 
 

@@ -121,7 +121,7 @@ def messages(
     phase: PhaseConfig = LONG_SPARSE,
     random: float = 0.2,
 ) -> list[str]:
-    """Of a phase that begins after step 20 and logs each tenth step, with these recalls."""
+    """Warnings of a phase that begins after step 20 and logs each tenth step, with these recalls."""
     warning = BlindIndexerWarning()
     warning.begin_phase(phase, START)
     caplog.clear()

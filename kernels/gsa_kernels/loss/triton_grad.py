@@ -8,7 +8,7 @@ Here dz_j is dz_j * log2(e), as the weights carry that factor; the reduction tak
 
 A program owns BM rows and walks over a segment of the keys. It accumulates the sums over keys (dq_j
 and the row sums) until the segment ends. It writes the sums over rows (dk) for every key tile: 4 * DI bytes
-per key and row tile. A second, key-major pass would read more bytes of G and compute the scores again.
+per key and row tile. A second, key-major pass would need more traffic for G and compute the scores again.
 """
 
 # Tuples grow by addition, for Triton has no starred ones.

@@ -57,9 +57,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
 
     An entry is above the cut if key > threshold, or key == threshold and index <= last: the k largest keys,
     ties to the lower index. The entries stay in registers; each round counts those at or above one
-    threshold, and the search ends as soon as a threshold has exactly k of them. The threshold is interpolated between the ends'
-    counts, a little beyond k so that the far end moves; where that did not halve the entries in between, the next
-    round bisects the keys.
+    threshold, and the search ends as soon as a threshold has exactly k of them. The threshold is interpolated
+    between the ends' counts, a little beyond k so that the far end moves; where that did not halve the
+    entries in between, the next round bisects the keys.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

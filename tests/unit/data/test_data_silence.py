@@ -31,7 +31,7 @@ SILENCE = r"no answer within 0\.2 s"
 
 
 class Server:
-    """Of SilentFileSystem: the next `hangs` calls of one method never come back."""
+    """Server of SilentFileSystem: the next `hangs` calls of one method never come back."""
 
     def __init__(self, clock: Clock) -> None:
         self.method, self.hangs, self.connections = "", 0, 0

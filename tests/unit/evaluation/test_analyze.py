@@ -111,7 +111,7 @@ def test_numbers_match_the_layer(name: str) -> None:
 
 
 def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
-    """Of the layer; nothing where it has no bounds."""
+    """Compares with the layer's gate; nothing is found where it has no bounds."""
     if config.gate_activation == "silu":
         assert found == []
         return
@@ -130,7 +130,7 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
 def test_selections_sinks_and_gates_match_training(
     run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of training's core and statistics, on the same tokens."""
+    """Compares with training's core and statistics on the same tokens."""
     model, _, run_dir = run
     subject = load_subject(Source(run=run_dir), execution=Execution(attention="eager"))
     encoded = subject.tokenizer.encode(TEXT).tolist()

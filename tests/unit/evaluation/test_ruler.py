@@ -105,7 +105,7 @@ def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch)
 
 
 def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
-    """Of a model that gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
+    """The model gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
     asked: list[tuple[str, str, int]] = []
 
     def score(texts: Sequence[tuple[str, str]], length: int) -> list[float]:

@@ -114,7 +114,7 @@ def test_labels_and_continuations_match_transformers(runs, monkeypatch):
 
 @pytest.mark.parametrize("of_training", [False, True])
 def test_no_token_is_written_that_the_tokenizer_does_not_have(of_training, tmp_path, monkeypatch):
-    """Of a vocabulary padded to a round number."""
+    """The vocabulary is padded to a round number."""
     config = evaluated_config(model={"vocab_size": 4224})
     model = evaluated_model(config)
     with torch.no_grad():

@@ -59,7 +59,7 @@ def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    """Of one document, since the kernels have no other."""
+    """Sequences are one document, since the kernels support no others."""
     gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
     steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
     assert_same_step(*steps)
