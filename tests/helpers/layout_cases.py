@@ -9,10 +9,10 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Steps of the warm-up and of the sparse phase. What differs in a step shows in its own numbers and in the next step's, also
-of the next phase: of more steps they would only say that rounding does not grow."""
+"""Steps of the warm-up and of the sparse phase. A difference in a step shows in its numbers and in the
+next step's, also across phases. More steps would only show that rounding does not grow."""
 MORE_STEPS = (2, 2)
-"""Of one layout of megatron-core's optimizer and one of DeepSpeed's, and of the text of `SELECTED`."""
+"""Steps of one layout of megatron-core's optimizer, of one of DeepSpeed's, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
