@@ -62,7 +62,7 @@ def test_the_run_state_reads_back_equal(save):
     assert read_run_state(save(7)) == run_state(7)
 
 
-def test_generators_of_a_cpu_are_not_those_of_a_gpu(monkeypatch, caplog):
+def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     """A run that began on a CPU goes on on a GPU, whose generator takes no other's state."""
     parallel = single_rank()
     saved = dataclasses.replace(run_state(3), layout=parallel.layout, rng=[checkpoint.local_rng()])

@@ -228,7 +228,7 @@ def test_a_damaged_sign_of_life_leaves_the_newest_line(content: bytes | None, tm
     assert account.wall_seconds == 18
 
 
-def test_the_sign_of_an_earlier_process_is_not_taken_for_that_of_the_newest(tmp_path: Path) -> None:
+def test_the_sign_of_an_earlier_process_is_not_taken_for_the_newest_ones(tmp_path: Path) -> None:
     killed(tmp_path)
     old = (tmp_path / ALIVE).read_bytes()
     start(tmp_path, 1040, step=8)

@@ -86,7 +86,7 @@ def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_the_peak_that_a_run_reports_is_not_that_of_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_that_a_run_reports_excludes_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a GPU's memory is checked; here a CPU's memory stands for it."""
     called: list[object] = []
     empty = torch.empty

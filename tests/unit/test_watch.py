@@ -37,7 +37,7 @@ def test_a_process_without_heartbeat_is_named_before_those_that_wait_for_it() ->
     assert "frozen or gone" in fault.lower()
 
 
-def test_the_rank_that_is_behind_is_named() -> None:
+def test_the_slowest_rank_is_named() -> None:
     ages = [Age(beat(), 0, 61), Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)]
     assert named(find_fault(ages, TIMEOUT)) == [2]
     ages = [Age(beat(), 0, 61), Age(beat(step=6, activity="saving"), 0, 62), Age(beat(), 0, 61)]
