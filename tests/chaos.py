@@ -7,7 +7,7 @@ again, and where it has itself ended, this script starts the same command again,
 
 Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again;
 then a table of these seconds by part, where the run's time went by its own account, and its ETTR by hand beside that.
-Exit code 0 if the last checkpoint is that of the undisturbed run, bit for bit, with all its logged numbers, both ETTRs
+Exit code 0 if the last checkpoint equals the undisturbed run's, bit for bit, with all its logged numbers, both ETTRs
 are equal, and no hang was reported but of frozen ranks. Filling a disk takes a file system of its own, and that takes
 root.
 
@@ -93,7 +93,7 @@ def draw_plan(counts: dict[str, int], seed: int, steps: int, number: int | None 
     """Faults in an order by chance, each at a step of its own between the second save and the run's end.
 
     Args:
-        number: so many of them; None for all.
+        number: how many to return; None for all.
     """
     chance = random.Random(seed)
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
@@ -311,7 +311,7 @@ def disk(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def damaged_corpus(folder: Path) -> None:
-    """The bundled text, every third shard of which is cut in its first half."""
+    """The bundled text, with every third shard cut in its first half."""
     shutil.copytree(REPOSITORY / "data" / "sample" / "train", folder)
     for shard in sorted(folder.rglob("*.jsonl.zst"))[::3]:
         shard.write_bytes(shard.read_bytes()[:2000])
@@ -343,7 +343,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--faults", type=int, metavar="N", help="only the first N (default: all)")
     parser.add_argument(
-        "--timeout-minutes", type=float, default=2, help="of the hang watch, but for steps (default: 2)"
+        "--timeout-minutes", type=float, default=2, help="of the hang watch, except for steps (default: 2)"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="for the run's folder and logs; a new one")
     parser.add_argument("--patience-seconds", type=float, default=300, help="for one thing to happen")

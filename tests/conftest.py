@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection, of which some tests ask for many, has to search its million objects. By
+    """Imported objects stay: no garbage collection has to search this million, and some tests collect often. By
     themselves they come after 10,000 new ones, not 700, which took a thirtieth of the tests' time."""
     gc.collect()
     gc.freeze()

@@ -35,7 +35,7 @@ CLEAR_MARGIN = 3e-5
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("expert_layouts")
     wanted = {
-        "trained": chosen(request, test_training_is_that_of_one_rank.__name__),
+        "trained": chosen(request, test_training_matches_one_rank.__name__),
         "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
         "crossed": chosen(request, test_fp32_weights_go_on_in_the_next_phase.__name__),
     }
@@ -63,7 +63,7 @@ def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
 
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
-def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
+def test_training_matches_one_rank(name: str, results: Any) -> None:
     """Every number of every step of both phases and of the validation, and the routers' loads or biases at the end."""
     *found, balances = results["trained"][name]
     *expected, expected_balances = one_rank(name)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["tensor x pipeline", "context"])
-def test_a_whole_run_is_that_of_one_rank(name: str) -> None:
+def test_a_whole_run_matches_one_rank(name: str) -> None:
     one, many = whole_run("one rank"), whole_run(name)
     assert one.series("dense_query_share")[-1] == 1  # no key is left out
     assert_same_training(many, one)
@@ -29,7 +29,7 @@ def assert_same_training(run: Run, reference: Run) -> None:
 
 
 def assert_same_validation(run: Run, reference: Run) -> None:
-    """15 sequences, then those of each source: most layouts fill up the last round."""
+    """15 sequences, then the sequences of each source: most layouts fill up the last round."""
     found, expected = (scores_of(each.records()[-1]) for each in (run, reference))
     assert len(expected["validation_loss_by_source"]) > 1
     assert found.keys() == expected.keys()

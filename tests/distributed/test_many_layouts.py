@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("many_layouts")
     equal = chosen(request, test_what_only_moves_work_changes_no_bit.__name__)
-    trained = {*chosen(request, test_training_is_that_of_one_rank.__name__), *equal, *map(EQUAL.get, equal)}
+    trained = {*chosen(request, test_training_matches_one_rank.__name__), *equal, *map(EQUAL.get, equal)}
     wanted = {
         "trained": [name for name in CASES if name in trained],
         "resumed": chosen(request, test_a_checkpoint_goes_on_in_other_layouts.__name__),
@@ -49,7 +49,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
-def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
+def test_training_matches_one_rank(name: str, results: Any) -> None:
     assert_trains_as_one_rank(CASES[name], results["trained"][name])
 
 

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_one_rank(name: str, results: Any) -> None:
+def test_training_matches_one_rank(name: str, results: Any) -> None:
     layout, found = results["trained"][name]
     assert tuple(layout) == SIZES[name]
     assert_trains_as_one_rank(CASES[name], found)

@@ -66,7 +66,7 @@ class Terminal:
             self.said += os.read(self.leader, 1 << 16)
 
     def wait_for(self, what: str, seconds: float = 200) -> None:
-        """Of `begun`, `steps` and `over`."""
+        """what: `begun`, `steps` or `over`."""
         deadline = time.monotonic() + seconds
         reached = {
             "begun": lambda: self.living(),

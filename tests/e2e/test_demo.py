@@ -50,7 +50,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_indexer_warms_up_on_a_base_that_has_learned():
-    """On a random one there is nothing to imitate: attention is nearly even, and recall that of random keys."""
+    """A random model has nothing to imitate: its attention is nearly even, and the recall equals random keys'."""
     phases = [(phase.attention, phase.train) for phase in load_config(CONFIG).phases]
     assert phases == [("dense", "base"), ("dense", "indexer"), ("sparse", "all")]
 

@@ -92,7 +92,7 @@ def compare_parts(code: Path, operations: Path, results: Path, parts: list[str])
             codes.append(2)
             continue
         comparisons = compare(golden["results"], dict(run_part(part, code, operations)))
-        print(f"\n{part}, today's code beside that of {commit}")
+        print(f"\n{part}, today's code beside {commit}")
         print(table(comparisons), flush=True)
         codes.append(0 if all(found.equal for found in comparisons) else 1)
     return max(codes)

@@ -15,7 +15,7 @@ Results = Mapping[str, Values | str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one run or problem."""
+    """Compares one run or problem."""
 
     name: str
     values: int

@@ -35,7 +35,7 @@ def gpu_fingerprint() -> dict[str, str]:
 
 
 def commit_of(code: Path) -> str:
-    """Of the checkout; "-changed" after it where tracked files are not those of the commit."""
+    """The checkout's commit, with "-changed" where tracked files differ from it."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=False)
     if head.returncode != 0:
         return "unknown"

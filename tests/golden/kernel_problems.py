@@ -197,7 +197,7 @@ def _table() -> tuple[Problem, ...]:
 
 
 def _seed(*words: str) -> int:
-    """Of the problem's name, so that a problem added to the table changes no other."""
+    """Derived from the problem's name, so that a problem added to the table changes no other."""
     return int.from_bytes(hashlib.sha256("/".join(words).encode()).digest()[:4], "big")
 
 
@@ -256,7 +256,7 @@ def _prologue_inputs(p: Problem, normal: Any, generator: torch.Generator) -> dic
     group, shape = p.heads // p.kv_heads, (p.length, p.batch)
     gate_rows = {"none": 0, "value": 1}.get(p.variant, 1 + group)
     positions = torch.arange(p.length, dtype=torch.float64)
-    # Whole multiples of angles of which cos and sin are exact anywhere: this machine's own would depend on it.
+    # Multiples of angles whose cos and sin are exact anywhere: computed ones would depend on the machine.
     table = torch.tensor([1.0, 0.8, 0.6, 0.28, 0.0, -0.28, -0.6, -0.8, -1.0])
     index = (positions[:, None].long() + 3 * torch.arange(p.head_dim // 2)) % 9
     return {
@@ -317,7 +317,7 @@ _SMALL_INPUTS = {
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and bytes, in the order of the indices whatever the strides."""
+    """Hashes dtype, shape and bytes, in the order of the indices whatever the strides."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -37,7 +37,7 @@ LEFT_OUT = list(range(43, 52))
 
 
 def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:
-    """Of every record after a step, but for times, memory and the keys named."""
+    """Every record after a step, without times, memory and the keys named."""
     found, expected = (
         numbers_of(
             (record for record in run.records() if record["step"] > after),

@@ -121,7 +121,7 @@ def test_the_host_waits_for_nothing(trainer, name, phase, overrides):
 
 
 def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
-    """Its numbers are read after the launch of the next step, and are those of a step whose host has waited."""
+    """Its numbers are read after the launch of the next step, and equal the numbers of a step whose host has waited."""
     one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
     found = []
     for each, waits in ((one, False), (other, True)):
@@ -181,7 +181,7 @@ def test_only_the_first_step_compiles(trainer, kernel, monkeypatch):
     ],
 )
 def test_a_norm_that_is_not_finite_changes_no_weight(trainer, phase, overrides, bad):
-    """Nor does any kernel, those of statistics included, stumble over such numbers; the next step is a clean one."""
+    """No kernel, statistics included, fails on such numbers; the next step is a clean one."""
     one = trainer(config_of("gsa_1.7b", *overrides), phase)
     one.step(0)
     weights = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}

@@ -78,7 +78,7 @@ def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]],
     return records, taken, count
 
 
-def test_steps_are_those_of_megatron_and_host_memory_frees_the_device() -> None:
+def test_steps_match_megatron_and_host_memory_frees_the_device() -> None:
     expected, _, _ = train(STRATEGIES["megatron"])
     memory = {}
     for name, overrides in list(STRATEGIES.items())[1:]:

@@ -46,11 +46,11 @@ class Happened:
     start: int | None = None
     """Which start of the run came of it, from 0; None where the processes went on."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Of that start, up to its first step: seconds by PARTS and `down`."""
+    """Seconds of that start, up to its first step, by PARTS and `down`."""
 
 
 def starts_in(goodput: Path) -> list[dict[str, float]]:
-    """Of each start in goodput.jsonl: `began` (Unix seconds), and the seconds by PARTS up to its first step."""
+    """For each start in goodput.jsonl: `began` (Unix seconds), and the seconds by PARTS up to its first step."""
     found: list[dict[str, float]] = []
     first = 0
     for text in goodput.read_text().splitlines():

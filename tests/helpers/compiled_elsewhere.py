@@ -1,5 +1,5 @@
 """Compiles kernels for GPUs that need not be there: as a script it prints, as JSON, what of each Triton would sum
-wrongly, and what does not fit. In a process of its own, for the tests' kernels are those of the interpreter."""
+wrongly, and what does not fit. Runs in its own process, because the tests' kernels are interpreted."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
 SHARED_BYTES = 227 * 1024
-"""Of a program on Hopper, the most (CUDA C++ Programming Guide, Compute Capabilities)."""
+"""The maximum of a program on Hopper (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 
 @triton.jit

@@ -43,7 +43,7 @@ KEY_DISTANCE = 2
 
 K_BASE, K_MIN, K_MAX = 16, 8, 32
 MEAN_VARIANCE = 0.03
-"""Of scores: both bounds of the budget are reached."""
+"""Scores reach both bounds of the budget."""
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 PATTERN = r"\n| ?[a-z]+-[a-z]+| ?\d{4}(?=\d{3}(?!\d))|\d{3}(?!\d)| ?[A-Za-z]+|."

@@ -45,7 +45,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:
-    """Those of any file, and its exchange with others: name -> the file that comes into its place."""
+    """Damages of any file and exchanges with `others`: the name of an exchange -> the file that replaces it."""
     exchanges = {
         f"exchanged: {name}": put(other)
         for name, other in others.items()

@@ -8,14 +8,14 @@ import torch
 from gsa_hf.decoding import FusedDecoder
 
 KEPT_STEPS = 3
-"""Behind a first step that selects."""
+"""The state after a first step that selects."""
 
 
 @dataclass(frozen=True)
 class HeldState:
     """Copies of what steps write: from the decoder's slot on of the caches, all of the rest.
 
-    The workspace is scratch memory but for its counters, which are 0 between calls.
+    The workspace is scratch memory except its counters, which are 0 between calls.
     """
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]

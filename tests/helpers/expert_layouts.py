@@ -153,7 +153,7 @@ def train(case: Case, parallel: Parallel, one_rank: bool = False) -> list[dict[s
 
 @contextmanager
 def measured_margin() -> Iterator[list[float]]:
-    """Of each choice of experts: the smallest distance between the last chosen score and the next one."""
+    """Collects for each choice of experts the smallest distance between the last chosen score and the next one."""
     found: list[float] = []
     choose = router.choose_experts
 
@@ -170,7 +170,7 @@ def measured_margin() -> Iterator[list[float]]:
 
 @contextmanager
 def measured_loads() -> Iterator[dict[str, int]]:
-    """Of all loads: elements that ranks sent each other, and that came to ranks which did not want them."""
+    """Counts over all loads the elements that ranks sent each other, and the unwanted ones."""
     found = {"sent": 0, "unwanted": 0}
     exchange = exchange_utils.exchange_loaded_tensors_broadcast
 

@@ -19,7 +19,7 @@ class FakeWandb:
         self.received = []
         """Bodies that were answered."""
         self.history = {}
-        """Of each run, line number -> record: a line that is sent again takes the place of the one before."""
+        """For each run, line number -> record: a line that is sent again takes the place of the one before."""
         self._end = threading.Event()
         self._handler = self._make_handler()
         self._listen(0)

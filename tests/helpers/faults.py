@@ -17,7 +17,7 @@ by name (steps count from 1, "before" a step is before its batch is trained):
     lost_saves: [rank, [number, ...]]       the same where it cannot tell the others
     slow: [first, last, rank]               in these steps this rank works four times as long as in the longest before
     held: [[step, rank], ...]               before that step this rank stands still for ever, once in a run's life
-    held_after: [steps, rank]               the same after so many steps of this start, in every start
+    held_after: [steps, rank]               the same after this number of steps, in every start
     frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
     waits_for: [step, rank, signal]         before that step this rank waits until this signal has reached it
     held_write: [step, rank]                this checkpoint's files of this rank are written, and nobody is told
@@ -64,7 +64,7 @@ LONGEST_SLEEP_SECONDS = 20.0
 
 
 class Faults:
-    """Of this rank."""
+    """The faults of this rank."""
 
     def __init__(self, faults: dict[str, Any], marks: Path | None = None) -> None:
         """`marks`: a folder of the run, for what happens once in its life."""

@@ -44,7 +44,7 @@ OF_RANKS = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
 }
-"""Environment in which the server imports; that of a rank is its own."""
+"""Environment in which the server imports; each rank has its own."""
 WAS_PRELOADED = HEAVY in sys.modules
 """Whether the process that imports this file, or the one that it was forked from, had imported the heavy part."""
 
@@ -110,7 +110,7 @@ class ForkedRanks:
         return None if None in codes else 0
 
     def wait(self, seconds: float) -> int:
-        """Raises TimeoutError when ranks are at work after so many seconds."""
+        """Raises TimeoutError when ranks are still at work after `seconds`."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
@@ -166,20 +166,20 @@ class ForkedAgent:
         return self._process.pid
 
     def ranks(self) -> list[tuple[int, int]]:
-        """(rank, process id) of all that it has started, those of earlier restarts first. Each is a session."""
+        """(rank, process id) of all that it has started, earlier restarts first. Each is a session."""
         lines = self._ranks.read_text().splitlines() if self._ranks.exists() else []
         return [(int(rank), int(pid)) for rank, pid in (line.split() for line in lines)]
 
     @property
     def pids(self) -> list[int]:
-        """Of agent and ranks."""
+        """Process ids of the agent and the ranks."""
         return [self.pid, *(pid for _, pid in self.ranks())]
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int:
-        """Raises TimeoutError when it is at work after so many seconds."""
+        """Raises TimeoutError when it is still at work after `seconds`."""
         self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
@@ -191,8 +191,8 @@ class ForkedAgent:
 
 
 def kill_unless_over(process: ForkServerProcess) -> None:
-    """The server waits for its children at once: the id of one that is over may be another process's by now, or that of
-    one of its threads, which is as good. Ranks of a file of tests take ten thousand ids, and some systems have 32,768.
+    """The server waits for its children at once: the id of one that is over may belong to another process by now, or to
+    a thread, which has the same effect. Ranks of a file of tests take ten thousand ids, and some systems have 32,768.
     """
     if process.exitcode is None:  # by itself multiprocessing does not look
         process.kill()

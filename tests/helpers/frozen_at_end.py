@@ -1,4 +1,4 @@
-"""Two ranks at the end of a run, of which one freezes: python frozen_at_end.py FOLDER
+"""Two ranks at the end of a run; one freezes: python frozen_at_end.py FOLDER
 
 Each case has a folder with `rank_N.err`, what that rank wrote, and the reports of the watch in `faults`. Prints JSON:
 the exit code of rank 0 by case; null where it still hangs long after the watch's limit.

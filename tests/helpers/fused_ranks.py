@@ -24,7 +24,7 @@ from helpers.many_layouts import train_case
 from helpers.single_rank import CONFIG, SPARSE, WARM_UP
 
 LENGTHS, STRETCH = {"bits": 72, "lists": 40, "blocks": 40}, 32
-"""Tokens, and rows of a stretch: two or three stretches for two ranks, of which the last is short."""
+"""Tokens, and rows of a stretch: two or three stretches for two ranks; the last one is short."""
 CASES: dict[str, dict[str, Any]] = {
     "bits": {},
     "lists": {"attention_kernel": "gathered"},

@@ -1,4 +1,4 @@
-"""Layouts that are compared, and their models: the tables of many_layouts.py, and parts of those of others."""
+"""Layouts that are compared, and their models: the tables of many_layouts.py and of some other helpers."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Of the warm-up and of the sparse phase. What differs in a step shows in its own numbers and in the next step's, also
-of the next phase: of more steps they would only say that rounding does not grow."""
+"""Steps of the warm-up and of the sparse phase. A difference in a step shows in its numbers and in the
+next step's, also across phases. More steps would only show that rounding does not grow."""
 MORE_STEPS = (2, 2)
-"""Of one layout of megatron-core's optimizer and one of DeepSpeed's, and of the text of `SELECTED`."""
+"""Steps of one layout of megatron-core's optimizer, of one of DeepSpeed's, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
 """Every query selects all that it sees, so no rounding can change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ FREE_GATES: dict[str, dict[str, Any]] = {
     },
 }
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
-"""With the three above: gates of which tensor-parallel ranks hold a part, or the same for other heads or tokens."""
+"""Also gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}

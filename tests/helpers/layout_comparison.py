@@ -13,11 +13,11 @@ from helpers.margins import measured_margins
 from helpers.single_rank import single_rank
 
 CLEAR_MARGIN = 1e-4
-"""Of a selection: a hundred times what fp32 rounds in these few steps."""
+"""Tolerance of a selection: a hundred times the fp32 rounding of these few steps."""
 COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
 """Shares of what is beyond a threshold: with large weights some of it lies near, and rounding decides."""
 TIES = {"max_activation_token"}
-"""Where a document begins with the same token twice both have the same activations, but for rounding. In the text of
+"""Where a document begins with the same token twice both have the same activations up to rounding. In the text of
 SELECTED no token comes twice."""
 VARIANCE = 5e-5
 """Relative: of scores near 1 fp32 keeps 6e-8, of their deviations, 0.03, so 2e-6, and of the squares' mean after a step

@@ -9,7 +9,7 @@ parts, each rounded to bf16 before they are added, which is what tensor parallel
 step its loss, KL or gradient norm is further from one rank's than FACTOR times the furthest of these up to that step,
 or in the first three steps of any phase: few runs of one step may agree by chance.
 
-The one-rank runs are shared out over the ranks, each of which is alone in its world for them; then all join, and go
+The one-rank runs are divided among the ranks, each alone in its world for them; then all join, and go
 from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo. `make` sets
 CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/distributed/cuda_connections.py).
 """
@@ -47,7 +47,7 @@ LR = 1e-4
 """With 1e-3 what is a rounding apart grows 2.6 times a step in bf16: after ten sparse steps the gradient norms of one
 rank's own runs were 10% apart, and one layout's last one 60% off where the nine before it had agreed (2 H200s)."""
 FACTOR = 3.0
-"""A layout's furthest step over that of four runs: both are largest values of few draws."""
+"""A layout's largest deviation over the largest of four runs: both are maxima of few draws."""
 FLOOR = 1e-6
 """Relative: fp32 sums over ranks differ by as much, also where one rank's runs agree by chance."""
 SETTLED_STEPS = 3
@@ -112,7 +112,7 @@ EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp 2, ep 2": ({"pipeline": 2, "expert": 2}, {}),
     "pp 2, interleaved, ep 2": ({**INTERLEAVED, "expert": 2}, {}),
 }
-"""Likewise, with `--experts`. On two ranks all but those of four."""
+"""Likewise, with `--experts`. Two ranks run all except the four-rank ones."""
 
 Series = list[dict[str, Any]]
 
@@ -126,7 +126,7 @@ class Subject:
     experts: bool = False
     """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
     sequences: int = 8
-    """Of a step: one for each of eight data-parallel ranks at least."""
+    """Sequences of a step: one for each of eight data-parallel ranks at least."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Per step, from the deviations of the one-rank runs: the furthest in its phase of `steps` steps so far, and at
-    least that of any phase's first steps, in which it is the same rounding."""
+    """Per step, from the deviations of the one-rank runs: the largest in its phase of `steps` steps so far, and at
+    least the largest of any phase's first steps, which round alike."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

@@ -85,7 +85,7 @@ def train_case(
     samples: bool = False,
     measures: bool = False,
 ) -> list[dict[str, Any]]:
-    """Every step's numbers, with the statistics of each phase's last step, and those of a validation.
+    """Every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
     Args:
         steps: of each phase; a single phase takes the last of them.
@@ -129,8 +129,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """The first and the last half of sequences, of which the last tokens are scored; two have room in a sequence.
-    Without EOS tokens, two of which in a document would be a tie."""
+    """The first and the last half of sequences, whose last tokens are scored; two have room in a sequence.
+    They have no EOS tokens, because two in one document would be a tie."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -146,7 +146,7 @@ def take_step(
     backwards: bool = False,
     lr: float = 1e-3,
 ) -> dict[str, Any]:
-    """The numbers of one step, and if it `measures` those of every layer."""
+    """The numbers of one step, and of every layer if it `measures`."""
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
@@ -168,8 +168,8 @@ def take_step(
 def go_on(
     config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, number: int
 ) -> list[dict[str, Any]]:
-    """A step, a checkpoint and two more, of which the checkpoint, written meanwhile, may show nothing; or these two
-    from the checkpoint. The first loss then is that of the weights, the second shows the optimizer's state, and its
+    """A step, a checkpoint and two more steps, which the checkpoint, written meanwhile, may not contain; or these
+    two from the checkpoint. The first loss then shows the weights, the second shows the optimizer's state, and its
     statistics the moving averages.
 
     Args:
@@ -195,7 +195,7 @@ def go_on(
 
 
 def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Of a checkpoint, with a wrong bit: what that leaves behind, the good one is to replace."""
+    """Load a checkpoint with a wrong bit: the good one must replace whatever that load has changed."""
     damaged = good.parent / "damaged" / good.name
     if parallel.is_main:
         shutil.copytree(good, damaged)
@@ -256,7 +256,7 @@ def main(folder: Path) -> None:
     leave_out_what_nobody_reads(setattr)
     for name, value in SAMPLE.items():
         setattr(query_sample, name, value)
-    # Overlapped reductions go in several buckets, as those of large models do.
+    # Overlapped reductions go in several buckets, as in large models.
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()
     wanted = json.loads((folder / "wanted.json").read_text())

@@ -19,14 +19,14 @@ class Margins:
     """Smallest relative distances over all queries; infinite before there was a query with a choice."""
 
     score: float = math.inf
-    """Of the last selected key's score to the next one's, by the largest score of the query."""
+    """Distance of the last selected key's score to the next one's, by the largest score of the query."""
     budget: float = math.inf
-    """Of a budget, before it is rounded, to the next integer; of budgets that no bound decides."""
+    """Distance of an unrounded budget to the next integer, for budgets that no bound decides."""
 
 
 @contextmanager
 def measured_margins() -> Iterator[Margins]:
-    """Of what the reference selects in this process."""
+    """Measures the margins of the reference's selections in this process."""
     margins = Margins()
     select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
 

@@ -158,7 +158,7 @@ def _even_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Of counts that the host reads: all ranks have the same."""
+    """Counts that the host reads: all ranks have the same."""
 
     def gather(every: torch.Tensor, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(mine, _OnTheHost):
@@ -277,7 +277,7 @@ def traced_steps(
 
 
 def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
-    """Bytes that one layer's selection of the queries from start to stop takes at its peak, and those of its lists."""
+    """Bytes that one layer's selection of the queries from start to stop takes at its peak, and bytes of its lists."""
     gsa, block, dtype = config.gsa, config.gsa.selection_block, torch.bfloat16
     live, rows = LiveBytes(), stop - start
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:

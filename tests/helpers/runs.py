@@ -54,7 +54,7 @@ SMALL = (
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
-"""For anything a run does, on a machine of which others leave it little."""
+"""Time limit for anything a run does on a busy machine."""
 
 SHOWN = 5000
 """Characters of what a run printed that failed: from its first error on, and of its end."""
@@ -308,7 +308,7 @@ def processes_of(run: Run) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # A fork's environment is, for other processes, that of the server.
+            # Other processes see the server's environment as the fork's.
             belongs = os.getsid(process.pid) in sessions or process.environ().get(MARK) == run.mark
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)

@@ -1,7 +1,7 @@
 """Workers that a test session forks once everything is collected: `pytest --workers N`.
 
 Importing torch, megatron-core, transformers and all tests takes 19 CPU seconds. Here the session does so once, and its
-workers share what it has imported; those of pytest-xdist are interpreters of their own. Each worker takes the next file
+workers share what it has imported; pytest-xdist's workers are separate interpreters. Each worker takes the next file
 when it has done one, so that what a file's tests share is made once. What tests report goes to the session, which
 prints and counts it as if it had run them.
 """

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from selection_cases import DEVICES
 
 from gsa_kernels.devices import on_hopper
 
@@ -19,3 +20,8 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Of the indexer, those that have a gradient."""
+        """The indexer's tensors that have a gradient."""
         names = (
             "queries",
             "keys",

@@ -24,7 +24,7 @@ def make_mask(form, batch, length, device):
 
 
 def attention(form, mask, junk=False):
-    """Of q, k, v and the gate. junk: also in the lists, after their end."""
+    """Attention with q, k, v and the gate. junk: also in the lists, after their end."""
     if form != "key lists":
         packed = None if form == "dense" else pack_mask(mask)
         return lambda q, k, v, gate: masked_attention(q, k, v, packed, gate_logits=gate)

@@ -81,7 +81,7 @@ def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
 
 
 def test_the_median_and_how_sure_it_is() -> None:
-    """Of normal values as sure as theory has it; one value far off changes little."""
+    """For normal values the error agrees with theory; one value far off changes little."""
     generator = torch.Generator().manual_seed(0)
     samples = (3 + 0.1 * torch.randn(400, 25, generator=generator, dtype=torch.float64)).tolist()
     found = [harness.median_and_error(values) for values in samples]

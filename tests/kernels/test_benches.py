@@ -179,8 +179,8 @@ def test_the_benches_of_attention_alone_read_the_export(
 
 
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
-    """Exported layers give the model their scores and average; the gradients of its own indexer's are those of a loss
-    over theirs, and its weights learn."""
+    """Exported layers give the model their scores and average; its own indexer's gradients come from a loss over
+    the exported selections, and its weights learn."""
     from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
     from whole_steps.planted_indexer import alike, exported, plant
     from whole_steps.step_bench import OurTrainee
@@ -229,7 +229,7 @@ def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_heads_of_256_beside_those_of_128(tmp_path: Path) -> None:
+def test_heads_of_256_beside_heads_of_128(tmp_path: Path) -> None:
     report = harness.Report("bench", argparse.Namespace(out=tmp_path))
     for shape, length, attention, ms in (
         ("heads-256", 4096, "dense", 1.1),

@@ -31,7 +31,7 @@ def make(
     wide: bool,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """Arguments but for the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
+    """The arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
 
     def normal(*sizes: int) -> torch.Tensor:

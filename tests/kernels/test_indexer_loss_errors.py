@@ -18,7 +18,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 
 def test_errors() -> None:
-    """Of what no type of the API has checked before."""
+    """The loss refuses what no type of the API checks."""
     problem = make_problem("packed mask", 10, "cpu", log_sum=True)
     indexer, selection = problem.indexer, problem.selection
     assert selection is not None

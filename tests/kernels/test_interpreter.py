@@ -66,7 +66,7 @@ def _extremes_kernel(x, y, out, SIZE: tl.constexpr):
     tl.store(out + 5 * SIZE + place, tl.min(left, 0) + tl.zeros([SIZE], tl.float32))
 
 
-def test_extremes_of_a_number_and_a_nan_are_those_of_a_gpu() -> None:
+def test_extremes_of_a_number_and_a_nan_match_a_gpu() -> None:
     nan = float("nan")
     x, y = torch.tensor([nan, 1.0, nan, 3.0]), torch.tensor([2.0, nan, nan, 4.0])
     out = torch.empty(6, 4)
@@ -77,7 +77,7 @@ def test_extremes_of_a_number_and_a_nan_are_those_of_a_gpu() -> None:
 
 @triton.jit
 def _operators_kernel(x, y, out, truths, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Of a column and a row, numbers, constants and pointers."""
+    """Operands are a column and a row, numbers, constants and pointers."""
     index = tl.arange(0, SIZE)
     left, right = tl.load(x + index)[:, None], tl.load(y + index)[None, :]
     place = index[:, None] * SIZE + index[None, :]

@@ -281,7 +281,7 @@ def test_the_call_that_the_authors_print() -> None:
     assert bool(output.isfinite().all())
 
 
-def test_a_layer_of_fields_is_that_of_their_config() -> None:
+def test_a_layer_of_fields_matches_their_config() -> None:
     assert GatedSparseAttention(hidden_size=24, num_heads=4, num_kv_heads=2, **RULE).config == GSAConfig(
         hidden_size=24, num_heads=4, num_kv_heads=2, **RULE
     )

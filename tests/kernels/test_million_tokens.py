@@ -78,7 +78,7 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 
 
 def last_list() -> KeyLists:
-    """Of the last tile alone; its words follow 2^31 others, which take no memory."""
+    """Key lists of the last tile alone; its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
     keys = reserved(far + len(KEYS), dtype=torch.int32)
     keys[far:] = KEYS
@@ -146,7 +146,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     torch.testing.assert_close(few(out, LAST), wanted, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse[0, :GROUP, LAST].double(), logits.logsumexp(-1), atol=1e-3, rtol=0)
 
-    # One tile of all key-value heads, of which the first and the last run.
+    # One tile of all key-value heads; the first and the last run.
     upstream = few(grad, LAST)
     of_rows = reserved(1, HEADS, LENGTH, dtype=torch.float32)
     delta, lse2 = of_rows, reserved(1, HEADS, LENGTH, dtype=torch.float32)
@@ -174,7 +174,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
 
 
 def test_dense_attention_with_heads_first_in_memory() -> None:
-    """Of one key-value head, whose gate is 2^32 elements; the last tile is a document of its own."""
+    """The one key-value head's gate has 2^32 elements; the last tile is a document of its own."""
     tile = torch.arange(LENGTH - 64, LENGTH)
     q, gate = (with_heads_first(of_tokens(HEADS, tile, seed), tile) for seed in (0, 2))
     k, v = of_tokens(1, tile, 1), of_tokens(1, tile, 3)
@@ -204,7 +204,7 @@ def test_rows_of_the_backward_pass() -> None:
 
 
 def test_rows_of_many_short_sequences() -> None:
-    """Of 65544 sequences and heads: more than a grid's second axis takes."""
+    """The problem has 65544 sequences and heads: more than a grid's second axis takes."""
     shape = (8193, 3, 8, 32)
     grad, out = torch.ones(shape), torch.arange(8.0).repeat_interleave(32).view(8, 32).expand(shape)
     _, _, delta, lse2 = backward_rows(grad, out, torch.ones(8193, 8, 3), None)
@@ -214,12 +214,12 @@ def test_rows_of_many_short_sequences() -> None:
 
 
 def test_sums_by_key() -> None:
-    """Of the first and the last key."""
+    """Sums of the first and the last key are compared."""
     lists = dataclasses.replace(last_list(), max_count=len(KEYS))
     zero = torch.zeros(1, dtype=torch.int64)
     rows = TileRows(TILES - 1, TILES, zero, zero.int(), len(KEYS))
     hits = find_key_hits(lists, rows)
-    # The count of each key is by programs of many keys, of which the first and the last ran.
+    # The count of each key is by programs of many keys; the first and the last ran.
     assert hits.rows[0] == 0
     assert hits.starts[1] == 1
     partials = torch.randn(KV_HEADS, 3, 2 * SIZE).to(BF16)

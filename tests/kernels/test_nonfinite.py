@@ -1,7 +1,7 @@
 """NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
 
-`api.py` says what is promised: a row that sees a NaN has a NaN variance, the base budget and that many causal keys,
-and a NaN KL; a row that does not see it keeps its bits, its KL over key lists those of its tile's list.
+`api.py` says what is promised: a row with a NaN among its inputs has a NaN variance, the base budget and that number
+of causal keys, and a NaN KL; all other rows keep their bits (the KL over key lists follows its tile's list).
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from api_cases import Case, Problem, mask_of, problem
 from covering import covered
 from decode_cases import RULE as DECODE_RULE
 from decode_cases import make_case as make_decode_case
-from selection_cases import DEVICES, make_case
 from selection_cases import RULE as LONG_RULE
 from selection_cases import Case as LongCase
+from selection_cases import make_case
 from test_triton_candidates import guessed, short_rows  # noqa: F401 - pytest finds them here
 
 from gsa_kernels import api
@@ -42,11 +42,6 @@ CASES = {
 }
 POSITION = 21
 """Of the bad token in the first sequence; of the queries of a block, the block around it."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:
@@ -112,7 +107,7 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Visible keys only, no more than the budget beside the window; where each query selects, no fewer."""
+    """Causal keys only: at most the budget in addition to the window; where each query selects, no fewer."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)

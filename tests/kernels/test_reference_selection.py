@@ -55,7 +55,7 @@ def test_local_window_counts_the_query_itself() -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_moments_are_those_of_the_visible_scores(length: int) -> None:
+def test_moments_match_the_causal_scores(length: int) -> None:
     documents = torch.arange(length)[None] // 5
     visible = ops.causal_mask(length, document_ids=documents)
     scores = torch.randn(2, length, length, dtype=torch.float64)

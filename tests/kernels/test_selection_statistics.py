@@ -62,7 +62,7 @@ def test_of_no_queries() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_causal_packed_mask_is_that_of_the_mask(documents: bool) -> None:
+def test_the_causal_packed_mask_matches_the_mask(documents: bool) -> None:
     length, positions = 100, torch.tensor([0, 1, 31, 32, 63, 64, 70, 99])
     ids = starts = None
     if documents:

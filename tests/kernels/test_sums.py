@@ -14,7 +14,7 @@ pytestmark = [] if interpreted() else [pytest.mark.gpu]
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (7, 9), (3, 50), (2, 64)])
 def test_total(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both signs, so that fp32 would lose most of it; fewer than a block, a block, and several."""
+    """Terms have both signs, so that fp32 would lose most of it; fewer than a block, a block, and several."""
     monkeypatch.setattr(op, "BLOCK", 64)
     torch.manual_seed(0)
     values = torch.randn(shape, device=DEVICE) * 1e4

@@ -56,7 +56,7 @@ def make_mask(kind, batch, length, starts, device):
 
 
 def attention(packed=None, geometry=None):
-    """Of q, k, v and the gate."""
+    """Attention with q, k, v and the gate."""
     return lambda q, k, v, gate: masked_attention(q, k, v, packed, geometry or Geometry(), gate)
 
 
@@ -132,7 +132,7 @@ def test_transposed_words(device, length):
     head_size=[32, 256],
 )
 def test_head_sum_probs(device, case, monkeypatch):
-    """Of the whole, of parts, and of every second stretch of 64 rows."""
+    """Compares the whole, parts, and every second stretch of 64 rows."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     torch.manual_seed(12)
     length, chunk = 150, SampledRows(*case["rows"])

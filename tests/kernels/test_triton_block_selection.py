@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from poison import poison_buffers
-from selection_cases import BY_GROUPS, BY_REGISTERS, DEVICES, EMA, FULL_RULE, ON_GPU, RULE
+from selection_cases import BY_GROUPS, BY_REGISTERS, EMA, FULL_RULE, ON_GPU, RULE
 
 from gsa_kernels import packed_mask
 from gsa_kernels import reference as ops
@@ -19,11 +19,6 @@ from gsa_kernels.key_lists import triton_block_lists
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 from gsa_kernels.selection import block_op, op, score_chunks, triton_block_mask
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from covering import covered
 from poison import poison_buffers
 from query_chunks import assert_same
 from selection_cases import (
-    DEVICES,
     FULL_RULE,
     ON_GPU,
     Case,
@@ -41,11 +40,6 @@ RULES = {
     "all": BudgetRule(1000, 1, 1000, "off"),
     "dense below": replace(RULE, dense_below=44),
 }
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +139,7 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
 @pytest.mark.parametrize(
     ("start", "stop", "documents"), [(64, 76, False), (41, 58, True)], ids=["whole", "documents"]
 )
-def test_a_chunk_is_that_of_the_whole_and_that_by_all_scores(
+def test_a_chunk_matches_the_whole_and_that_by_all_scores(
     device: str, start: int, stop: int, documents: bool
 ) -> None:
     case = make_case(device, stop, documents=documents)

@@ -31,19 +31,9 @@ from gsa_kernels import api
 from gsa_kernels.decode import op, state, triton_select
 from gsa_kernels.types import BudgetRule, Geometry, Implementation
 
-GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="runs on the GPU instead")),
-    pytest.param("cuda", marks=GPU_ONLY),
-]
 OFF = replace(RULE, adaptive_k="off")
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @covered(
@@ -217,7 +207,7 @@ def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> 
 
 @pytest.mark.parametrize("splits", [(1, 2), (2, 8)], ids=["tiles", "tile"])
 def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]) -> None:
-    """Of several tiles and of one, between steps that select; and an unused slot."""
+    """Steps have several tiles or one, between steps that select; and an unused slot."""
     k_max, window = 150, 5
     rule = BudgetRule(k_max, k_max, k_max, "off")
     sizes: dict[str, Any] = {"gate": True, "dtype": torch.bfloat16, "k_max": k_max}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from poison import poison_buffers
 from random_lists import lists_of, make_mask
-from selection_cases import DEVICES, FULL_RULE, ON_GPU, RULE, Case, make_case
+from selection_cases import FULL_RULE, ON_GPU, RULE, Case, make_case
 
 from gsa_kernels import limits, packed_mask
 from gsa_kernels.key_lists import triton_build, triton_rows
@@ -15,11 +15,6 @@ from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_fro
 from gsa_kernels.key_lists.triton_rows import packed_mask_of_rows
 from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess
 from gsa_kernels.types import BudgetRule, Selection
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

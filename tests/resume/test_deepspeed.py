@@ -33,7 +33,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     assert resumed.series("step") == [3, 4, 5, 6]
     assert records_of(resumed, after=2) == records_of(whole, after=2)
 
-    # The first loss is that of the weights, the second one shows the optimizer's state.
+    # The first loss shows the weights, the second one shows the optimizer's state.
     from_sparse = ("--resume-from", str(whole.checkpoints / "step_00000004"))
     by_megatron = train(tmp_path / "megatron", *SHORT, *from_sparse, ranks=1)
     for key in ("loss", "indexer_kl", "grad_norm", "update_norm"):

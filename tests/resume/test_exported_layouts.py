@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tensor x pipeline", "context"])
-def test_logits_are_those_of_the_training_model(layout, tmp_path):
+def test_logits_match_the_training_model(layout, tmp_path):
     run = whole_run(layout)
     checkpoint, run_dir = find_source(run.folder, None, None)
     out = export_hf(checkpoint, tmp_path / "out", run_dir).folder

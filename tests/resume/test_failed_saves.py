@@ -41,7 +41,7 @@ class Failing:
 
 @pytest.fixture(scope="module", params=REASONS)
 def failing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    """Of rank 1's saves the second one succeeds, which is the second try of the first."""
+    """Rank 1's second save succeeds, which is the second try of the first."""
     faults = {request.param: [1, [0, 2, 3]], "saves_end": True}
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())

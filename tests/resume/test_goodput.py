@@ -41,14 +41,14 @@ class Process:
         return found
 
     def stall(self, number: int) -> float:
-        """Of the save after a step: both are logged at their end, as saves are waited for."""
+        """Stall of the save after a step: both are logged at their end, as saves are waited for."""
         found = [
             each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"
         ]
         return sum(each["time"] - self.step(number)["time"] for each in found)
 
     def seconds(self, number: int) -> float:
-        """Of a step that is no first one: between two time stamps, without what lay in between."""
+        """Seconds of a later step: between two time stamps, without what lay in between."""
         here, before = self.step(number), self.step(number - 1)
         between: float = here["time"] - before["time"] - self.stall(number - 1)
         return between - here["data_wait_seconds"]
@@ -61,7 +61,7 @@ class Story:
     second: Process
     killed: float
     ended: float
-    """Of the run: its last validation was logged."""
+    """End of the run: its last validation was logged."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def by_hand(story: Story) -> tuple[float, float, float]:
     return productive, repeated, story.ended - first.began
 
 
-def test_the_ettr_is_that_of_the_logs_time_stamps(story: Story) -> None:
+def test_the_ettr_matches_the_logs_time_stamps(story: Story) -> None:
     account = read_account(story.run.folder)
     assert account is not None
     productive, repeated, wall = by_hand(story)

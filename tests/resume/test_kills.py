@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Kill:
-    """What a kill found and left behind."""
+    """What a kill found and left."""
 
     run: Run
     processes: list[int]
@@ -84,7 +84,7 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
     """A run that ends at its sixth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15.
 
-    Two starts are by torchrun: the kill of all takes the agent, too, and that of one rank leaves it the others.
+    Two starts are by torchrun: a kill of all takes the agent, too, and a kill of one rank leaves it the others.
     """
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
@@ -121,7 +121,7 @@ def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):
 
 
 def test_a_kill_during_a_write_leaves_the_checkpoint_before(kills):
-    """Of all processes, and of one rank only."""
+    """A kill hits all processes, or one rank only."""
     for during_write, unfinished in ((kills[1], 10), (kills[3], 15)):
         names = [name for name in during_write.unfinished if name.startswith(f".tmp_step_{unfinished:08d}/")]
         assert names
@@ -133,7 +133,7 @@ def test_no_process_outlives_the_ranks(kills):
     assert kills[1].survivors == kills[3].survivors == []
 
 
-def test_the_logged_numbers_are_those_of_an_undisturbed_run_to_the_last_bit(survivor):
+def test_the_logged_numbers_match_an_undisturbed_run_to_the_last_bit(survivor):
     undisturbed = finished(ranks=RANKS)
     assert survivor.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "lr"):

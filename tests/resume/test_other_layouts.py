@@ -29,7 +29,7 @@ def first_step_after(checkpoint: Path, run_dir: Path, *layout: str, ranks: int) 
     return run.steps()[0]
 
 
-def assert_next_step_is_that_of(run: Run, saved: int, record: dict[str, object]) -> None:
+def assert_next_step_matches(run: Run, saved: int, record: dict[str, object]) -> None:
     expected = run.steps()[saved]
     assert record["step"] == expected["step"] == saved + 1
     assert record["tokens"] == expected["tokens"]
@@ -43,7 +43,7 @@ def assert_next_step_is_that_of(run: Run, saved: int, record: dict[str, object])
 def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(saved, ranks, tmp_path):
     split = whole_run("tensor x pipeline")
     record = first_step_after(split.checkpoints / f"step_{saved:08d}", tmp_path, ranks=ranks)
-    assert_next_step_is_that_of(split, saved, record)
+    assert_next_step_matches(split, saved, record)
 
 
 @pytest.mark.nightly
@@ -53,7 +53,7 @@ def test_context_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
     shutil.copytree(context.checkpoints, tmp_path / "copy" / "checkpoints")
     (tmp_path / "copy" / "checkpoints" / "latest").write_text(f"step_{IN_SPARSE_PHASE:08d}")
     record = first_step_after(tmp_path / "copy", tmp_path, *TENSOR_X_PIPELINE, ranks=4)
-    assert_next_step_is_that_of(context, IN_SPARSE_PHASE, record)
+    assert_next_step_matches(context, IN_SPARSE_PHASE, record)
 
 
 def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):

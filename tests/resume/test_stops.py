@@ -77,7 +77,7 @@ def test_no_process_of_a_stopped_run_is_left(stops: list[Run]) -> None:
     assert [left_of(run) for run in stops] == [[]] * len(stops)
 
 
-def test_the_numbers_are_those_of_a_run_that_was_not_stopped(stops: list[Run]) -> None:
+def test_the_numbers_match_a_run_that_was_not_stopped(stops: list[Run]) -> None:
     assert not (stops[-1].folder / "stopped.json").exists()
     assert stops[-1].series("step") == list(range(1, STEPS + 1))
     assert numbers_of(stops[-1].records()) == numbers_of(finished(ranks=RANKS).records())

@@ -86,7 +86,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]) -> None:
-    """Of both phases: in the warm-up layers run their own backward passes."""
+    """The runs have both phases: in the warm-up layers run their own backward passes."""
     assert runs["checked"].codes == [0, 0]
     assert not runs["checked"].found
     assert len(runs["clean"].numbers) == 9  # 8 steps and a validation
@@ -108,7 +108,7 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
 
 
 def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finished]) -> None:
-    """Of a NaN, too. Two steps could not be logged at first, for a full disk: no record is missing."""
+    """A NaN counts, too. Two steps could not be logged at first, for a full disk: no record is missing."""
     logged = runs["log"]
     assert logged.codes == [0, 0]
     found = [(event["step"], event["ranks"], event["action"]) for event in logged.found]

@@ -154,7 +154,7 @@ if __import__("os").environ["SLURMD_NODENAME"] == "n1":
         result[0, 0] += 1
         return result
 """
-"""Behind the check's own products, in the job's copy of the source."""
+"""After the check's own products, in the job's copy of the source."""
 
 
 def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(cluster, tmp_path):

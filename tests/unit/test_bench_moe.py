@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
-    """Of both matrices, [experts, out, in], whatever they are called."""
+    """Gradients of both matrices, [experts, out, in], under any name."""
     mine = {
         name.split("experts.", 1)[1]: gradient
         for name, gradient in gradients.items()
@@ -64,8 +64,8 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
-    """In loss and all gradients of a step, both of the router's losses included: ours has the loads of the step
-    before, so it takes the same step twice, and megatron-core's those of a micro-batch, of which there is one."""
+    """In loss and all gradients of a step, both of the router's losses included: ours uses the loads of the
+    previous step, so it takes the same step twice; megatron-core uses the loads of the only micro-batch."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)

@@ -62,7 +62,7 @@ def test_the_run_state_reads_back_equal(save):
     assert read_run_state(save(7)) == run_state(7)
 
 
-def test_generators_of_a_cpu_are_not_those_of_a_gpu(monkeypatch, caplog):
+def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     """A run that began on a CPU goes on on a GPU, whose generator takes no other's state."""
     parallel = single_rank()
     saved = dataclasses.replace(run_state(3), layout=parallel.layout, rng=[checkpoint.local_rng()])
@@ -295,7 +295,7 @@ def test_a_checkpoint_from_before_manifests_loads_unverified(intact, tmp_path, c
     assert "it is not verified" in caplog.text
 
 
-def test_ranks_share_all_files_and_about_as_many_bytes():
+def test_ranks_share_files_and_bytes_about_evenly():
     files = {f"{n:02d}": checkpoint_files.FileRecord(bytes=n * n, crc32="") for n in range(20)}
     shares = [checkpoint_files.share_of(files, index, 3) for index in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(files)

@@ -20,7 +20,7 @@ from helpers.saving import config, trained  # noqa: F401 - fixtures
 from helpers.single_rank import SPARSE, single_rank, tiny_model
 
 
-def test_checksums_of_parts_join_to_that_of_the_whole() -> None:
+def test_checksums_of_parts_join_to_the_checksum_of_the_whole() -> None:
     chance = random.Random(0)
     for _ in range(50):
         content = chance.randbytes(chance.randrange(1, 5000))

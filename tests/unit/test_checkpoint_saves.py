@@ -98,7 +98,7 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
     assert optimizer.updates == 1
 
 
-def test_an_update_waits_for_the_copies_and_the_files_are_those_of_a_save_that_everything_waits_for(
+def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everything_waits_for(
     make_saver, config, tmp_path, monkeypatch
 ):
     """The copies begin when the next step stands before its update, and no earlier."""
@@ -143,7 +143,7 @@ def test_an_update_waits_for_the_copies_and_the_files_are_those_of_a_save_that_e
     saver.hold_update()  # nothing is under way
 
 
-def test_the_copies_of_a_save_that_another_rank_cannot_make_are_left_behind(make_saver, trained, monkeypatch):
+def test_the_copies_of_a_save_that_another_rank_cannot_make_are_dropped(make_saver, trained, monkeypatch):
     """They have ended when the next save may use their memory."""
     saver, errors = make_saver(), iter([None, "rank 1: no copy in host memory"])
     with monkeypatch.context() as patch:

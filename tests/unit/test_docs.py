@@ -52,7 +52,7 @@ def test_commands_exist(page: Path) -> None:
     assert [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
 
 
-def test_the_config_reference_is_that_of_the_dataclasses() -> None:
+def test_the_config_reference_matches_the_dataclasses() -> None:
     written = (ROOT / "docs/reference/config.md").read_text(encoding="utf-8")
     assert written == reference.page(), "the config's fields have changed; run `make docs`"
 
@@ -124,7 +124,7 @@ def test_metrics_of_the_layers_and_all_that_are_shown_are_explained() -> None:
     assert sorted(key for key in shown if not any(fnmatch(key, name) for name in explained)) == []
 
 
-def test_exit_codes_are_those_of_the_table() -> None:
+def test_exit_codes_match_the_table() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     codes = [value for name, value in vars(exit_codes).items() if name.isupper()]

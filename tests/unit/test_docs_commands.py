@@ -1,4 +1,4 @@
-"""Commands, files, names and numbers in README and docs are those of the code."""
+"""Commands, files, names and numbers in README and docs match the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Start:
 
     page: str
     words: str
-    """Behind the script's name."""
+    """The arguments after the script's name."""
     world_size: int
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> N
     load_config(config_path, arguments.overrides, world_size, need_data=False)
 
 
-def test_the_few_fields_that_one_sets_are_those_of_the_example() -> None:
+def test_the_few_fields_that_one_sets_match_the_example() -> None:
     """And the page does not scare anybody: the rest of a resolved config are defaults."""
     page = DOCS / "how_to/own_config.md"
     config = yaml.safe_load(yaml_block(page))
@@ -137,7 +137,7 @@ def markdown_of(path: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     outside_code = re.sub(r"^```.*?^```", "", markdown_of(page), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", outside_code, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -160,7 +160,7 @@ def sources(folder: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
+def test_tensor_names_in_concepts_match_the_code() -> None:
     table = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("names in the code")[2]
     rows = re.findall(r"^\| \$.*?\$ \| ([^|]+) \|", table, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -170,7 +170,7 @@ def test_tensor_names_in_concepts_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
-def test_parameters_in_concepts_are_those_of_the_dry_run(name: str) -> None:
+def test_parameters_in_concepts_match_the_dry_run(name: str) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
     count = count_parameters(config.model, config.gsa, config.moe)
     layers = (

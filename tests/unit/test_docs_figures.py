@@ -37,7 +37,7 @@ def test_there_are_figures_to_check() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_memory_in_the_header_of_a_config_is_that_of_the_dry_run(path: Path) -> None:
+def test_the_memory_in_the_header_of_a_config_matches_the_dry_run(path: Path) -> None:
     found = PEAK.search(path.read_text(encoding="utf-8"))
     assert found
     of_80_gb, of_141_gb, override = found.groups()

@@ -168,7 +168,7 @@ def run_config(phase: PhaseConfig, every_steps: int) -> Config:
 
 
 def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> dict[str, Any]:
-    """Everything that a run of five steps leaves behind. One that evaluates also writes samples."""
+    """Everything that a run of five steps writes. One that evaluates also writes samples."""
     torch.manual_seed(1)
     config = run_config(phase, every_steps)
     tokenizer = Tokenizer(config.data.tokenizer)

@@ -61,7 +61,7 @@ def test_stages_hold_the_kinds_of_layers_that_they_have() -> None:
 
 
 def test_rows_of_a_rank() -> None:
-    """Of four sequences of 4096 tokens on each of eight ranks, with four choices each."""
+    """Each of eight ranks has four sequences of 4096 tokens, with four choices each."""
     even = 4 * 4096 * 4
     config = load(EXPERT_8)
     sizes = sizes_of(config)

@@ -98,8 +98,8 @@ def by_tokens(
 
 @pytest.mark.parametrize("moe", [BALANCED, BIASED], ids=["balanced", "biased"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_metrics_are_those_of_all_tokens(moe: dict[str, Any], recompute: str) -> None:
-    """Of the second of two layers, in the second step; also where layers run twice."""
+def test_metrics_match_all_tokens(moe: dict[str, Any], recompute: str) -> None:
+    """Compares the second of two layers, in the second step; also where layers run twice."""
     config = tiny_config(moe=moe, train={"recompute": recompute})
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)

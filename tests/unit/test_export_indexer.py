@@ -29,7 +29,7 @@ from helpers.single_rank import (
 )
 
 
-def test_projections_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_projections_match_the_checkpoint(tmp_path: Path) -> None:
     config = tiny_config([SPARSE])
     trained = tiny_model(config)
     optimizer = build_optimizer(trained, SPARSE, config)

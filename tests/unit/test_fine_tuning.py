@@ -117,7 +117,7 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
 
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
-def test_the_loss_of_packed_conversations_is_that_of_the_exported_model(chats, tmp_path, phase):
+def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_path, phase):
     """transformers writes and masks each conversation by itself, a row each with padding after it, and calculates the
     loss of labels of -100 where the assistant does not write. Training adds the document's end to each, which counts.
     Queries leave keys out."""
@@ -333,7 +333,7 @@ def test_a_template_that_does_not_fit_names_its_field(chats: Path) -> None:
         )
 
 
-def test_the_bundled_conversations_are_those_of_their_script(tmp_path, monkeypatch, capsys):
+def test_the_bundled_conversations_match_their_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sample_conversations.py", "--out", str(tmp_path)])
     script = runpy.run_path(str(ROOT / "data" / "sample_conversations.py"))
     assert script["main"]() == 0

@@ -91,7 +91,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("model", "gsa", "moe"), VARIANTS)
-def test_parameters_are_those_of_the_shapes(model, gsa, moe):
+def test_parameters_match_the_shapes(model, gsa, moe):
     count = count_parameters(model, gsa, moe)
     expected = {
         part: sum(math.prod(shape) for shape in found) for part, found in shapes(model, gsa, moe).items()
@@ -225,7 +225,7 @@ def test_a_measured_selection_replaces_the_assumed_one():
     ids=["of runs", "of blocks", "fewer runs than n", "of few blocks", "one run"],
 )
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
-def test_an_indexer_loss_of_some_queries_costs_as_many(length, block, fraction, attention):
+def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, block, fraction, attention):
     whole = dataclasses.replace(GSA, selection_block=block, local_window=6, k_base=10**6)
     gsa = dataclasses.replace(whole, indexer_loss_row_fraction=fraction)
     phase = PhaseConfig(attention=attention, train="all")
@@ -277,7 +277,7 @@ THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
 
 
 @pytest.mark.parametrize(("model", "gsa", "moe", "phase"), RUNS)
-def test_operations_are_those_of_the_loops_also_where_documents_end(model, gsa, moe, phase):
+def test_operations_match_the_loops_also_where_documents_end(model, gsa, moe, phase):
     selected, visible = (
         mean_selected_keys(gsa, THREE_DOCUMENTS.tolist()),
         float(THREE_DOCUMENTS.double().mean()),
@@ -315,7 +315,7 @@ def test_selected_keys_of_blocks_that_hold_two_documents():
     assert mean_selected_keys(gsa, visible.tolist()) == (1 + 1 + 2 + 2 + 3 + 3 + 3) / 7
 
 
-def test_scores_of_blocks_of_queries_are_near_those_of_the_loops():
+def test_scores_of_blocks_of_queries_are_near_the_loops():
     gsa, length = dataclasses.replace(GSA, selection_block=16), 4096
     opens = torch.rand(length, generator=torch.Generator().manual_seed(0)) < 1 / 300
     position = torch.arange(length)

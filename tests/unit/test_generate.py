@@ -28,7 +28,7 @@ RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf`, an exported model; `run`, of which it is the checkpoint of step 0; `dense`, of another architecture."""
+    """`hf`, an exported model; `run`, whose checkpoint of step 0 it is; `dense`, of another architecture."""
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer(str(SAMPLE))
     torch.manual_seed(3)
@@ -94,7 +94,7 @@ def test_every_source_gives_the_same_text(
     assert "\n--- 2\nThe" in texts[0]
 
 
-def test_the_text_is_that_of_the_model(
+def test_the_text_matches_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, "--run", folder / "run", "--prompt", "The man", "--max-new-tokens", 9) == 0

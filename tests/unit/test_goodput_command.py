@@ -64,7 +64,7 @@ def called(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return goodput.main()
 
 
-def test_the_parts_of_a_run_are_those_of_its_account(run: Path) -> None:
+def test_the_parts_of_a_run_match_its_account(run: Path) -> None:
     measured = measure_run(run)
     assert measured.interval_steps == EVERY
     assert measured.parts == {
@@ -173,7 +173,7 @@ def test_wrong_numbers_are_refused(arguments, said, capsys):
 
 
 def test_faults_before_a_first_step_are_refused(capsys, monkeypatch):
-    """The hours of a whole cluster, taken for those of one GPU, were simulated for minutes."""
+    """The hours of a whole cluster, taken for one GPU's, were simulated for minutes."""
     monkeypatch.setattr("sys.argv", ["goodput.py", "--gpus", "4096", "--mtbf-hours", "5"])
     assert goodput.main() == REFUSED
     (said,) = capsys.readouterr().err.splitlines()

@@ -30,7 +30,7 @@ from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 class Clock(RunClock):
-    """Stands still but for `wait`."""
+    """A clock that moves only in `wait`."""
 
     def __init__(self, began: float) -> None:
         super().__init__(began)
@@ -228,7 +228,7 @@ def test_a_damaged_sign_of_life_leaves_the_newest_line(content: bytes | None, tm
     assert account.wall_seconds == 18
 
 
-def test_the_sign_of_an_earlier_process_is_not_taken_for_that_of_the_newest(tmp_path: Path) -> None:
+def test_the_sign_of_an_earlier_process_is_not_taken_for_the_newest_ones(tmp_path: Path) -> None:
     killed(tmp_path)
     old = (tmp_path / ALIVE).read_bytes()
     start(tmp_path, 1040, step=8)

@@ -86,8 +86,8 @@ def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_the_peak_that_a_run_reports_is_not_that_of_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a GPU's memory is checked; here that of a CPU stands for it."""
+def test_the_peak_that_a_run_reports_excludes_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a GPU's memory is checked; here a CPU's memory stands for it."""
     called: list[object] = []
     empty = torch.empty
     monkeypatch.setattr(device_checks, "BLOCK_BYTES", 1 << 16)
@@ -147,7 +147,7 @@ def test_the_command_names_a_bad_device_by_its_exit_code(monkeypatch, capsys):
 
 
 class Gpus:
-    """So many are found; the last one fails where that is asked for."""
+    """`count` GPUs are found; the last one fails where that is asked for."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -310,7 +310,7 @@ def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(asked, monkey
 
 
 def test_errors_of_programs_are_no_faults_of_a_device() -> None:
-    """A run that was killed leaves them behind on a GPU that is healthy."""
+    """A killed run leaves them on a GPU that is healthy."""
     assert driver.XidWatch(FakeNvml(xids=[13, 31, 43, 45, 74]), "GPU-1").faults() == ["XID 74"]
 
 
@@ -332,7 +332,7 @@ def test_that_a_driver_could_not_be_asked_is_said_for_every_node(monkeypatch, ca
 
 
 def linked(*nodes: str, bad: Sequence[int]) -> list[str]:
-    """Of ranks on these nodes, of which these hear nothing from the rank before."""
+    """Reports of ranks on these nodes; the `bad` ones hear nothing from the previous rank."""
     findings = [Finding(node, 0, "", ["nothing"] * (rank in bad)) for rank, node in enumerate(nodes)]
     return nodes_of_bad_links(findings)
 

@@ -70,7 +70,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
 
 
 class ReluctantFile:
-    """Takes so many bytes; then a write takes a part, as a disk that gets full, and the next one fails."""
+    """Takes some bytes; then, as on a disk that fills up, one write is partial and the next one fails."""
 
     def __init__(self, file, room):
         self._file, self.room, self.truncates = file, room, True
@@ -100,7 +100,7 @@ def reluctant(tmp_path):
 
 
 def line_of(step):
-    """Of 30 bytes with its end."""
+    """A line of 30 bytes with its end."""
     return {"step": step, "text": "a" * (7 - len(str(step)))}
 
 

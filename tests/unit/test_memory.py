@@ -50,7 +50,7 @@ def test_parameters_and_their_state():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (4, 64), (6, 40), (7, 36), (2, 8)])
-def test_partial_gradients_are_those_of_the_loss(monkeypatch, heads, dim, dtype):
+def test_partial_gradients_match_the_loss(monkeypatch, heads, dim, dtype):
     pytest.importorskip("triton")
     from gsa_kernels.loss import triton_launch
     from gsa_kernels.sampling import SampledRows

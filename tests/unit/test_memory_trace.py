@@ -1,6 +1,6 @@
 """What a dry run says of memory against the step itself, traced without contents.
 
-Layers, vocabulary and lengths are those of the configs that come with it: in small ones what grows with the tokens,
+Layers, vocabulary and lengths come from the shipped configs: in small ones what grows with the tokens,
 with the weights and with neither would have other shares. Few layers, so that what is not a layer's shows.
 """
 
@@ -185,7 +185,7 @@ def traced(
 
 
 FEW = ["model.num_layers=2", "train.global_batch_size=8"]
-"""Layers and sequences, of which each micro-batch has four."""
+"""Layers and sequences; each micro-batch has four sequences."""
 
 
 def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:

@@ -82,7 +82,7 @@ def trained(
 
 @pytest.mark.parametrize("across", [False, True], ids=["documents", "one document"])
 @pytest.mark.parametrize("phase", [SPARSE, DENSE], ids=lambda phase: phase.name)
-def test_every_bit_is_that_of_the_schedule(phase: PhaseConfig, across: bool) -> None:
+def test_every_bit_matches_the_schedule(phase: PhaseConfig, across: bool) -> None:
     def batches(step: int) -> list[MicroBatch]:
         return random_batches(CONFIG, step, across)
 
@@ -98,7 +98,7 @@ def test_every_bit_is_that_of_the_schedule(phase: PhaseConfig, across: bool) -> 
 
 
 @pytest.mark.parametrize("balancing", [{}, BIASES], ids=["loads", "biases"])
-def test_every_bit_of_a_mixture_of_experts_is_that_of_the_schedule(balancing: dict[str, Any]) -> None:
+def test_every_bit_of_a_mixture_of_experts_matches_the_schedule(balancing: dict[str, Any]) -> None:
     """Routers count in the passes, and what balances them moves after each step."""
     config = tiny_config(moe={**EXPERTS, **balancing})
 
@@ -118,7 +118,7 @@ def test_every_bit_of_a_mixture_of_experts_is_that_of_the_schedule(balancing: di
         assert torch.equal(its_weights[name], weight), name
 
 
-def test_other_shapes_and_another_pass_are_captured_anew() -> None:
+def test_other_shapes_and_another_pass_are_captured_again() -> None:
     graph, seen = CalledAgain(), []
 
     def run(length: int, fixed: Hashable) -> float:

@@ -137,7 +137,7 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
     assert end["counters"]["packed_labels"] == 1280
 
 
-def test_metrics_of_a_plain_run_are_those_of_before(text: Path) -> None:
+def test_metrics_of_a_plain_run_match_before(text: Path) -> None:
     config = config_of(text, {}, packing="concatenate")
     totals = data_totals({"tokens of A": 5, "bad_json": 2, **dict.fromkeys(COUNTERS, 1)}, config.data)
     assert data_metrics(totals) == {

@@ -80,7 +80,7 @@ def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> N
 
 
 def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
-    """Nor on their order: the loads are those of the step before."""
+    """Nor on their order: the loads come from the previous step."""
     gradients = []
     for size in (1, 4):
         config = tiny_config(

@@ -145,7 +145,7 @@ def test_a_rewind_is_asked_for_once_the_patience_is_over() -> None:
     assert (found.first_step, found.last_step, found.spikes) == (4, 6, 1)
 
 
-def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_anew() -> None:
+def test_the_state_of_a_checkpoint_goes_on_and_another_phase_starts_from_nothing() -> None:
     steps = Steps(action="lower_lr", patience_steps=1, lower_lr_steps=100)
     steps.take("." * 140 + "ss")
     steps.monitor.watch_layers(142, {"layer_max_activation": [1.0, 2.0]})

@@ -22,7 +22,7 @@ NEW = Arguments("", (), None, False, False, False, False, 1)
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Config:
-    """Of a run that a spike at steps 7 to 9 ended."""
+    """The config of a run that a spike at steps 7 to 9 ended."""
     (tmp_path / "run").mkdir()
     note_stop(tmp_path / "run", MonitorStop("step 9: the loss is 9", 7, 9), saved_step=4)
     return with_skips(tmp_path)

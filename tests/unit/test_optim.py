@@ -164,7 +164,7 @@ def test_an_update_left_out_leaves_no_trace(
 
 @SHARDED
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_update_norm_is_that_of_the_change_in_the_weights(precision: str, sharded: bool) -> None:
+def test_the_update_norm_matches_the_change_in_the_weights(precision: str, sharded: bool) -> None:
     config = tiny_config(
         train={"precision": precision, "weight_decay": DECAY}, parallel={"distributed_optimizer": sharded}
     )

@@ -82,7 +82,7 @@ def tracked_files() -> list[str]:
 
 
 def test_no_checkpoint_is_tracked() -> None:
-    """What a run or a bench leaves behind when it is killed is not the repository's."""
+    """What a killed run or bench leaves is not the repository's."""
     assert [name for name in tracked_files() if name.endswith((".distcp", ".metadata"))] == []
 
 

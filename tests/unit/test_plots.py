@@ -170,7 +170,7 @@ def test_words_of_a_run_are_no_formulas(tmp_path, monkeypatch, name):
 
 
 def test_layers_without_a_value_are_gaps(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "TITLES", {})  # those of layers alone
+    monkeypatch.setattr(plots, "TITLES", {})  # the layers' titles alone
     write_run(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_text(path.read_text().replace("[0.3, 0.5]", "[0.3, null]", 1))
@@ -241,7 +241,7 @@ def test_comparison_of_runs_with_the_same_name(tmp_path):
 
 
 def test_command_draws_every_run_and_the_comparison(tmp_path):
-    """Of runs that have logged no more than two figures show: which those of a whole run are is said above."""
+    """Runs without other logs show two figures; the test above names the figures of a whole run."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         lines = [{"step": step, "phase": "a", "loss": 3.0 / step, "grad_norm": 1.0} for step in (1, 2, 3)]

@@ -90,7 +90,7 @@ def gpu_trace() -> EventList:
             on_host("cuLaunchKernelEx", 1050, 1054, number=11),
             kernel("gemm", 1030, 1230, 21),
             kernel("scores", 1230, 1330, 11),
-            # Backward of sequence 7 of the main thread; then that of autograd's own thread, which recomputes an MLP.
+            # Backward of the main thread's sequence 7; then backward of autograd's own thread, which recomputes an MLP.
             on_host(f"{BACKWARD}MmBackward0", 1200, 1220, 3, AUTOGRAD, sequence=7, forward_thread=MAIN),
             on_host("aten::mm", 1205, 1215, 4, AUTOGRAD),
             on_host("cudaLaunchKernel", 1206, 1207, 31, AUTOGRAD),
@@ -244,7 +244,7 @@ def test_a_profiled_step_on_the_cpu() -> None:
 def test_kernels_follow_the_operations_of_a_real_trace() -> None:
     """Had each of these operations of a real step, and of its backward pass, launched a kernel."""
     expected = {
-        # Forward and twice backward, but for the first input, which needs no gradient; of what is computed again
+        # Forward and twice backward, except the first input, which needs no gradient; recomputed products run
         # forward twice.
         ("aten::mm", "attention"): 2,
         ("aten::mm", "indexer"): 3,

@@ -256,7 +256,7 @@ def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
     assert grown["x"] == [10_000, 20_000, 30_000, 70_000, 110_000, 150_000]
 
 
-def test_a_save_that_ended_in_the_next_phase_begins_no_phase_anew(tmp_path):
+def test_a_save_that_ended_in_the_next_phase_begins_no_phase_again(tmp_path):
     write_run(tmp_path / "a")
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     late = {"event": "checkpoint", "step": 30, "phase": "warm-up", "checkpoint_save_seconds": 9.0}
@@ -340,7 +340,9 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
     monkeypatch.setenv("GSA_COMMIT", "def")
     assert source_commit(tmp_path) == "def"
     assert source_commit(tmp_path / "source") == commit
-    assert source_commit(Path(__file__).parents[2]) == "def"  # a checkout whose git may be behind its files
+    assert (
+        source_commit(Path(__file__).parents[2]) == "def"
+    )  # a checkout whose files may be newer than its git
     assert read_starts(tmp_path) == []
 
 

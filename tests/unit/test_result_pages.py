@@ -103,7 +103,7 @@ def test_the_figure_has_a_row_for_each_arm_and_a_dot_for_each_finished_run(folde
 
 
 @pytest.mark.parametrize(("without", "panels"), [((), 3), (("one",), 3), (("one", "two"), 1)])
-def test_losses_are_shown_where_those_of_half_the_arms_are_recorded(
+def test_losses_are_shown_where_half_the_arms_have_recorded_theirs(
     folder: Path, without: tuple[str, ...], panels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arm in ("one", "two"):

@@ -63,7 +63,7 @@ def test_a_clone_without_run_folders_writes_the_same_bytes(folder: Path) -> None
     assert contents(folder) == before
 
 
-def test_the_pages_of_this_repository_are_those_of_their_record(
+def test_the_pages_of_this_repository_match_their_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Runs of this machine do not count: a study's folders are read elsewhere."""

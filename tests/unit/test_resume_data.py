@@ -156,7 +156,7 @@ def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> Non
 
 
 def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | DataFault) -> None:
-    """A second rank that finds the same but for `change`, or fails."""
+    """A second rank that finds the same except for `change`, or fails."""
 
     def gather(found: list[Any], mine: dict[str, Any]) -> None:
         found[:] = [mine, change if isinstance(change, DataFault) else mine | change]

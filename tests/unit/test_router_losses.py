@@ -28,7 +28,7 @@ def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_their_gradients_are_those_of_the_definitions(size: int) -> None:
+def test_their_gradients_match_the_definitions(size: int) -> None:
     without, weight, hidden = gradient(0.0, 0.0, size)
     weight.requires_grad_()
     logits = hidden @ weight.T

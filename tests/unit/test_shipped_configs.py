@@ -124,7 +124,7 @@ def test_the_mixture_of_experts_has_the_size_of_the_published_one():
     assert (config.moe.experts, config.moe.top_k, config.moe.balancing) == (128, 8, "global_batch")
 
 
-def test_the_demo_with_experts_is_the_demo_of_as_many_active_parameters():
+def test_the_demo_with_experts_has_the_active_parameters_of_the_demo():
     dense, experts = (load_config(CONFIGS / f"{name}.yaml", world_size=2) for name in ("demo", "demo_moe"))
     for section in ("phases", "train", "evaluate", "gsa", "data"):
         assert getattr(dense, section) == getattr(experts, section)

@@ -208,7 +208,7 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
 
 
 def test_no_curve_of_a_checksum(tmp_path):
-    """The first chart of a run would be that of a number of 1e10 that says nothing by its height."""
+    """The first chart of a run would show a number of 1e10 whose height says nothing."""
     with open_run(tmp_path, logging=LoggingConfig(wandb="disabled")) as sinks:
         sinks.log(step_record(1, data_checksum=9_052_764_805, data_wait=0.5))
     tags = tensorboard_of(tmp_path).Tags()["scalars"]

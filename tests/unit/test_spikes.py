@@ -107,7 +107,7 @@ def test_a_large_gradient_alone_is_text_where_it_is_clipped() -> None:
     trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
     trace[150, 1], trace[170, 1] = 7.9, 8.1
     assert flagged(trace, ROBUST, grad_clip=2.0) == [170]
-    assert flagged(trace, ROBUST, grad_clip=2.1) == [150, 170]  # of which clipping leaves a rise of 4.2
+    assert flagged(trace, ROBUST, grad_clip=2.1) == [150, 170]  # clipping leaves a rise of 4.2
     row = replay(trace, ROBUST, grad_clip=2.0)[170]
     assert (row.loss_spikes, row.grad_norm_spikes, row.strongest()) == (
         False,
@@ -145,7 +145,7 @@ def test_a_new_level_is_a_spike_for_half_a_window_only() -> None:
     assert len(found) <= ROBUST.window_steps // 2 + 1
 
 
-def test_a_second_spike_hides_behind_the_first_from_the_sigma_rule_only() -> None:
+def test_only_the_sigma_rule_misses_a_second_spike_soon_after_the_first() -> None:
     trace = noise(300)
     trace[150:155, 0] += 4
     trace[200, 0] += 1
@@ -153,7 +153,7 @@ def test_a_second_spike_hides_behind_the_first_from_the_sigma_rule_only() -> Non
     assert 200 not in flagged(trace, OLMO)
 
 
-def test_the_sigma_rule_is_that_of_olmo_core() -> None:
+def test_the_sigma_rule_matches_olmo_core() -> None:
     trace = noise(200).double()
     trace[150, 0] += 0.3
     rows = replay(trace.float(), OLMO, 1.0)

@@ -32,7 +32,7 @@ NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
 
 
 def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
-    """Four sequences of which one has many scored tokens, one few, and the last none at all."""
+    """Four sequences: one has many scored tokens, one few, and the last none at all."""
     blocks = random_blocks(CONFIG, seed=6)
     blocks[0] = blocks[0].clamp(min=1)
     blocks[2, 3:] = EOS
@@ -45,7 +45,7 @@ def scored_losses(model: Model, batches: list[MicroBatch]) -> torch.Tensor:
     return torch.cat([token_losses(model, batch)[batch.loss_mask > 0] for batch in batches])
 
 
-def test_gradient_is_that_of_the_mean_loss_over_scored_tokens() -> None:
+def test_gradient_matches_the_mean_loss_over_scored_tokens() -> None:
     batches = uneven_batches(2)
     model = tiny_model(CONFIG, variance_ema=0.02)
     enter_phase(model, NO_KL)
@@ -152,7 +152,7 @@ def test_evaluation_measures_what_training_measures(phase: PhaseConfig) -> None:
 
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
-def test_a_batch_of_which_no_token_is_scored_has_a_loss_of_0(phase: PhaseConfig) -> None:
+def test_a_batch_without_a_scored_token_has_a_loss_of_0(phase: PhaseConfig) -> None:
     batches = [to_micro_batch(torch.full_like(random_blocks(CONFIG), EOS), EOS, False)]
     assert not batches[0].loss_mask.any()
     result, gradients = step_gradients(tiny_model(CONFIG, variance_ema=0.02), phase, batches, CONFIG)

@@ -74,7 +74,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
-    """A signal to this process, so many seconds after the test began."""
+    """A signal to this process, `seconds` after the test began."""
 
     def end(code: int) -> None:
         raise Ended(code)

@@ -43,14 +43,14 @@ def test_the_runs_are_all_arms_with_the_first_seed_then_with_the_next(tmp_path: 
     assert (first.steps, first.tokens, first.ranks) == (10, 10 * TOKENS_A_STEP, 1)
 
 
-def test_lists_of_an_arm_replace_those_of_the_base(tmp_path: Path) -> None:
+def test_lists_of_an_arm_replace_the_lists_of_the_base(tmp_path: Path) -> None:
     phases = [{"name": "only", "steps": 3, "lr": 0.01}]
     study = load(tmp_path, arms=[{"name": "one", "set": {"phases": phases}}])
     (phase,) = study.runs[0].config.phases
     assert (phase.name, phase.steps, phase.lr) == ("only", 3, 0.01)
 
 
-def test_overrides_of_all_arms_come_before_those_of_the_arm(tmp_path: Path) -> None:
+def test_overrides_of_all_arms_come_before_the_overrides_of_the_arm(tmp_path: Path) -> None:
     path = write(tmp_path)
     one, two = load_study(path, ["phases.0.lr=0.5", "data.train_dir=/text"], need_data=False).runs[:2]
     assert (one.config.phases[0].lr, two.config.phases[0].lr) == (0.5, 1e-4)
@@ -403,7 +403,7 @@ def test_the_four_models_have_equal_tokens_and_their_narrow_forms_equal_paramete
     assert narrow == [pytest.approx(parameters["standard"], abs=half_a_width)] * 3
 
 
-def test_mixtures_have_as_many_active_parameters_as_the_dense_models() -> None:
+def test_mixtures_match_the_active_parameters_of_the_dense_models() -> None:
     study = load_study(ROOT / "studies" / "experts.yaml", need_data=False)
     counts = {
         run.arm: count_parameters(run.config.model, run.config.gsa, run.config.moe) for run in study.runs

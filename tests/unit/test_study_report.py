@@ -168,7 +168,7 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     assert close_lines(results) == [], "of one arm only a single seed is there"
 
 
-def test_differences_of_arms_are_those_of_their_seeds(compared: Study, tmp_path: Path) -> None:
+def test_differences_of_arms_match_their_seeds(compared: Study, tmp_path: Path) -> None:
     assert seed_rows(read_results(compared, {})) == [], "arm two has one finished run"
     last = next(run for run in compared.runs if run.name == "two-seed2")
     log_run(last, [record(step, 20.0 - step, 2.0) for step in range(2, 11, 2)], {"val_loss": 9.25})
@@ -251,7 +251,7 @@ def test_the_report_is_one_page_with_all_links(
     assert "http://" not in page.split("</head>")[1].replace("http://www.w3.org", "")
 
 
-def test_the_cost_is_that_of_the_dry_run(compared: Study) -> None:
+def test_the_cost_matches_the_dry_run(compared: Study) -> None:
     values = read_results(compared, {}).values
     one, two = arm_costs(values, "NVIDIA H200", 0.25)
     assert (one.runs, one.finished, two.finished) == (2, 2, 1)

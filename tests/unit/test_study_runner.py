@@ -117,7 +117,7 @@ PYTHONS = "/x/resource_tracker.py:254: UserWarning: There appear to be 3 leaked 
         (PYTHONS, True, ""),
     ],
 )
-def test_the_reason_is_the_error_and_no_warning_behind_it(printed: str, crashed: bool, reason: str) -> None:
+def test_the_reason_is_the_error_and_no_later_warning(printed: str, crashed: bool, reason: str) -> None:
     assert reason_in(printed, crashed) == reason
 
 
@@ -135,7 +135,7 @@ def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
     assert third in ("4", "6")
 
 
-def test_a_job_that_fails_behind_a_new_checkpoint_starts_again(study: Study) -> None:
+def test_a_job_that_fails_after_a_new_checkpoint_starts_again(study: Study) -> None:
     twice = (
         'if [ -e "{folder}/checkpoints/latest" ]; then ' + FINISH + '; else mkdir -p "{folder}/checkpoints"; '
         'echo step_2 > "{folder}/checkpoints/latest"; exit 1; fi'
@@ -158,7 +158,7 @@ def test_ctrl_c_stops_what_is_under_way_and_starts_nothing_more(study: Study) ->
 
 
 @pytest.mark.parametrize("beside_the_jobs", ["plan_study", "report"])
-def test_ctrl_c_before_and_behind_the_jobs_ends_in_a_line(
+def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(
     study: Study, beside_the_jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def press(*_: object) -> None:

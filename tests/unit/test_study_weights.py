@@ -69,7 +69,7 @@ def test_a_run_begins_with_the_other_arm_s_run_of_its_seed_and_reads_on(tmp_path
     assert [run.arm for run in later.before] == ["late", "base"]
 
 
-def test_the_text_begins_anew_where_an_arm_says_so(tmp_path: Path) -> None:
+def test_the_text_begins_again_where_an_arm_says_so(tmp_path: Path) -> None:
     arms = [
         {"name": "base"},
         {"name": "late", "initial_weights": "base", "set": {"checkpoint.initial_text": "anew"}},

@@ -1,4 +1,4 @@
-"""Tasks between training steps: each request's log-likelihood is that of a pass of its own, on any number of replicas;
+"""Tasks between training steps: each request's log-likelihood matches a separate pass, on any number of replicas;
 training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
 
 import dataclasses
@@ -88,7 +88,7 @@ def alone(model: Model, request: Request) -> float:
     return -losses[len(tokens) - 1 - scored : len(tokens) - 1].double().sum().item()
 
 
-def test_log_likelihoods_are_those_of_a_pass_of_its_own(model: Model) -> None:
+def test_log_likelihoods_match_a_pass_of_its_own(model: Model) -> None:
     requests = random_requests()
     rounds: list[int] = []
     found = log_likelihoods(model, requests, EOS, CONFIG, single_rank(), lambda: rounds.append(1))
@@ -152,7 +152,7 @@ def trained(
     resume_from: Path | None = None,
     **evaluate: Any,
 ) -> dict[str, Any]:
-    """Everything that a run of four steps leaves behind, or up to a stop."""
+    """Everything that a run writes in four steps, or up to a stop."""
     torch.manual_seed(1)
     config = run_config(tasks, **evaluate)
     tokenizer = Tokenizer(TOKENIZER)

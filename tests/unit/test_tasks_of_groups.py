@@ -32,7 +32,7 @@ GROUPS = tiny_config(
 
 
 def group_requests() -> list[Request]:
-    """Of 2 tokens to as many as a sequence and its last label; one has an EOS in the middle."""
+    """Requests of 2 tokens up to a sequence and its last label; one has an EOS in the middle."""
     random = np.random.default_rng(4)
     lengths = [(33, 6), (17, 9), (18, 3), (2, 1), (25, 4)]
     requests = [Request(random.integers(1, 32, length).astype(np.int32), n) for length, n in lengths]
@@ -69,7 +69,7 @@ def test_requests_alone_have_sequences_as_short_as_they_can_be(monkeypatch: pyte
     owners = np.concatenate([each.owners.flatten() for each in rows])
     counts = np.bincount(owners[owners != NOBODY], minlength=len(requests))
     assert counts.tolist() == [each.scored for each in requests]
-    for each in rows:  # micro-batches have as many tokens as those of training
+    for each in rows:  # micro-batches have the size of training's
         for batch, _ in _deal(each, EOS, GROUPS, single_rank()):
             assert batch.tokens.numel() == 32
             assert batch.document_ids is None

@@ -266,7 +266,7 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(part, monkeypatch):
         assert all(math.isfinite(record[name]) for name in ("loss", "recall", "variance", "variance_ema"))
 
 
-def test_batches_left_out_are_told_of_also_behind_a_range_that_a_start_before_has_left_out() -> None:
+def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has_left_out() -> None:
     phase = dataclasses.replace(SPARSE, steps=7)
     config = tiny_config([phase])
     model = tiny_model(config, variance_ema=0.02)

@@ -55,7 +55,7 @@ def log_start(folder, steps, server, then="answer"):
 
 
 def cut_last_record(folder):
-    """Of the start before, as a kill leaves it."""
+    """Cuts the previous start's record, as a kill does."""
     wandb.teardown()  # its service has written all when it ends
     newest = max(folder.glob("wandb/run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(newest, newest.stat().st_size - 10)

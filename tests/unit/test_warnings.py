@@ -72,7 +72,7 @@ def blocks(documents: list[int], filler: int = 0) -> torch.Tensor:
     return torch.tensor([[*tokens, *[FILLER] * filler]], dtype=torch.int32)
 
 
-def test_the_share_is_that_of_the_text_as_it_is_packed() -> None:
+def test_the_share_matches_the_text_as_it_is_packed() -> None:
     short = blocks([6, 6, 5])  # two of 16 queries see more than 5 keys
     said = dense_queries_warning(CONFIG, [to_micro_batch(short, EOS, False)])
     assert said is not None
@@ -121,7 +121,7 @@ def messages(
     phase: PhaseConfig = LONG_SPARSE,
     random: float = 0.2,
 ) -> list[str]:
-    """Of a phase that begins after step 20 and logs each tenth step, with these recalls."""
+    """Warnings of a phase that begins after step 20 and logs each tenth step, with these recalls."""
     warning = BlindIndexerWarning()
     warning.begin_phase(phase, START)
     caplog.clear()

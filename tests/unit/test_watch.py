@@ -37,7 +37,7 @@ def test_a_process_without_heartbeat_is_named_before_those_that_wait_for_it() ->
     assert "frozen or gone" in fault.lower()
 
 
-def test_the_rank_that_is_behind_is_named() -> None:
+def test_the_slowest_rank_is_named() -> None:
     ages = [Age(beat(), 0, 61), Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 62)]
     assert named(find_fault(ages, TIMEOUT)) == [2]
     ages = [Age(beat(), 0, 61), Age(beat(step=6, activity="saving"), 0, 62), Age(beat(), 0, 61)]
@@ -135,7 +135,7 @@ def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gsa_train.profiling.work_time.time.perf_counter", lambda: next(clock))
     work = WorkTime(torch.device("cpu"))
     with work.part("forward_backward"), work.part("gradient_reduction"):
-        pass  # from 1 to 11, of which 2 to 5 are the inner one
+        pass  # from 1 to 11; the inner one takes 2 to 5
     with work.part("optimizer"):
         pass
     expected = {"forward_backward": 10 - 3, "gradient_reduction": 3, "optimizer": 4}

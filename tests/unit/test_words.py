@@ -15,7 +15,16 @@ COVERED += [
 COVERED += [f"gsa_train/{room}" for room in ("planning", "process", "profiling", "validation")]
 COVERED += [f"gsa_train/{file}.py" for file in ("arguments", "cli", "files", "losses", "phases", "plan")]
 COVERED += [f"gsa_train/{name}" for name in ("model", "optimizer", "schedule.py", "step.py")]
-COVERED += ["gsa_study", "studies", "kernels", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"]
+COVERED += [
+    "gsa_study",
+    "studies",
+    "kernels",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs",
+    "tests",
+]
 REFUSED = {
     "behind": "after, below, following or fused into",
     "anew": "again",
@@ -28,9 +37,14 @@ REFUSED = {
     "visible keys": "causal keys",
     "words of a mask": "packed mask",
 }
-# Real uses: a value of checkpoint.initial_text, a probe's text.
+# Real uses: a value of checkpoint.initial_text, texts of a probe and of a request, a printed line, this file's table.
 ALLOWED = [("gsa_train/config/checkpoint.py", "anew"), ("gsa_train/config/checks.py", "anew")]
 ALLOWED += [("gsa_eval/convert/tokenizer.py", "behind"), ("docs/reference/config.md", "anew")]
+ALLOWED += [("tests/unit/test_study_weights.py", "anew"), ("tests/unit/test_start_header.py", "of which")]
+ALLOWED += [
+    ("tests/helpers/request_files.py", "of which"),
+    *(("tests/unit/test_words.py", each) for each in REFUSED),
+]
 # Words may be parted by a line break, and then by the mark of a comment or the quotes of two joined strings.
 PATTERNS = {
     words: re.compile(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO in one process: its steps are those of megatron-core's optimizer, a step can be left out, and it
+"""DeepSpeed's ZeRO in one process: its steps match megatron-core's optimizer, a step can be left out, and it
 leaves the model as it found it. More ranks: tests/distributed/test_many_layouts.py."""
 
 import dataclasses

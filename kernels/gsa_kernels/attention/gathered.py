@@ -1,4 +1,4 @@
-"""Attention over key lists with fused gate G1: the operation for contexts too long for a bit per pair."""
+"""Attends over key lists with fused gate G1, for contexts whose packed mask would be too large."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the attention kernels read, and the check that they can take it."""
+"""Defines and checks the inputs of the attention kernels."""
 
 from __future__ import annotations
 

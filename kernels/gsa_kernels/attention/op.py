@@ -1,4 +1,4 @@
-"""Attention over the selected keys with fused gate G1: the operation that the Triton kernels serve."""
+"""Attends over the keys of a packed mask with fused gate G1, by the Triton kernels."""
 
 import torch
 

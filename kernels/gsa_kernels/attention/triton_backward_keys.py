@@ -1,4 +1,4 @@
-"""The gradients of k and v: one program per tile of keys walks over the queries that see it."""
+"""Computes the gradients of k and v: one program per tile of keys walks over the queries that attend to it."""
 
 import torch
 import triton

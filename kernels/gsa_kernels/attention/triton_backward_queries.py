@@ -1,4 +1,4 @@
-"""The gradient of q: one program per tile of queries walks over the keys."""
+"""Computes the gradient of q: one program per tile of queries walks over the keys."""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""Probabilities of attention summed over heads and over blocks of queries: the target of a shared selection's loss."""
+"""Sums attention probabilities over heads and over each block of queries.
+
+The sums are the target of the indexer loss when a block shares one selection.
+"""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Forward of attention over selected keys: flash attention whose mask is bits, gate G1 in the epilogue."""
+"""Computes attention over selected keys: flash attention with a packed mask, and gate G1 in the epilogue."""
 
 import torch
 import triton

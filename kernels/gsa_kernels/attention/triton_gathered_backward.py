@@ -1,12 +1,12 @@
 """Backward of attention over key lists: one walk over the lists gives the gradients of q, k and v.
 
-A program owns a tile of queries, so the gradient of q is its own. What it adds to the gradients of each key it
-names it stores as a partial row, dV then dK; a range of tiles at a time, `add_partials_by_key` sums the rows
-of every key in the order of the tiles. So results repeat bit for bit.
+A program owns a tile of queries and writes their gradient of q. For each key in the tile's list it writes a partial
+row, dV then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of every key in the
+order of the tiles, so results are deterministic.
 
 Where lists are so long that the scratch memory has room for fewer tiles than the device has multiprocessors, several
 programs share a tile, each with a segment of its list. Each entry still has one partial row; the gradient of q is
-the sum of what the segments leave, in their order.
+the sum over the segments, in their order.
 """
 
 import torch

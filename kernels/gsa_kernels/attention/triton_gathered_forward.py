@@ -1,4 +1,4 @@
-"""Forward of attention over key lists: a tile of queries, all heads of a group, gathers the keys it names."""
+"""Computes attention over key lists: a program gathers the keys of a query tile for all heads of a group."""
 
 import torch
 import triton

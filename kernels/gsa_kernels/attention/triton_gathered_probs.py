@@ -1,4 +1,4 @@
-"""Probabilities of attention summed over heads, entry by entry of key lists: the target of the indexer loss.
+"""Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
 A product has the entries as its rows and (head, query) as its columns, heads first. In the layout of such a
 product a thread has all heads of a query, so that summing over heads is adding registers.

@@ -1,4 +1,4 @@
-"""The packed mask turned round: from one bit per key, by query, to one bit per query, by key."""
+"""Transposes the packed mask: from one bit per key, by query, to one bit per query, by key."""
 
 import torch
 import triton

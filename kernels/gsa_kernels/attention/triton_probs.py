@@ -1,4 +1,4 @@
-"""Probabilities of attention summed over heads: the target of the indexer loss."""
+"""Sums attention probabilities over heads: the target of the indexer loss."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What the attention kernels share: loading tiles, expanding a packed mask, the tile shapes.
+"""Loads tiles, expands packed masks and chooses tile shapes for the attention kernels.
 
 A packed mask is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
 key s is in S_t of the query i at position t. Queries are the last L of Lk positions, so that the kernels know

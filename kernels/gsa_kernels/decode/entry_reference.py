@@ -1,4 +1,4 @@
-"""From a layer's joined projection of one new token per sequence to attention and the cache, in plain torch."""
+"""Turns the joined projection of one new token per sequence into attention's inputs and cache entries: plain torch."""
 
 from typing import NamedTuple
 

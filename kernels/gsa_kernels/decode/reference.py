@@ -1,4 +1,4 @@
-"""One new query per sequence against a cache of keys: what decoding selects and attends to.
+"""Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected ones.
 
 Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
 `select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too.

@@ -1,4 +1,4 @@
-"""What decoding keeps between calls: the selection of each sequence, and scratch memory."""
+"""Holds what decoding keeps between calls: each sequence's selection, and scratch memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

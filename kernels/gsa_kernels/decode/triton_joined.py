@@ -1,7 +1,7 @@
-"""The joined product of one row with all that `enter_token` does to its result: one launch instead of two.
+"""Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
 A program takes pairs of the weight's rows: two channels that turn with each other, a value and its gate, or just two
-rows. So no program needs what another one calculated. The rest is as in row_product/triton_product.py.
+rows. So no program needs another one's result. The rest is as in row_product/triton_product.py.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Indexer scores of one query per sequence: one pass over the cached keys, with moments and a histogram.
 
-Counting every score adds a third to the time (131072 keys on an H200): similar scores share a bin, and a bin counts
-one at a time. So each program first scores the same few keys of the sequence, spread evenly, and takes as the floor
-a score that more keys than the top-k should reach; only scores above the floor's bin are counted. A floor that
+Counting every score is slow, because similar scores share a bin and a bin counts one at a time. So each program
+first scores the same few keys of the sequence, spread evenly, and derives a floor that more than k keys should
+reach; it counts only scores above the floor's bin. A floor that
 turns out to be above the k-th score makes the selection slower, not wrong.
 """
 

@@ -1,9 +1,9 @@
 """Budget and exact top-k of one row of scores per sequence, written as ascending indices.
 
-The scores above a floor were counted in a histogram as they were made. Every program finds the bin of the k-th score
-in it: what is in higher bins is selected, and the few keys in that bin itself (the borderline) go to a list. A second
-kernel searches that list for the exact cut, and writes the indices. Each program has one span of keys: what precedes
-it is counted from the spans' totals and the list, so that no program waits for another. The list's order depends on
+The scores above a floor were counted in a histogram as they were made. Every program finds the
+bin of the k-th score: it selects the keys in higher bins, and writes the few keys in that bin to a list. A second
+kernel searches that list for the exact cut, and writes the indices. Each program has one span of keys: it counts the
+preceding keys from the spans' totals and the list, so that no program waits for another. The list's order depends on
 timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
 and nothing else.
 

@@ -1,4 +1,4 @@
-"""The target of the indexer loss in blocks of 32 queries and 32 keys, as registers hold it where it is made and read.
+"""Stores the target of the indexer loss in blocks of 32 queries by 32 keys, in the order of the registers.
 
 In the layout of a product a warp has eight rows, four lanes to each, and a lane the columns 2 lane, 2 lane + 1, and
 those 8, 16 and 24 further. A block has these eight values side by side: 16 bytes that a thread stores, and a thread

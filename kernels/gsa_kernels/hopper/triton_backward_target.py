@@ -1,7 +1,7 @@
-"""The gradient of q, and from the same probabilities the target of the indexer loss: its sums over heads.
+"""Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
-A program has four heads of one key-value head: a product's 128 rows are 32 queries of each. So the sum over these heads
-is one over registers and lanes, and what is left is to add the parts of the key-value heads, which the loss does.
+A program has four heads of one key-value head: a product's 128 rows are 32 queries of each head. It sums these heads
+over registers and lanes. The loss then adds the parts of the key-value heads.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """An indexer that scores groups of neighbouring keys by their mean (`pool` p): the definition, in plain torch.
 
-Groups are aligned in each document: the g-th holds its keys g p to g p + p - 1. What is of a group stands at its first
-key, between zeros. A query chooses among the groups before its own, which are whole; its own, which may still grow, it
-reads up to itself.
+Groups are aligned in each document: the g-th holds its keys g p to g p + p - 1. A group's values stand at its
+first key, and zeros at its other keys. A query selects among the complete groups before its own group. It always
+reads its own group up to itself.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Key lists from packed masks: 32 rows by 32 columns of bits turned, columns without a bit left out.
+"""Builds key lists from packed masks: transposes 32 by 32 bits and drops columns without a bit.
 
-The size of the lists is in the data. So the keys of every piece of a tile are counted first, the host reads the
+The size of the lists depends on the data. So the keys of every piece of a tile are counted first, the host reads the
 sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
 its `wait()` the caller can give the device other work.
 """

@@ -1,6 +1,6 @@
 """Sums over the tiles that name a key: from partial rows, one per entry of a tile's list, to rows per key.
 
-How the gradients of whatever is gathered by key come about without atomics: a kernel that walks over the lists
+This computes the gradients of gathered keys without atomics: a kernel that walks over the lists
 stores one partial row per (tile, entry); `find_key_hits` lists for each key the partial rows that belong to it
 in ascending order of tiles; `add_partials_by_key` adds them in that order. So results repeat bit for bit.
 

@@ -1,4 +1,4 @@
-"""The packed mask of some queries of key lists."""
+"""Makes the packed mask of some queries from key lists."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What both forms of the indexer loss share: the check of their inputs, and an autograd function that only scales.
+"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function.
 
 The loss is linear in its upstream gradient, a scalar per loss, so the forward pass also computes the gradients.
 """

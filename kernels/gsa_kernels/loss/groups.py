@@ -1,7 +1,7 @@
 """The indexer loss (GSA, equation 15) over groups of neighbouring keys (`Geometry.indexer_pool` p).
 
-The rows are the ones of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the attention
-that the keys of each group get together. The loss is 1 / p of the work of one over single keys; its target is not.
+The rows are the ones of `selection/groups.py`: p causal problems of C rows and C groups. Their target is the sum
+of attention over each group's keys. The loss costs 1 / p of a loss over single keys; its target is not cheaper.
 """
 
 from __future__ import annotations

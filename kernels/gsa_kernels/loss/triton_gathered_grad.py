@@ -1,8 +1,8 @@
-"""Second pass over a chunk of tiles: the KL and all gradients, in partial sums. Formulas as in triton_grad.
+"""Computes the KL and all gradients of a chunk of tiles, in partial sums: the second pass (formulas in triton_grad).
 
-A program has the rows of a tile and a segment of its entries. What it sums over the entries it keeps until the
-segment's end; what is summed over the rows, the gradient of a key, it writes per entry. The sums for the weights of
-the heads it writes per step, for it has no registers left to keep them.
+Each program handles one tile of rows and one segment of its key list. It accumulates sums over keys in registers until
+the segment ends. It writes the keys' gradients, which are sums over rows, for every entry. It writes the partial sums
+for head weights after every step, because no registers are left.
 """
 
 import triton

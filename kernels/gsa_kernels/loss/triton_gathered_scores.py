@@ -1,8 +1,8 @@
 """Device code shared by the gathered kernels: a tile of indexer scores for entries of a key list.
 
 A product has the entries as its rows and (head, row of the loss) as its columns, heads first, their number
-padded to a power of two. Reshaped to [entries, heads, rows] it needs no exchange between threads to be summed
-over the heads, and what belongs to a head or to a row is broadcast along the other axes.
+padded to a power of two. Reshaped to [entries, heads, rows], the product is summed over heads without an
+exchange between threads; values per head or per row broadcast along the other axes.
 """
 
 import triton

@@ -6,10 +6,9 @@ With G = q - p (softmax of the scores minus target) and dI/dz_j = weight_j * slo
 
 Here dz_j is dz_j * log2(e), as the weights carry that factor; the reduction takes it out.
 
-A program owns BM rows and walks over a segment of the keys. What it sums over the keys (dq_j and the row
-sums) it keeps until the segment's end. What is summed over the rows (dk) it writes per key tile: 4 * DI
-bytes per key and row tile, which is less traffic than writing G for a second, key-major pass, and spares
-that pass its scores.
+A program owns BM rows and walks over a segment of the keys. It accumulates the sums over keys (dq_j
+and the row sums) until the segment ends. It writes the sums over rows (dk) for every key tile: 4 * DI bytes
+per key and row tile. A second, key-major pass would need more traffic for G and compute the scores again.
 """
 
 # Tuples grow by addition, for Triton has no starred ones.

@@ -1,4 +1,4 @@
-"""The first kernel of a chain (row_product/op.py): rows of an embedding."""
+"""Reads rows of an embedding, as the first kernel of a chain (row_product/op.py)."""
 
 import torch
 import triton

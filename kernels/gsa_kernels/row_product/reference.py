@@ -1,4 +1,4 @@
-"""A product of few rows with what stands around it in a decoder layer, in plain torch."""
+"""Multiplies few rows by a weight, with the fused operations of a decoder layer around the product: plain torch."""
 
 from typing import NamedTuple
 

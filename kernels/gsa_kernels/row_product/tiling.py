@@ -1,4 +1,4 @@
-"""How `row_product` cuts a weight: chosen by sizes."""
+"""Chooses the tiles of `row_product` by the sizes of the weight."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Waiting for other programs by a counter to which each adds one when what it writes is there."""
+"""Waits for other programs by a counter, which each program increments when its results are written."""
 
 import triton
 import triton.language as tl

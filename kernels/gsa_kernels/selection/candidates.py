@@ -1,4 +1,4 @@
-"""Exact top-k of a chunk of rows by a guess that is verified: what makes long rows cost little.
+"""Finds the exact top-k of a chunk of long rows from a guess that is verified.
 
 A sample of the keys gives each row a score that somewhat more than its k_t keys reach. The score kernel keeps
 these candidates only, and the k_t best are found among them. If at least k_t keys are candidates, they hold the

@@ -1,5 +1,6 @@
-"""The packed mask of a selection that blocks of queries share: of each query the top-k of its block's first query, as
-far as it sees them, and its own local window."""
+"""Builds the packed mask of a selection that blocks of queries share.
+
+Each query gets the causal part of its block's top-k, and its own local window."""
 
 import torch
 import triton

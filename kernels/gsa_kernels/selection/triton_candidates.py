@@ -1,8 +1,7 @@
-"""Scores that keep only the candidates of each row: the keys whose score reaches the row's threshold.
+"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold.
 
-In addition to computing the scores this kernel writes, per row, one bit per key (candidate or not), the sums that
-the variance needs, and a list of the candidates with their scores. At 128K tokens that is a fifteenth of the bytes
-of all scores.
+For each row the kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates'
+indices and scores.
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ def trained(path: Path, **flags: Any) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_sentencepiece(kind: str, tmp_path: Path) -> None:
+def test_ids_match_sentencepiece(kind: str, tmp_path: Path) -> None:
     tokenizer = trained(tmp_path / "some.model", **KINDS[kind])
     out = tmp_path / "out"
     out.mkdir()

@@ -38,7 +38,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_training_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_logits_match_training_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     config = config_of(name)
     model = random_model(config)
     checkpoint = save(model, config, tmp_path / "checkpoints")
@@ -61,7 +61,7 @@ def test_logits_are_those_of_training_and_come_back_bit_for_bit(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["gated-only", "GSA"])
-def test_in_bf16_the_error_is_that_of_training(name: str, tmp_path: Path) -> None:
+def test_in_bf16_the_error_matches_training(name: str, tmp_path: Path) -> None:
     """Where every query selects all that it sees: rounding decides between near scores."""
     config = config_of(name, precision="bf16")
     model = random_model(config)

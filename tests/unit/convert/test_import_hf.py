@@ -118,7 +118,7 @@ def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
 
 
 @pytest.mark.parametrize("name", DENSE_MODELS)
-def test_the_first_loss_is_that_of_the_dense_model_and_it_leaves_as_a_gsa_model(name, tmp_path):
+def test_the_first_loss_matches_the_dense_model_and_it_leaves_as_a_gsa_model(name, tmp_path):
     theirs, tokens = dense_model(name, tmp_path / "hf"), some_tokens()
     with torch.no_grad():
         expected = theirs(tokens).logits.float()

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ChatFolder:
 
 
 @pytest.fixture(autouse=True)
-def warns_anew() -> None:
+def warns_again() -> None:
     warn_once.cache_clear()
 
 

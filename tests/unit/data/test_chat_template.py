@@ -27,7 +27,7 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 @pytest.fixture(autouse=True)
-def warns_anew() -> None:
+def warns_again() -> None:
     warn_once.cache_clear()
 
 
@@ -49,7 +49,7 @@ HARD = [
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("messages", [HARD, *map(conversation, range(4))])
-def test_tokens_and_masks_are_those_of_transformers(chat_tokenizer, messages, tools):
+def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=chat_tokenizer.path)
     expected = theirs.apply_chat_template(
         messages,

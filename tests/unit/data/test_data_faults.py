@@ -34,7 +34,7 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=8,
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three shards, of which the tests damage NAME."""
+    """Three shards; the tests damage NAME."""
     write_corpus(tmp_path, num_shards=3, documents_per_shard=200)
     return tmp_path
 

@@ -90,7 +90,7 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
-    """As PowerShell and Excel write UTF-8. Behind the first line's beginning it is not one."""
+    """As PowerShell and Excel write UTF-8. After the beginning of the first line it is not a mark."""
     pack = {".jsonl": bytes, ".jsonl.zst": zstandard.compress, ".jsonl.gz": gzip.compress}[form]
     for text, expected in {
         line("a") + b"\n" + line("\ufeffb"): [

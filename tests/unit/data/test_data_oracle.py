@@ -136,7 +136,7 @@ class Lane:
     pool: list[tuple[Slot, int, list[int]]] = field(default_factory=list)
     """best_fit: (slot, offset, what is left)"""
     origin: dict[Slot, tuple[str, int, int]] = field(default_factory=dict)
-    """Of what was read: shard, line, and lines of the unit when it was opened."""
+    """Position of the text read: shard, line, and lines of the unit when it was opened."""
     is_new: bool = False
     """A start that has not yet read a block."""
 

@@ -160,7 +160,7 @@ def test_text_that_makes_no_tokenizer(tmp_path, capsys, texts, size, said):
 
 
 def test_a_tokenizer_learns_from_long_lines(tmp_path: Path) -> None:
-    """sentencepiece passes over lines of more than 4192 bytes, of which web text and Chinese have many."""
+    """sentencepiece skips lines of more than 4192 bytes, which are frequent in web text and Chinese."""
     word = "\u6f22" * 3000
     lines = ["", "a b", "quartz sphinx " * 400, word, f" {'x' * 5000}  y"]
     pieces = [list(pieces_of(each)) for each in lines]

@@ -38,7 +38,7 @@ def test_workers_send_about_64k_tokens_at_once(seq_len_tokens, num_workers, pref
 def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, tokenizer):
     """One that nobody has asked for text is closed with its workers."""
     config = replace(CONFIG, num_workers=1)
-    before = workers()  # of other tests, some of which kill their readers
+    before = workers()  # other tests' readers, which some of them kill
     streams = [BlockStream(corpus, tokenizer, config, rank=0, world_size=1) for _ in range(3)]
     assert workers() <= before
     for stream in streams[:2]:
@@ -92,7 +92,7 @@ KILLED = """
 import array, fcntl, os, sys, termios, time
 from gsa_data import BlockStream, StreamConfig, Tokenizer, build_manifest
 sample = sys.argv[1]
-# A group is 64K tokens, of which a pipe holds a part, so that each reader is left in the middle of one.
+# A group is 64K tokens, and a pipe holds a part of it, so that each reader is left in the middle of one.
 config = StreamConfig(seq_len_tokens=8192, num_lanes=2, seed=1, num_workers=2, prefetch_blocks=64)
 stream = BlockStream(build_manifest(f"{sample}/train"), Tokenizer(f"{sample}/tokenizer.model"), config, 0, 1)
 stream.next_blocks(1)

@@ -31,7 +31,7 @@ SILENCE = r"no answer within 0\.2 s"
 
 
 class Server:
-    """Of SilentFileSystem: the next `hangs` calls of one method never come back."""
+    """Server of SilentFileSystem: the next `hangs` calls of one method never come back."""
 
     def __init__(self, clock: Clock) -> None:
         self.method, self.hangs, self.connections = "", 0, 0
@@ -142,7 +142,7 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
 
 
 def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    """Also for the reads, each of which has a thread of its own."""
+    """Also for the reads: each has its own thread."""
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)

@@ -248,7 +248,7 @@ def test_replay_gives_the_consumed_samples(corpus: Manifest, tokenizer: Tokenize
 
 
 def test_replay_of_another_text_than_was_consumed_is_noticed(corpus, tokenizer, reference):
-    """Of a run that had other weights of sources, or another length, before a resume."""
+    """The run had other weights of sources, or another length, before a resume."""
     for change in ({"source_weights": {"Synthetic": 0.5}}, {"seq_len_tokens": 48}):
         config = replace(CONFIG, **change)  # type: ignore[arg-type]
         with pytest.raises(StateMismatch, match="the 192 sequences of the run are not what its config makes"):

@@ -99,7 +99,7 @@ def test_tokens_and_bytes_of_the_sources_add_up(mixed: Manifest, tokenizer: Toke
     assert read(mixed, tokenizer, split=False).by_source == {}
 
 
-def test_bytes_are_those_of_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
+def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
     """Isolated documents (here ASCII): everything but the first token of each, which nothing predicts."""
     found = read(mixed, tokenizer, max_blocks=10**6)
     expected, tokens_left = 0, len(found.text.blocks) * L + 1

@@ -1,4 +1,4 @@
-"""Analyses of attention: the numbers are those of the model and of its training; pictures say what they show."""
+"""Analyses of attention: the numbers match the model's and its training's; pictures say what they show."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_groups_of_keys_have_no_map_of_scores() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "pool"])
-def test_numbers_are_those_of_the_layer(name: str) -> None:
+def test_numbers_match_the_layer(name: str) -> None:
     """Weights times values, gated and projected, are the layer's output, which the model calculated without us."""
     model = tiny_model(name)
     attention: Any = model.model.layers[LAYER].self_attn
@@ -111,7 +111,7 @@ def test_numbers_are_those_of_the_layer(name: str) -> None:
 
 
 def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
-    """Of the layer; nothing where it has no bounds."""
+    """Compares with the layer's gate; nothing is found where it has no bounds."""
     if config.gate_activation == "silu":
         assert found == []
         return
@@ -127,10 +127,10 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
     assert found[LAYER].histogram == bins.bincount(minlength=GATE_BINS).tolist()
 
 
-def test_selections_sinks_and_gates_are_those_of_training(
+def test_selections_sinks_and_gates_match_training(
     run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of training's core and statistics, on the same tokens."""
+    """Compares with training's core and statistics on the same tokens."""
     model, _, run_dir = run
     subject = load_subject(Source(run=run_dir), execution=Execution(attention="eager"))
     encoded = subject.tokenizer.encode(TEXT).tolist()

@@ -166,7 +166,7 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
     ],
 )
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
-    """Where it becomes part of the next token it belongs to the continuation, and the tokens are those of the whole
+    """Where it becomes part of the next token it belongs to the continuation, and the tokens match the whole
     text: no second space of the tokenizer's comes between. Every continuation has a token in front."""
     tokenizer = Tokenizer(TOKENIZER)
     (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")

@@ -70,7 +70,7 @@ PICTURES = ["needle.png", "perplexity_by_position.png", "ruler.png", "tasks.png"
 
 
 def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[..., Any]:
-    """The function `name`, of which the call `number`, from 0, does its work and is then hit."""
+    """The function `name`, whose call `number`, from 0, does its work and is then hit."""
     module, _, attribute = name.rpartition(".")
     owner = __import__(module.rpartition(".")[0], fromlist=["x"])
     original = getattr(getattr(owner, module.rpartition(".")[2]), attribute)

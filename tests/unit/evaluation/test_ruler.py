@@ -105,7 +105,7 @@ def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch)
 
 
 def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
-    """Of a model that gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
+    """The model gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
     asked: list[tuple[str, str, int]] = []
 
     def score(texts: Sequence[tuple[str, str]], length: int) -> list[float]:
@@ -225,7 +225,7 @@ def test_the_depth_of_a_single_needle(tokenizer: Tokenizer, material: Material) 
             place = sample.prompt.index(sample.answers[0]) / len(sample.prompt)
             assert place == pytest.approx(sample.depth, abs=0.06)
     assert samples("niah_multivalue", LENGTH, 1, 0, tokenizer, material)[0].depth is None
-    without_sentences = Material(["word"] * 100)  # the next end of a sentence is that of the text
+    without_sentences = Material(["word"] * 100)  # the next end of a sentence is the end of the text
     (sample,) = samples("niah_single_2", LENGTH, 1, 0, tokenizer, without_sentences)
     assert sample.depth == 1.0
 

@@ -89,7 +89,7 @@ def test_where_both_models_can_they_agree(runs, monkeypatch):
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
 
-def test_labels_and_continuations_are_those_of_transformers(runs, monkeypatch):
+def test_labels_and_continuations_match_transformers(runs, monkeypatch):
     folder, tokens = runs["plain"][2], np.arange(5, 25, dtype=np.int32)
     places = np.arange(len(tokens) - 1)
     pieces = [Piece(tokens, places >= 12, places), Piece(tokens[:9], places[:8] >= 3, places[:8])]
@@ -114,7 +114,7 @@ def test_labels_and_continuations_are_those_of_transformers(runs, monkeypatch):
 
 @pytest.mark.parametrize("of_training", [False, True])
 def test_no_token_is_written_that_the_tokenizer_does_not_have(of_training, tmp_path, monkeypatch):
-    """Of a vocabulary padded to a round number."""
+    """The vocabulary is padded to a round number."""
     config = evaluated_config(model={"vocab_size": 4224})
     model = evaluated_model(config)
     with torch.no_grad():

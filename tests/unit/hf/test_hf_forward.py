@@ -85,7 +85,7 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_attention_and_indexer_loss_are_those_of_the_loops(
+def test_attention_and_indexer_loss_match_the_loops(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MODELS, "variant", {**VARIANTS[name], "num_hidden_layers": 1})

@@ -102,7 +102,7 @@ def test_short_inputs_attend_to_all_keys(
     changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of fewer keys than the limit is dense attention and makes no scores; tokens decoded from there on pass
-    the limit as those of a longer prompt do."""
+    the limit as a longer prompt's do."""
     model = model_of(**changes, dense_below=24, k_max=8)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")

@@ -45,7 +45,7 @@ def cost(cut: ContextSharding, length: int, of_query: list[float]) -> float:
 
 
 @pytest.mark.parametrize(("size", "chunks"), SIZES)
-def test_all_ranks_see_as_many_keys(size: int, chunks: int) -> None:
+def test_all_ranks_see_equally_many_keys(size: int, chunks: int) -> None:
     length = 3 * chunks * size
     keys = [float(position + 1) for position in range(length)]
     assert len({cost(ContextSharding(rank, size, chunks), length, keys) for rank in range(size)}) == 1

@@ -35,7 +35,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the gradient, whatever the next layer makes of it."""
+    """The gradient has one memory order, whichever the next layer produces."""
     strides: list[tuple[int, ...]] = []
 
     class Watched(torch.autograd.Function):

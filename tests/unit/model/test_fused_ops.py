@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_megatron_core(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_matches_megatron_core(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     phase, sections = CASES[case]
     plain, expected, plain_stats, plain_names = one_step(monkeypatch, False, phase, **sections)
     result, gradients, stats, names = one_step(monkeypatch, True, phase, **sections)

@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(layers: int) -> tuple[int, int]:
-    """Of one micro-batch's forward pass because it measures, and of bringing its statistics together."""
+    """Counts operations that measuring adds to a forward pass, and operations that reduce its statistics."""
     config = tiny_config(model={"num_layers": layers}, train={"global_batch_size": 2})
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, SPARSE)

@@ -162,7 +162,7 @@ def test_chunks_of_a_sample_are_its_rows() -> None:
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """Half of four stretches: the draws start at the first or the second stretch, each of which some step finds."""
+    """Half of four stretches: the draws start at the first or the second stretch, and some step draws each."""
     by_draw: dict[SampledRows, dict[str, torch.Tensor]] = {}
     for step in range(100):
         draw = _sample_of(step)

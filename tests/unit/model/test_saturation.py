@@ -22,7 +22,7 @@ def visible(documents: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_largest_logit_is_that_of_a_visible_pair(documents: bool) -> None:
+def test_the_largest_logit_matches_a_causal_pair(documents: bool) -> None:
     q, k, mask = draw(2, 3, 4, 8), draw(2, 9, 2, 8), visible(documents)
     logits = [
         (q[b, t, head] @ k[b, s, head // 2]).item() / 8**0.5

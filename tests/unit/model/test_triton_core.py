@@ -51,7 +51,7 @@ CASES = [  # each option once: the interpreter is slow
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "phase"), CASES, ids=[f"{v}-{p.name}" for v, p in CASES])
-def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> None:
+def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> None:
     gsa = VARIANTS[variant]
     assert_same_step(one_step(gsa, phase, fused=True), one_step(gsa, phase, fused=False))
 
@@ -59,7 +59,7 @@ def test_one_step_is_that_of_the_reference(variant: str, phase: PhaseConfig) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    """Of one document, since the kernels have no other."""
+    """Sequences are one document, since the kernels support no others."""
     gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
     steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
     assert_same_step(*steps)
@@ -95,7 +95,7 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
 
 
 IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
-"""All visible keys, bits, lists, and lists and bits of blocks."""
+"""All causal keys, bits, lists, and lists and bits of blocks."""
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives no log-sum-exp: our kernel finds those of the sampled queries."""
+    """It gives no log-sum-exp: our kernel computes it for the sampled queries."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     config = tiny_config([DENSE_ALL], model={"head_dim": 32}, gsa={"attention": "dense"})

@@ -72,12 +72,12 @@ def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-BEHIND = [("window, rope and reuse", False), ("sparse-only", True), ("blocks under a mask", False)]
+FUSED = [("window, rope and reuse", False), ("sparse-only", True), ("blocks under a mask", False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "attend_across"), BEHIND, ids=[variant for variant, _ in BEHIND])
-def test_the_loss_in_attentions_backward_pass_is_that_of_the_reference(
+@pytest.mark.parametrize(("variant", "attend_across"), FUSED, ids=[variant for variant, _ in FUSED])
+def test_the_loss_in_attentions_backward_pass_matches_the_reference(
     variant: str, attend_across: bool, distillations: list[int]
 ) -> None:
     options: dict[str, Any] = {"heads": 8, "attend_across": attend_across}
@@ -186,7 +186,7 @@ def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pa
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sequence of 16 queries, by stretches of so many."""
+    """A sequence of 16 queries, in stretches of this length."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
     model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
     token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)

@@ -94,7 +94,7 @@ def read(stats: LayerStats) -> dict[str, list[Any]]:
     return stats.reduce(torch.zeros(0, dtype=torch.float64), [], [])[0]
 
 
-def test_probability_by_position_is_that_of_the_loops() -> None:
+def test_probability_by_position_matches_the_loops() -> None:
     generator = torch.Generator().manual_seed(5)
     q, k = torch.randn(2, 40, 4, 8, generator=generator), torch.randn(2, 40, 2, 8, generator=generator)
     ids = torch.tensor([[0] * 23 + [1] * 17, [0] + [1] * 39])
@@ -229,7 +229,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
 
 
 def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequence: Config) -> None:
-    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is that of all rows, not of
+    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is over all rows, not of
     the micro-batches' means."""
     config = tiny_config(
         gsa={"k_base": 3, "k_min": 2, "k_max": 4, "variance_ema_decay": 0.75},
@@ -267,7 +267,7 @@ def averages(model: Model) -> list[float]:
     return [attention.variance.ema.item() for attention in model.attentions if attention.variance]
 
 
-def test_gates_in_bins_are_those_of_the_loops() -> None:
+def test_gates_in_bins_match_the_loops() -> None:
     config = tiny_config()
     model = tiny_model(config)
     logits = 3 * torch.randn(5, 2, 24, generator=torch.Generator().manual_seed(1))
@@ -342,7 +342,7 @@ def test_the_record_has_vectors_as_dicts_and_heads_as_a_table() -> None:
     assert record["sink_by_position"]["1-3"] == 0.25
 
 
-def test_the_place_is_that_of_the_largest_of_all_micro_batches() -> None:
+def test_the_place_matches_the_largest_of_all_micro_batches() -> None:
     stats = LayerStats(2, CPU)
     for value, dimension, kind in ((3.5, 7, 0), (1e6, 200_000, 2), (1e6 - 1, 3, 1)):
         stats.maximum_at(1, *(torch.tensor(each) for each in (value, dimension, kind)))

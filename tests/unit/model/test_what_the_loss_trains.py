@@ -71,7 +71,7 @@ def test_indexer_loss_does_not_reach_the_base(recompute: str) -> None:
 
 @pytest.mark.parametrize("gsa", [{}, {"selection_block": 4, "local_window": 4}], ids=["queries", "blocks"])
 @pytest.mark.parametrize("phase", [DENSE_ALL, WARM_UP], ids=lambda phase: phase.name)
-def test_indexer_gradient_is_that_of_lambda_times_the_mean_kl_over_queries_and_layers(
+def test_indexer_gradient_matches_lambda_times_the_mean_kl_over_queries_and_layers(
     phase: PhaseConfig, gsa: dict[str, int]
 ) -> None:
     """Finite differences of the logged KL. Dense attention, where no selection can jump."""

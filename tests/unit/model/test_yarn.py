@@ -51,7 +51,7 @@ SCALINGS: dict[str, tuple[dict[str, Any], RopeScalingConfig]] = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_rates_and_attention_factor_are_those_of_transformers(name: str) -> None:
+def test_rates_and_attention_factor_match_transformers(name: str) -> None:
     fields, scaling = SCALINGS[name]
     config = tiny_config(
         [SPARSE],
@@ -97,8 +97,8 @@ def test_tables_of_the_fused_heads_have_the_factor() -> None:
 
 
 def test_a_run_goes_on_with_another_base_and_with_yarn(tmp_path: Path) -> None:
-    """4K -> 32K -> 128K in small: weights of one run, another base and length in the next. Its first logits are those
-    of the weights as exported before, with that base and YaRN set in an evaluation."""
+    """4K -> 32K -> 128K in small: weights of one run, another base and length in the next. Its first logits match
+    the weights as exported before, with that base and YaRN set in an evaluation."""
     first = config_of("GSA")
     model = random_model(first)
     checkpoint = save(model, first, tmp_path / "checkpoints")
