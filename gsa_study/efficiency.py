@@ -1,5 +1,5 @@
-"""The page of time and memory: what the benches of one machine measured, next to the theory; and efficiency.csv, all
-numbers in full."""
+"""Writes the page of time and memory, which compares the benchmarks of one machine with the theory, and efficiency.csv
+with all numbers in full precision."""
 
 from __future__ import annotations
 

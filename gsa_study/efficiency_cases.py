@@ -1,5 +1,4 @@
-"""What each bench measured, as rows of the page of time and memory: GSA's time and memory over the standard model's,
-next to the theory."""
+"""Converts benchmark results to rows of the page of time and memory: GSA over the standard model, and the theory."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 SHARED_BLOCK, SHARED_WINDOW = 32, 64
-"""What the benches call shared."""
+"""Block and window of the benchmarks' shared selections."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The figure of a study's page: each arm's value of the first metric, and its losses by tokens and by training time."""
+"""Draws the figure of a study's page: the first metric of each arm, and losses by tokens and by training time."""
 
 from __future__ import annotations
 

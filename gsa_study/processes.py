@@ -1,4 +1,4 @@
-"""A study's child processes, and the devices that they use."""
+"""Starts and ends a study's child processes, and assigns devices to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsa_train.reliability.last_words import SUBMISSION
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST_STOP_SECONDS = 600
-"""How long torchrun waits for its ranks, which finish their step and save."""
+"""Time that torchrun gives its ranks to finish their step and save."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -107,7 +107,7 @@ def end_with(parent: int) -> Callable[[], None]:
 
 @dataclass
 class Running:
-    """A job under way."""
+    """A running job."""
 
     job: Job
     process: subprocess.Popen[bytes]
@@ -120,7 +120,7 @@ class Running:
     """By `time.monotonic`."""
 
     def exit_code(self) -> int | None:
-        """None while it is at work; the main rank's where torchrun hides it."""
+        """Returns the main rank's exit code if it recorded one, else the process's; None while the job runs."""
         code = self.process.poll()
         if code is None or code <= 0:
             return code
@@ -139,6 +139,6 @@ class Running:
         return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
 
     def kill(self) -> None:
-        """All of its session; ranks of torchrun have their own, and end once they see that torchrun is gone."""
+        """Kill the job's session. Ranks of torchrun have their own sessions, and end once torchrun has ended."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Why a job failed, in one line, from what it printed."""
+"""Extracts the reason of a job's failure from its output, in one line."""
 
 from __future__ import annotations
 

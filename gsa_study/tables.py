@@ -1,4 +1,4 @@
-"""A study's results as tables of arms, of each run's values and of the runs, in Markdown and CSV."""
+"""Formats a study's results as tables of arms, values and runs, in Markdown and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a study's jobs took, from which a start knows what it can finish: `times.jsonl` of the study's folder."""
+"""Records the times of a study's jobs in `times.jsonl`, and predicts which jobs a start can finish."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_times(study_folder: Path) -> WallTimes:
 class Expected:
     seconds: float
     is_guess: bool
-    """Nothing of its arm was measured."""
+    """True if no job of its arm was measured."""
 
 
 def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:

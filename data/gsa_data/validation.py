@@ -1,7 +1,7 @@
-"""Fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
+"""Reads fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
 
-A split is a corpus of any kind: what `prepare.py tokens` made of a text gives the same sequences as the text. The bytes
-that bits per byte need are those that the tokens spell, so tokens are enough for them.
+Tokens of `prepare.py tokens` give the same sequences as their text. Bits per byte count the bytes that the tokens
+decode to, so they need no text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ thread: a set of a few documents costs a few."""
 
 
 class TooLittleText(DataFault):
-    """A split is readable, but has nothing to score at this length: no later try would find more."""
+    """The split is readable, but has nothing to score at this length; a retry cannot help."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Memory of selections, and of the fused kernels while they select, attend over a selection, or compute the indexer
-loss.
+"""Estimates the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
-Lists of keys are counted at their longest: neighbouring queries share no keys, as with an untrained indexer
-on random tokens. A trained indexer's lists are shorter.
+Key lists are assumed to have their largest length, as if neighbouring queries shared no keys. A trained indexer's lists
+are shorter.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word; with
-    groups of keys also a packed mask of them."""
+    """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
+    lists with a key and a word per entry; with groups of keys also their packed mask."""
     if config.gsa.selection_block > 1 and gathers(config):
         return 4 * sizes.tokens * sum(_block_entries(config))
     of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
@@ -49,13 +48,13 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def _of_groups(config: Config, sizes: Sizes) -> float:
-    """Queries, weights and keys in the order of the groups' rows (gsa_kernels/selection/groups.py)."""
+    """Returns the bytes of queries, weights and keys in the groups' row order (gsa_kernels/selection/groups.py)."""
     gsa = config.gsa
     return sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1) + gsa.indexer_dim)
 
 
 def _listing_groups(config: Config, sizes: Sizes) -> float:
-    """Two chunks' packed masks of keys, and the lists in pieces."""
+    """Returns the bytes of two chunks' packed masks of keys, and of the lists before they are joined."""
     if not gathers(config):
         return 0.0
     return min(sizes.pairs / 8, limits.SELECTION_CHUNK_BYTES / 2) + 8 * _list_entries(config)
@@ -128,7 +127,7 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """The indexer loss of one chunk of queries: the target and partial gradients of a chunk of rows."""
+    """Returns the bytes of the indexer loss for one chunk of queries: target and partial gradients of a row chunk."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
@@ -184,7 +183,7 @@ def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
 
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
-    """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
+    """Returns True if attention's backward pass computes the indexer loss (TritonCore), as on Hopper."""
     model, queries_of_chunk = (
         config.model,
         sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,
@@ -255,19 +254,19 @@ def _longest_list(config: Config) -> int:
 
 
 def most_keys(config: Config) -> int:
-    """The largest budget of a query."""
+    """Returns the largest key budget of a query."""
     return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
 
 
 def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
-    """The chunks of queries of each context-parallel rank."""
+    """Returns the chunks of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
-    """Keys and words of shared lists, per query."""
+    """Returns the number of keys and of words of shared lists, per query."""
     block, room = config.gsa.selection_block, _longest_list(config)
     # Without documents only the window has words.
     words = _near(config) if config.data.attend_across_documents else room
@@ -275,5 +274,5 @@ def _block_entries(config: Config) -> tuple[float, float]:
 
 
 def _near(config: Config) -> int:
-    """Keys of a shared list in the windows of the block's queries."""
+    """Returns the number of a shared list's keys in the windows of the block's queries."""
     return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)
