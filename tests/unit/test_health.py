@@ -82,7 +82,7 @@ def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(device_checks, "write", stuck_bit)
     assert device_checks.faults_of_device(CPU, 1.0) == [
-        "1 wrong words of memory after the pattern 0x55, in 4 MiB"
+        "1 wrong words of memory with the pattern 0x55, in 4 MiB"
     ]
 
 

@@ -25,9 +25,9 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
-    the lists of a chunk of queries in pieces, before they are joined; for blocks the mask of some chunks, with the
-    mask of the chunks before, and what long rows are searched by."""
+    """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists made from packed masks add two chunks'
+    masks and the lists before they are joined. Blocks add the masks of some chunks and of the previous chunks, and the
+    buffers of the search in long rows."""
     block, pool = config.gsa.selection_block, config.gsa.indexer_pool
     scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
@@ -61,9 +61,8 @@ def _listing_groups(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """While the key lists of these queries are made, some rows at a time, beside them: scores of the rows with few
-    keys, two packed masks, and the candidates of some of the other rows, whose lists are not there yet, or all lists in
-    pieces."""
+    """Returns the additional bytes while these queries' key lists are built, some rows at a time: scores of rows with
+    few keys, two packed masks, and candidates of rows without a list yet, or all lists before they are joined."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -85,10 +84,10 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and their parts, and its bits turned round; or
-    partial gradients of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a
-    number for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what
-    programs leave that share a list has gone."""
+    """Returns the bytes of the backward pass over a selection. Packed masks: gradients of K and V, 2 x [B, Lw, kv],
+    their parts, and the transposed mask. With key lists: partial gradients of K and V, [entries, 2 d_k] for some tiles
+    and heads at a time, an index for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]; the gradients are made
+    last, after the partial gradients are freed."""
     keys = key_gradients(sizes)
     if not gathers(config):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
@@ -113,8 +112,8 @@ def key_gradients(sizes: Sizes) -> float:
 
 
 def _key_parts(config: Config, sizes: Sizes) -> float:
-    """The same of parts of the query heads, before they are summed: fp32, 2 x [parts, B, keys, kv], for the keys of the
-    chunk of queries with most of that."""
+    """Returns the bytes of K's and V's gradients by part of the query heads, before their sum: fp32,
+    2 x [parts, B, keys, kv], for the largest chunk of queries."""
     model, batch = config.model, config.train.micro_batch_size
     heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
 
@@ -246,7 +245,7 @@ def _list_entries(config: Config) -> float:
 
 
 def _longest_list(config: Config) -> int:
-    """Keys of a tile whose queries select nothing in common; of a shared list its room for the largest budget."""
+    """Returns the keys of a tile whose queries select no common key; for a shared list, its capacity."""
     gsa, length = config.gsa, config.train.seq_len_tokens
     if gsa.selection_block > 1:
         return min(most_keys(config) + _near(config), length)

@@ -58,7 +58,7 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
         count = sum(int(each) for each in wrong)
         if count:
             size = sum(block.nbytes for block in blocks) >> 20
-            yield f"{count} wrong words of memory after the pattern {pattern:#x}, in {size} MiB"
+            yield f"{count} wrong words of memory with the pattern {pattern:#x}, in {size} MiB"
     del blocks
     if device.type == "cuda":
         torch.cuda.empty_cache()
