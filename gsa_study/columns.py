@@ -17,7 +17,7 @@ STATISTICS = {
     "median": "median of all steps",
     "last": "at the end of each run",
 }
-"""In words, where a column is read."""
+"""Words for the point at which a column is read."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Bench:
     path: Path
     commit: str
     about: str
-    """What ran where."""
+    """Versions and GPU of the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Case:
     """Key in the CSV (`KEYS`) -> number; None: not measured."""
     bench: str
     commit: str = ""
-    """Where the rows of the bench have several."""
+    """Commit of the row if the rows of the benchmark have several."""
     is_shown: bool = True
-    """On the page; else in the CSV alone."""
+    """True if the page shows the row; the CSV has all rows."""
 
 
 KEYS = {

@@ -20,7 +20,7 @@ from gsa_study.tables import Results
 
 Color = tuple[float, ...]
 LOG_FROM = 2.0
-"""From this ratio of the largest to the smallest value on the scale is logarithmic."""
+"""Ratio of the largest to the smallest value from which the scale is logarithmic."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def next_job(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process of a job ended."""
+    """Describes the end of a job's process."""
 
     code: int
     """Exit code of the main rank if known, else of the process; negative for a signal."""

@@ -92,7 +92,7 @@ def start_process(
 
 
 def end_with(parent: int) -> Callable[[], None]:
-    """For the child, before it becomes another program: the system sends it SIGTERM when the parent dies."""
+    """Returns a `preexec_fn` that makes the system send the child SIGTERM when the parent dies."""
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None, use_errno=True)  # here, as nothing should be loaded between fork and exec
@@ -117,7 +117,7 @@ class Running:
     checkpoint_before: str
     log_bytes_before: int
     began: float
-    """By `time.monotonic`."""
+    """Time of `time.monotonic`."""
 
     def exit_code(self) -> int | None:
         """Returns the main rank's exit code if it recorded one, else the process's; None while the job runs."""
@@ -130,7 +130,7 @@ class Running:
             return code
 
     def reason(self, code: int) -> str:
-        """Why it failed, by what it printed in this start.
+        """Returns the reason of its failure from its output in this start.
 
         Args:
             code: its exit code.

@@ -171,7 +171,7 @@ def _cell(value: float | None) -> str:
 
 
 def read_record(study: Study, out: Path) -> Record:
-    """Empty where there is none.
+    """Read the record; empty if no file exists.
 
     Raises:
         ConfigError: a damaged file; names the line.

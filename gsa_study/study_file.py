@@ -30,7 +30,7 @@ class StudyRun:
     overrides: tuple[str, ...]
     """`key=value`, all that the command line has."""
     config: Config
-    """From both."""
+    """The loaded config."""
     ranks: int
     source: RunSource | None = None
     """The run of the study that its initial weights come from; None without one."""
@@ -162,7 +162,7 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _sources_of(
     arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
 ) -> dict[int, RunSource]:
-    """By seed; empty where the arm begins with no other arm's weights.
+    """Returns seed -> source of the initial weights; empty if they come from no other arm.
 
     Raises:
         ConfigError: that arm never saves this step.

@@ -15,7 +15,7 @@ SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
 """Expected over measured time: from the arm's other seeds; from another arm (with its start the slowest of the paper's
 four models takes 1.4 times as long as the fastest); from a job that had not ended when it was stopped."""
 MANY_ARMS, BESIDE_MANY = 2, 1.25
-"""What another arm is expected to take over the slowest of this number of arms: a slow one may be among them."""
+"""Expected time of another arm over the slowest of MANY_ARMS measured arms."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class ShardRecord:
     tokens_sha256: str
     lines_sha256: str
     counters: dict[str, int] = field(default_factory=dict)
-    """What reading the source's shard counted: shards_read, shards_damaged and so on."""
+    """Counters from reading the source's shard: shards_read, shards_damaged and so on."""
     faults: dict[str, int] = field(default_factory=dict)
     """Lines left out, by the name of the fault; the order numbers them in SHARD.lines."""
     sources: dict[str, int] = field(default_factory=dict)

@@ -178,7 +178,7 @@ class Tokenizer:
         return np.array(self._model.token_bytes(), dtype=np.int32)
 
     def differs_from(self, fingerprint: str) -> str:
-        """How this tokenizer differs from the one of a saved fingerprint, and the remedy, for an error."""
+        """Returns the difference from the tokenizer with a saved fingerprint, and the remedy, for an error message."""
         file, _, end = fingerprint.partition(EOS_MARK)
         if file != self.fingerprint.partition(EOS_MARK)[0]:
             return f"data.tokenizer = {self.path} is another file, with other pieces; use that run's tokenizer file"
@@ -319,6 +319,6 @@ class SentencePieceModel:
 
 
 def _is_tiktoken(file: bytes) -> bool:
-    """Whether the first line is base64 and a rank."""
+    """Returns True if the first line has base64 text and a rank."""
     word, _, rank = file.partition(b"\n")[0].partition(b" ")
     return rank.isdigit() and word.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

@@ -9,7 +9,7 @@ from typing import Protocol
 import zstandard
 
 LARGEST_WINDOW_BYTES = 1 << 31
-"""What `zstd --long=31` asks for, the most there is; the library's own limit of 128 MiB equals a bare `--long`."""
+"""Largest window of zstd (`--long=31`); the library's own limit of 128 MiB equals a bare `--long`."""
 MOST_UNPACKED_BYTES = 1 << 30
 """Allowed unpacked size of any shard. A reader holds the text of a shard in memory, and a few packed bytes may unpack
 to any size."""
@@ -39,7 +39,7 @@ def most_unpacked(packed_bytes: int) -> int:
 
 
 def too_large(packed_bytes: int) -> str:
-    """What is wrong with a shard that holds more."""
+    """Returns the fault of a shard that exceeds this size."""
     return (
         f"unpacks to more than {most_unpacked(packed_bytes)} bytes in memory, the most allowed for its "
         f"{packed_bytes} bytes (split it into smaller shards if its text is meant so)"

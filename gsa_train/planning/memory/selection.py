@@ -223,8 +223,8 @@ def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
 
 
 def gathered_heads(sizes: Sizes) -> float:
-    """Of all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp], K [B, Lw, kv tp], and
-    log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
+    """Returns the bytes for all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp],
+    K [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
     if sizes.tensor == 1:
         return 0.0
     queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
