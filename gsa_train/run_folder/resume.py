@@ -339,7 +339,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "gsa": ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction"),
     "moe": ("balance_coeff", "bias_update_rate", "z_loss_coeff", "experts_impl"),
 }
-"""Fields that may change: how a result is computed, accuracy of the indexer loss, strength of the router balancing."""
+"""Fields that may change: they select implementations, sample the indexer loss, or weight the router balancing."""
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:

@@ -150,8 +150,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Entries of the lists of a chunk of queries, each with room for the longest, and bytes of the loss for an entry:
-    the target of each query that has one of its own, and the key's gradient, fp32."""
+    """Returns the list entries of a chunk of queries, with each list at its largest length, and the loss's bytes per
+    entry: the target of each query with its own target, and the key's gradient, fp32."""
     gsa = config.gsa
     rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
     lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
@@ -159,8 +159,8 @@ def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
 
 
 def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Shared lists turned round, which the indexer loss leaves to attention's backward pass if it has all tiles of a
-    chunk of queries at once (`KeptHits`): a row for each entry and a start for each key, int32."""
+    """Returns the bytes of transposed shared lists: a row per entry and a start per key, int32. The indexer loss keeps
+    them for attention's backward pass if it has all tiles of a chunk of queries at once (`KeptHits`)."""
     gsa = config.gsa
     learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
     tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
@@ -172,8 +172,8 @@ def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> floa
 
 
 def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
-    """Of a chunk of rows: probabilities of single keys, their sums over groups in fp32, as added up and in the order of
-    the rows, and partial gradients; and the gradients of what the rows are made of."""
+    """Returns the bytes for a chunk of rows: probabilities of single keys, their fp32 sums over groups (also in row
+    order), partial gradients, and the gradients of the rows' inputs."""
     gsa, pool = config.gsa, config.gsa.indexer_pool
     pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
@@ -200,8 +200,8 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 
 
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
-    """The indexer loss in attention's backward pass, of one chunk of queries: the target of a chunk of rows in fp16, as
-    partial sums, and the partial gradients of `learning_bytes`."""
+    """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries: the target of a row
+    chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
     gsa, block = config.gsa, config.gsa.selection_block
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
@@ -212,9 +212,9 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
-    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). As on Hopper,
-    where bf16 has the stacked kernels."""
+    """Returns the bytes per query and key: partial gradients of the keys, one for a tile of rows, and of the queries,
+    one for a segment of keys; sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py).
+    As on Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:
@@ -232,8 +232,8 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """Entries in the lists of a rank's queries: for each tile the keys that its queries may select, at most its causal
-    keys. Returns the largest number over the context-parallel ranks."""
+    """Returns the list entries of a rank's queries, the largest number over the context-parallel ranks: for each tile
+    the keys that its queries may select, at most its causal keys."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:
