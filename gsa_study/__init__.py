@@ -1,1 +1,1 @@
-"""Studies: runs that differ in a few fields, trained one after another or side by side, and compared."""
+"""Trains and compares the runs of a study, which differ in a few fields of their config."""

@@ -1,4 +1,4 @@
-"""A study's charts: what its runs logged, by tokens and by training time."""
+"""Draws a study's charts: the metrics of its runs by tokens and by training time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def study_charts(results: Results) -> list[Chart]:
 
 
 def _chart(results: Results, key: str, over: str) -> Chart | None:
-    """A line for each run: a color for each arm, a dash for each of its seeds. None where no run has a value."""
+    """Returns a chart with a line for each run: a color per arm, a dash per seed. None if no run has a value."""
     lines: list[dict[str, Any]] = []
     for number, arm in enumerate(results.arms):
         of_arm = [each for each in results.values if each.run.arm == arm]

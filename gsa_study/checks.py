@@ -1,4 +1,4 @@
-"""Checks a study file. The configs of its runs have their own checks."""
+"""Checks a study file, without the configs of its runs, which have their own checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gsa_train.config.load import PLAIN_NAME, problem_line
 from gsa_train.metrics.progress import compact
 
 WIKITEXT = "wikitext:"
-"""Before the place of a text that is read as WikiText is (gsa_eval/text.py)."""
+"""Prefix of the path of a text in WikiText format (gsa_eval/text.py)."""
 SET_BY_THE_STUDY = ("run.name", "run.dir", "run.seed", "data.seed")
 FIELD = "checkpoint.initial_weights"
 
@@ -117,7 +117,7 @@ def _arms(study: StudyConfig) -> Iterator[str]:
 
 
 def _initial_weights(study: StudyConfig) -> Iterator[str]:
-    """Arms that begin with the weights of others."""
+    """Yield the problems of arms that begin with the weights of other arms."""
     arms = {arm.name: arm for arm in study.arms}
     for number, arm in enumerate(study.arms):
         where, source = f"arms.{number}.initial_weights", arm.initial_weights
@@ -147,7 +147,7 @@ def _initial_weights(study: StudyConfig) -> Iterator[str]:
 
 
 def in_order_of_weights(arms: Sequence[ArmConfig]) -> list[ArmConfig]:
-    """Each after the arm with whose weights it begins; there is no circle."""
+    """Returns the arms in training order: each after the arm that its weights come from. There must be no cycle."""
     left, ordered = list(arms), list[ArmConfig]()
     while left:
         names = {arm.name for arm in left}
@@ -187,8 +187,7 @@ def _metrics(study: StudyConfig) -> Iterator[str]:
 
 
 def missing_texts(study: StudyConfig) -> list[str]:
-    """Local texts and tasks of evaluations that are not there, which would be found only once a run has been
-    trained."""
+    """Yield local texts and tasks of evaluations that do not exist; otherwise found only after a training."""
     texts = [
         problem_line(f"evaluations.{number}.data.{name}", place, "not there", "correct the path")
         for number, each in enumerate(study.evaluations)

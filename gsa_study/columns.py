@@ -1,4 +1,4 @@
-"""The columns of a study's tables: one number of each run, at equal tokens, at equal time, or at the end."""
+"""Defines the columns of a study's tables: one number per run, at equal tokens, at equal time, or at the end."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ STATISTICS = {
     "median": "median of all steps",
     "last": "at the end of each run",
 }
-"""In words, where a column is read."""
+"""Words for the point at which a column is read."""
 
 
 @dataclass(frozen=True)
 class Equal:
-    """Where the runs of a study are compared: what all finished ones have. Runs with whose weights others begin may be
-    shorter, and do not count."""
+    """Tokens and time at which the runs are compared: the largest that all finished runs reached. Runs that only
+    provide initial weights may be shorter, and do not count."""
 
     tokens: int
     seconds: float | None
-    """None: the time of one run is not known."""
+    """None if the time of a run is not known."""
 
 
 def equal_of(runs: Sequence[RunFacts]) -> Equal | None:
-    """From all finished runs; None where none is finished."""
+    """Returns the point of comparison of all finished runs; None if no run is finished."""
     finished = [each for each in runs if each.finished and each.tokens]
     begun_with = {run.name for each in finished for run in each.run.before}
     ends = [each for each in finished if each.run.name not in begun_with]
@@ -47,11 +47,11 @@ class Column:
     title: str
     key: str
     at: str
-    """Where it is read, in words. No two columns of a study have the same key and the same words here."""
+    """Point at which the value is read, in words. Key and point together are unique in a study."""
     is_timing: bool
-    """It depends on how fast the machine was: two runs of one config differ."""
+    """True if the value depends on the speed of the machine."""
     read: Callable[[RunValues], float | None]
-    """The number of a run whose folder is here."""
+    """Reads the value from a local run folder."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """Arm -> what the paper says; with the last column of its metric."""
     values: Mapping[str, float | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Estimates the cost of a study before it runs: tokens, operations and GPU-hours of each arm and in total."""
+"""Estimates the cost of a study before it runs: tokens, operations and GPU-hours per arm and in total."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ArmCost:
     operations: float
     """Floating-point operations of all runs' training."""
     gpu_hours: float | None
-    """For the steps of all runs; None where no MFU is known."""
+    """GPU-hours of all steps of all runs; None without a known MFU."""
     gpu_hours_left: float | None
-    """Without the steps that are logged already."""
+    """GPU-hours of the steps that are not logged yet."""
     source: str
-    """Where the MFU comes from."""
+    """Source of the MFU."""
 
 
 def arm_costs(values: Sequence[RunValues], device: str, mfu: float | None) -> list[ArmCost]:

@@ -1,5 +1,5 @@
-"""Writes the page of time and memory, which compares the results of one machine's benches with the theory, and
-efficiency.csv with all numbers in full."""
+"""Writes the page of time and memory, which compares the benchmarks of one machine with the theory, and efficiency.csv
+with all numbers in full precision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Makes the rows of the page of time and memory from the results of each bench: GSA over the standard model, measured
-and in theory."""
+"""Converts benchmark results to rows of the page of time and memory: GSA over the standard model, and the theory."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PAPER = {"step": "0.87", "prefill": "0.09", "decode": "0.13", "memory": "0.97"}
 STEPS = "bench_step_lengths"
 BENCHES = ("bench_gsa", "bench_long", "bench_long_trained", "bench_step", STEPS, "bench_generate")
 SHARED_BLOCK, SHARED_WINDOW = 32, 64
-"""What the benches call shared."""
+"""Block and window of the benchmarks' shared selections."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Bench:
     path: Path
     commit: str
     about: str
-    """What ran where."""
+    """Versions and GPU of the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Case:
     """Key in the CSV (`KEYS`) -> number; None: not measured."""
     bench: str
     commit: str = ""
-    """Where the rows of the bench have several."""
+    """Commit of the row if the rows of the benchmark have several."""
     is_shown: bool = True
-    """On the page; else in the CSV alone."""
+    """True if the page shows the row; the CSV has all rows."""
 
 
 KEYS = {

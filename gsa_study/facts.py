@@ -1,4 +1,4 @@
-"""Describes a run for tables and figures, from its folder or from its record in docs/results."""
+"""Defines the facts about a run in tables and figures, from its local folder or from the record in docs/results."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class RunFacts:
     run: StudyRun
     finished: bool
     state: str
-    """In words; empty: all that is known is that it is not finished."""
+    """State in words; empty if it is only known that the run is not finished."""
     folder: Path
-    """Where it is or was."""
+    """Present or former run folder."""
     tokens: int | None = None
     """Tokens of its own training; None: nothing is logged."""
     seconds: float | None = None
     """Its own training time."""
     seconds_before: float | None = 0.0
-    """Training time of the runs with whose weights it began; None: not known."""
+    """Training time of the runs that its initial weights come from; None: not known."""
     devices: tuple[str, ...] = ()
     commits: tuple[str, ...] = ()
     """The commits of its starts, each once; `+`: with changes that were not committed. Empty: it never began."""

@@ -1,4 +1,4 @@
-"""The figure of a study's page: each arm's value of the first metric, and its losses by tokens and by training time."""
+"""Draws the figure of a study's page: the first metric of each arm, and losses by tokens and by training time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsa_study.tables import Results
 
 Color = tuple[float, ...]
 LOG_FROM = 2.0
-"""From this ratio of the largest to the smallest value on the scale is logarithmic."""
+"""Ratio of the largest to the smallest value from which the scale is logarithmic."""
 
 
 @dataclass(frozen=True)

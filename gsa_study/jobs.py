@@ -1,4 +1,4 @@
-"""The jobs of a study, each a command that a user would type: train, evaluate, save selections."""
+"""Lists the jobs of a study as commands that a user could type: train, evaluate, save selections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def result(self) -> Path:
-        """The file that is there and complete once the job is finished."""
+        """Returns the file that exists and is complete once the job is finished."""
         if self.kind == "train":
             return self.run.folder / "summary.json"
         if self.kind == "selections":
@@ -39,7 +39,7 @@ class Job:
 
 
 def jobs_of(study: Study) -> list[Job]:
-    """All jobs, each run's evaluations after its training."""
+    """Returns all jobs, each run's evaluations after its training."""
     jobs = []
     for run in study.runs:
         jobs.append(Job(run, "train", "", train_command(run), run.ranks))
@@ -53,7 +53,7 @@ def jobs_of(study: Study) -> list[Job]:
 
 
 def train_command(run: StudyRun) -> tuple[str, ...]:
-    """`python launch/pretrain.py ...` of one rank, torchrun's of several."""
+    """Returns the command `python launch/pretrain.py ...` for one rank, or a torchrun command for several ranks."""
     words = ("--config", run.config_path, *run.overrides)
     if run.ranks == 1:
         return (*_program("pretrain"), *words)
@@ -64,8 +64,7 @@ def train_command(run: StudyRun) -> tuple[str, ...]:
 
 
 def evaluations_of(evaluation: EvaluationConfig, run: StudyRun) -> list[tuple[str, tuple[str, ...]]]:
-    """Name, and words of the command line after the program, for each length and budget; none for a run that is not
-    evaluated."""
+    """Yield name and arguments of the evaluation for each length and key budget; none for arms without evaluation."""
     if evaluation.arms and run.arm not in evaluation.arms:
         return []
     lengths: Sequence[int | None] = evaluation.context_lengths or [None]
@@ -113,7 +112,7 @@ def has_indexer(run: StudyRun) -> bool:
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """The script of the checkout; else the command that the installation put next to this Python."""
+    """Returns the script of the checkout, else the installed command next to this Python."""
     script = SOURCE / "launch" / f"{name}.py"
     if script.is_file():
         return (sys.executable, str(script))

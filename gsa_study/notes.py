@@ -1,5 +1,5 @@
-"""Caveats of a study's tables: arms without a clear difference, runs and metrics that are missing, runs of several
-commits, devices or texts."""
+"""Writes the caveats below a study's tables: arms without a clear difference, missing runs and metrics, runs with
+different commits, devices or texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_train.metrics.progress import compact
 
 
 def notes(results: Results) -> list[str]:
-    """Arms of one seed, metrics that no run has, runs that are not in the means."""
+    """Returns lines about arms with one seed, metrics that no run has, and runs that are not in the means."""
     lines = []
     lines += weights_in_words(results.study)
     single = [arm for arm in results.arms if len(results.runs_of(arm)) == 1]
@@ -49,7 +49,7 @@ def notes(results: Results) -> list[str]:
 
 
 def origins(results: Results) -> list[str]:
-    """Commits, devices and training texts, where the finished runs have several."""
+    """Returns lines about commits, devices and training texts that differ between the finished runs."""
     lines = []
     for what, found in (
         ("commits", {short(commit) for each in results.finished for commit in each.commits}),
@@ -65,7 +65,7 @@ def origins(results: Results) -> list[str]:
 
 
 def weights_in_words(study: Study) -> list[str]:
-    """A line for each arm with whose weights others begin."""
+    """Returns a line for each arm that provides the initial weights of other arms."""
     of_source: dict[tuple[str, int], tuple[RunSource, list[str]]] = {}
     for run in study.runs:
         if (source := run.source) is not None:
@@ -92,7 +92,7 @@ def _meant(results: Results, column: Column) -> str:
 
 
 def close_lines(results: Results) -> list[str]:
-    """Pairs of arms without a clear difference in the first metric."""
+    """Returns a line about pairs of arms without a clear difference in the first metric."""
     if not results.columns:
         return []
     column = results.columns[0]

@@ -1,4 +1,4 @@
-"""A study in one small file, to continue on another machine: what the tables need, without checkpoints."""
+"""Packs a study into one small file without checkpoints, to continue it on another machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OF_RUN = (
 def pack_study(study: Study, failures: Collection[str], out: Path) -> int:
     """Write a .tar.gz whose top folder is the study's; returns how many runs it has.
 
-    It has the runs whose jobs are all finished or have failed. The others need their checkpoints, which are not small:
-    they are left out, and start again from the beginning.
+    Only runs with all jobs finished or failed are packed. Other runs would need their large checkpoints, so they start
+    again from the beginning.
     """
     runs = packed_runs(study, failures)
     _write(study, _files(study, runs), out, "w:gz")

@@ -1,4 +1,4 @@
-"""A study's report: one HTML page and the tables as Markdown and CSV, made from the run folders alone."""
+"""Writes a study's report from the run folders: one HTML page, and the tables as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gsa_study.tables import (
 from gsa_train.files import write_atomically
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
-"""In a cell of a table, as Markdown has it."""
+"""Matches a Markdown link in a table cell."""
 
 
 def write_study_report(results: Results, folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Decides from the states of the jobs which are finished, which come next and which are refused."""
+"""Decides from the states of the jobs which are finished, which run next, and which are refused."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gsa_train.reliability.stop_signals import reason_in_words
 
 
 class StudyError(ValueError):
-    """The study cannot be started, as it is or here."""
+    """The study cannot be started with this file, or on this machine."""
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Every job is in one of these, each in the order of the study."""
+    """All jobs by state, each list in the order of the study."""
 
     finished: tuple[Job, ...]
     failed: tuple[tuple[Job, str], ...]
-    """With the reason. They are tried again only on request."""
+    """Failed jobs with the reason. They are tried again only on request."""
     due: tuple[Job, ...]
-    """To be started or continued; each run's training comes first."""
+    """Jobs to start or continue; each run's training comes first."""
     blocked: tuple[Job, ...]
-    """Not done: a training that they need has failed, or cannot be done here."""
+    """Jobs that need a training that has failed or cannot run here."""
     without_checkpoint: tuple[Job, ...] = ()
-    """Not done here: they need checkpoints of finished runs that are not in this folder."""
+    """Jobs that need a checkpoint of a finished run that is not in this folder."""
 
 
 def check_unchanged(states: Sequence[JobState]) -> None:
@@ -136,13 +136,12 @@ def next_job(
     free_devices: int | None,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Job | None:
-    """The first of the due jobs that can start now: the trainings that it needs are over, there are enough devices, and
-    it fits.
+    """Returns the first due job that can start: its trainings are finished, enough devices are free, and it fits.
 
     Args:
-        due: without those that are running.
+        due: due jobs that are not running.
         free_devices: None on CPUs, where one job runs at a time.
-        fits: whether there is time for it.
+        fits: returns True if there is time for the job.
     """
     if free_devices is None and running:
         return None
@@ -157,20 +156,20 @@ def next_job(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process of a job ended."""
+    """Describes the end of a job's process."""
 
     code: int
-    """Exit code of the process, negative for a signal; of the main rank where it is known."""
+    """Exit code of the main rank if known, else of the process; negative for a signal."""
     complete: bool
-    """The job's result is there."""
+    """True if the job's result exists."""
     progressed: bool
-    """There is a newer checkpoint than when it began."""
+    """True if the job saved a new checkpoint."""
     stopping: bool
-    """The study had asked it to stop."""
+    """True if the study had requested a stop."""
     monitor_stop: bool = False
-    """The monitor stopped the run at a spike."""
+    """True if the monitor stopped the run at a spike."""
     error: str = ""
-    """`reason_in` what it printed."""
+    """Result of `reason_in` for the job's output."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class Verdict:
 
 
 def judge(ended: Ended) -> Verdict:
-    """What to do after a job has ended."""
+    """Decide what follows after a job has ended."""
     code, said = ended.code, f": {ended.error}" if ended.error else ""
     if ended.complete:
         return Verdict("finished")

@@ -1,4 +1,4 @@
-"""A study's child processes, and the devices that they use."""
+"""Starts and ends a study's child processes, and assigns devices to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsa_train.reliability.last_words import SUBMISSION
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST_STOP_SECONDS = 600
-"""How long torchrun waits for its ranks, which finish their step and save."""
+"""Time that torchrun gives its ranks to finish their step and save."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -92,7 +92,7 @@ def start_process(
 
 
 def end_with(parent: int) -> Callable[[], None]:
-    """For the child, before it becomes another program: the system sends it SIGTERM when the parent dies."""
+    """Returns a `preexec_fn` that makes the system send the child SIGTERM when the parent dies."""
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None, use_errno=True)  # here, as nothing should be loaded between fork and exec
@@ -107,7 +107,7 @@ def end_with(parent: int) -> Callable[[], None]:
 
 @dataclass
 class Running:
-    """A job under way."""
+    """A running job."""
 
     job: Job
     process: subprocess.Popen[bytes]
@@ -117,10 +117,10 @@ class Running:
     checkpoint_before: str
     log_bytes_before: int
     began: float
-    """By `time.monotonic`."""
+    """Time of `time.monotonic`."""
 
     def exit_code(self) -> int | None:
-        """None while it is at work; the main rank's where torchrun hides it."""
+        """Returns the main rank's exit code if it recorded one, else the process's; None while the job runs."""
         code = self.process.poll()
         if code is None or code <= 0:
             return code
@@ -130,7 +130,7 @@ class Running:
             return code
 
     def reason(self, code: int) -> str:
-        """Why it failed, by what it printed in this start.
+        """Returns the reason of its failure from its output in this start.
 
         Args:
             code: its exit code.
@@ -139,6 +139,6 @@ class Running:
         return reason_in(printed.decode("utf-8", errors="replace"), crashed=code == exit_codes.FAILED)
 
     def kill(self) -> None:
-        """All of its session; ranks of torchrun have their own, and end once they see that torchrun is gone."""
+        """Kill the job's session. Ranks of torchrun have their own sessions, and end once torchrun has ended."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Finds the line of a job's output that says why it failed."""
+"""Extracts the reason of a job's failure from its output, in one line."""
 
 from __future__ import annotations
 

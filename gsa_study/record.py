@@ -1,9 +1,8 @@
-"""The record of a study in docs/results, from which its page is made: plain CSVs, so that a clone without run folders
-has all that the page shows.
+"""Reads and writes the record of a study in docs/results: CSVs from which its page can be made without run folders.
 
 `<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
-`records/<study>_curves.csv` its losses. Numbers are in full. A run that is finished in a folder here takes the place
-of what the record has of it; all others stay.
+`records/<study>_curves.csv` its losses, all in full precision. A run that is finished in a local folder replaces its
+record; the records of other runs are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Record:
     runs: Mapping[str, RunFacts]
     """Name -> finished run of the study."""
     equal: Equal | None
-    """Where these have been compared; None: there is none."""
+    """Point at which the runs were compared; None without runs."""
     values: Mapping[tuple[str, str, str], float]
     """(run, key, at) -> value"""
     gone: tuple[str, ...]
@@ -113,7 +112,7 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
     ]
     in_order = tuple(runs[run.name] for run in study.runs if run.name in runs)
     files.runs.parent.mkdir(parents=True, exist_ok=True)
-    # Values last: of values without a row of their run nobody would know whose they are.
+    # Values last: each value needs the row of its run.
     write_atomically(files.runs, csv_text([RUNS_HEAD, *(_run_row(each, equal) for each in in_order)]))
     write_atomically(files.curves, csv_text([CURVES_HEAD, *_curve_rows(in_order)]))
     write_atomically(files.values, values_csv(Results(study, in_order, tuple(columns), {})))
@@ -172,7 +171,7 @@ def _cell(value: float | None) -> str:
 
 
 def read_record(study: Study, out: Path) -> Record:
-    """Empty where there is none.
+    """Read the record; empty if no file exists.
 
     Raises:
         ConfigError: a damaged file; names the line.

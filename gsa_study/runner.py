@@ -1,4 +1,4 @@
-"""Run the jobs of a study, one after another or side by side, until they are done or the study is asked to stop."""
+"""Runs the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StudyRunner:
     gpus: Sequence[str] | None
     """None: CPUs, one job at a time."""
     deadline: float | None = None
-    """By `time.time`: from then on the jobs under way are stopped."""
+    """Time (`time.time`) at which running jobs are stopped."""
     all_jobs: Sequence[Job] = ()
     """All jobs of the study: their times tell what ends before the deadline, and nothing else starts. Empty: whatever
     is due starts, to go on from its checkpoint in the next start."""
     interrupted: list[tuple[Job, str]] = field(default_factory=list)
     stop_reason: str = ""
     killed: bool = False
-    """By a second Ctrl-C."""
+    """True after a second Ctrl-C."""
 
     def __post_init__(self) -> None:
         self._due = list(self.due)
@@ -58,7 +58,7 @@ class StudyRunner:
         self._waited_for: list[Job] = []
 
     def run(self) -> None:
-        """Until all is done, has failed, or has stopped."""
+        """Run until all jobs are finished, failed or stopped."""
         before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         try:
             while True:
@@ -160,7 +160,7 @@ class StudyRunner:
 
     @property
     def left(self) -> list[Job]:
-        """What was due and has not been started."""
+        """Returns the due jobs that have not been started."""
         return list(self._due)
 
     # ---- stops
@@ -218,7 +218,7 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process writes this run's folder."""
+    """Returns True if a process writes this run's folder."""
     if not path.exists():
         return False
     with open(path, "a+", encoding="utf-8", opener=own_file) as file:

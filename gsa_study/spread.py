@@ -1,4 +1,4 @@
-"""Mean and spread of a value over the seeds of an arm."""
+"""Computes mean and standard deviation of a value over the seeds of an arm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:
-    """From each run's value; None for a run that has none."""
+    """Compute the spread of the runs' values; None for a run without a value."""
     known = [value for value in values if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     return Spread(
@@ -34,7 +34,7 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """One arm's values less another's, seed by seed, over the seeds that both have.
+    """Compute the spread of one arm's values minus another's, seed by seed, over the seeds that both have.
 
     Arms of one seed read the same text and begin with the same weights, as far as their shapes agree. What a seed does
     to both cancels in their difference.

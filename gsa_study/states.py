@@ -1,5 +1,4 @@
-"""The states of a study's jobs, from its folders: finished, changed, failed. The run folders are the memory of a study;
-in addition it keeps only which jobs failed, and why."""
+"""Reads the states of a study's jobs (finished, changed, failed) from the run folders and from failures.jsonl."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from gsa_train.config.load import flat_fields
 from gsa_train.files import append_line
 
 FAILURES = "failures.jsonl"
-"""In the study's folder: each failure of a job, and each retry."""
+"""File of the study's folder with each failure of a job and each retry."""
 PLACE_FIELDS = ("run.dir",)
-"""Without effect on what a run computes: it differs where the study is started from another folder. So does the
-beginning of `checkpoint.initial_weights`, where that is another run of the study."""
+"""Fields that do not change a run's results: they differ if the study starts from another folder. The prefix of
+`checkpoint.initial_weights` then differs too, if it names another run of the study."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
 """Paths of texts differ from machine to machine; a fingerprint tells whether the text is the same."""
 
@@ -37,8 +36,8 @@ class JobState:
     changed: tuple[str, ...] = ()
     """Fields that the study has changed since the job began, `field: before -> now`."""
     lacks_checkpoint: bool = False
-    """It is not finished, and needs a checkpoint of a finished run that is not here: on another machine, or removed. A
-    training needs the one with whose weights it begins, any other job its own run's."""
+    """True if the unfinished job needs a finished run's checkpoint that is removed or on another machine: a training
+    needs the source of its initial weights, other jobs their own run's checkpoint."""
 
 
 def read_state(job: Job) -> JobState:
@@ -58,12 +57,12 @@ def _lacks_source(run: StudyRun) -> bool:
 
 
 def is_complete(run: StudyRun) -> bool:
-    """Whether summary.json says that all of the run's steps are done."""
+    """Returns True if summary.json says that all of the run's steps are done."""
     return bool(read_json(run.folder / "summary.json").get("steps") == run.steps)
 
 
 def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[str]:
-    """Fields in which the config of the run's last start differs from the one that the study asks for."""
+    """Yield the fields that differ between the config of the run's last start and the study's config."""
     path = run.folder / "config.yaml"
     if not path.is_file():
         return
@@ -82,7 +81,7 @@ def changed_fields(run: StudyRun, apart_from: Sequence[str] = ()) -> Iterator[st
 
 
 def _changed_evaluation(job: Job) -> Iterator[str]:
-    """By the command line in its results, apart from where the run's folder is."""
+    """Yield the change of an evaluation's command line since its results, without the path of the run's folder."""
     command = read_json(job.result).get("command")
     if not isinstance(command, str):
         return
@@ -93,12 +92,12 @@ def _changed_evaluation(job: Job) -> Iterator[str]:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Without `--run DIR`, which comes first."""
+    """Returns the options after the leading `--run DIR`."""
     return list(words[2:])
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is none, or a damaged one, which the next start of the job writes again."""
+    """Returns the content; {} if the file is missing or damaged. The job's next start writes a damaged file again."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -107,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(run_folder: Path) -> str:
-    """Empty where there is none."""
+    """Returns the name of the newest checkpoint; empty without one."""
     path = run_folder / "checkpoints" / "latest"
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -119,12 +118,12 @@ def newest_checkpoint(run_folder: Path) -> str:
 
 
 def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
-    """Append that this job failed; with None that it no longer counts as failed."""
+    """Append a failure of this job; with None, the job no longer counts as failed."""
     append_note(study_folder / FAILURES, {"job": key, "reason": reason, "unix_seconds": time.time()})
 
 
 def read_failures(study_folder: Path) -> dict[str, str]:
-    """Job -> why it failed."""
+    """Returns job -> reason of its failure."""
     failures: dict[str, str] = {}
     for note in read_notes(study_folder / FAILURES):
         if not {"job", "reason"} <= note.keys():
@@ -141,7 +140,7 @@ def append_note(path: Path, note: dict[str, Any]) -> None:
 
 
 def read_notes(path: Path) -> Iterator[dict[str, Any]]:
-    """A line that a kill cut off is left out."""
+    """Yield the notes; a line that a kill cut off is left out."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             note = parse_json(line)

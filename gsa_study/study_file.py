@@ -1,4 +1,4 @@
-"""Reads a study file and makes the list of its runs, each with its config. Reports all mistakes at once."""
+"""Reads a study file and lists its runs; reports all mistakes at once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StudyRun:
     overrides: tuple[str, ...]
     """`key=value`, all that the command line has."""
     config: Config
-    """From both."""
+    """The loaded config."""
     ranks: int
     source: RunSource | None = None
-    """The run with whose weights it begins; None: no run of the study."""
+    """The run of the study that its initial weights come from; None without one."""
 
     @property
     def name(self) -> str:
@@ -59,13 +59,13 @@ class StudyRun:
 
     @property
     def before(self) -> list[StudyRun]:
-        """The run with whose weights it begins, the one with whose weights that one begins, and so on."""
+        """Returns the chain of runs that its initial weights come from, newest first."""
         return [] if self.source is None else [self.source.run, *self.source.run.before]
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """A run at a step, with whose weights another one begins."""
+    """A run and a step that provide the initial weights of another run."""
 
     run: StudyRun
     step: int
@@ -98,7 +98,7 @@ class Study:
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool = True) -> Study:
-    """The study of a YAML file.
+    """Load a study from a YAML file.
 
     Args:
         overrides: `section.field=value` of all arms, before the file's own.
@@ -120,7 +120,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     wrong: dict[str, list[str]] = {}
     for arm in in_order_of_weights(study.arms):
         if arm.initial_weights and arm.initial_weights not in runs:
-            continue  # what is wrong with that one comes first
+            continue  # report the mistakes of that arm first
         try:
             sources = _sources_of(arm, runs, config_path)
             runs[arm.name] = _runs_of(arm, study, (config_path, *overrides), need_data, sources)
@@ -163,7 +163,7 @@ def _with_lists_as_text(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _sources_of(
     arm: ArmConfig, runs: Mapping[str, Sequence[StudyRun]], config_path: str
 ) -> dict[int, RunSource]:
-    """By seed; empty where the arm begins with no other arm's weights.
+    """Returns seed -> source of the initial weights; empty if they come from no other arm.
 
     Raises:
         ConfigError: that arm never saves this step.

@@ -1,4 +1,4 @@
-"""A study's results as tables of arms, of each run's values and of the runs, in Markdown and CSV."""
+"""Formats a study's results as tables of arms, values and runs, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    """From the run folders."""
+    """Read the results from the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
     runs = tuple(facts_of(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]

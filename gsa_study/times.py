@@ -1,4 +1,4 @@
-"""Records how long jobs took in the study's `times.jsonl`, so that a start knows which jobs it can finish."""
+"""Records the times of a study's jobs in `times.jsonl`, and predicts which jobs a start can finish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAME_ARM, OTHER_ARM, CUT = 1.1, 1.5, 1.5
 """Expected over measured time: from the arm's other seeds; from another arm (with its start the slowest of the paper's
 four models takes 1.4 times as long as the fastest); from a job that had not ended when it was stopped."""
 MANY_ARMS, BESIDE_MANY = 2, 1.25
-"""What another arm is expected to take over the slowest of this number of arms: a slow one may be among them."""
+"""Expected time of another arm over the slowest of MANY_ARMS measured arms."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def read_times(study_folder: Path) -> WallTimes:
 class Expected:
     seconds: float
     is_guess: bool
-    """Nothing of its arm was measured."""
+    """True if no job of its arm was measured."""
 
 
 def expected_time(job: Job, jobs: Sequence[Job], times: WallTimes) -> Expected | None:

@@ -27,9 +27,9 @@ class LossPoint(NamedTuple):
 
 
 class RunValues:
-    """What a run has logged at any time; at first empty.
+    """Values that a run has logged so far.
 
-    Where it begins with another run's weights, its tokens and its time go on from that run's, and so do its curves.
+    If it begins with another run's weights, its tokens, time and curves continue from that run.
     """
 
     def __init__(self, run: StudyRun) -> None:

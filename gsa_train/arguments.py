@@ -1,4 +1,4 @@
-"""The parsed command line of a pretraining run."""
+"""Defines the parsed command line of `pretrain.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arguments:
     resume_after_stop: bool
     """Continue although the monitor stopped the run at a spike."""
     accept_new_data: bool
-    """Where the checkpoint was trained on other text, start the config's text instead of refusing."""
+    """If the checkpoint was trained on other text, start at the beginning of the config's text instead of refusing."""
     dry_run: bool
     world_size: int
     """Number of ranks: `--world-size` in a dry run, else torchrun's WORLD_SIZE, else 1."""

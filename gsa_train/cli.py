@@ -1,4 +1,4 @@
-"""The command line of a pretraining run."""
+"""Parses the command line of `pretrain.py` and reports refused starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gsa_train.reliability.last_words import say_last
 from gsa_train.reliability.stop_signals import StopRequest
 
 HEAD_START_SECONDS = 10.0
-"""Time in which rank 0 alone reports a start that is refused on every rank."""
+"""Time for which other ranks wait, so that rank 0 alone reports an error that all ranks have."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -150,7 +150,7 @@ def announced_world_size(needs_rank: bool = True) -> int:
     """Returns the number of ranks in torchrun's environment; 1 for a plain `python` start.
 
     Raises:
-        ValueError: it is not a number, or RANK is missing with several ranks.
+        ValueError: WORLD_SIZE is not a number, or it is above 1 and RANK is missing.
     """
     announced = os.environ.get("WORLD_SIZE", "1")
     if not announced.isdecimal():
@@ -165,11 +165,11 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    Mostly all ranks find the same error, and torchrun ends the others when the first one ends, so rank 0 reports
-    for them. A rank that lives longer has found an error that rank 0 has not, such as a tokenizer missing on its node.
+    Usually all ranks find the same error: rank 0 reports it, and torchrun ends the others. A rank that is still alive
+    after HEAD_START_SECONDS reports its own error, such as a tokenizer that is missing on its node.
 
     Args:
-        request: records a signal to end, if given; else the signal ends this process.
+        request: if it has recorded a signal, this rank prints nothing. Without it, a signal ends this process.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":

@@ -1,4 +1,4 @@
-"""Small files that stay intact through crashes and full disks."""
+"""Reads and writes small files that stay intact through crashes and full disks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Read the text of a file that the user names by an option, without a byte order mark.
 
     Raises:
-        ValueError: it is missing, not text, not a regular file, or too large; names the option and the remedy.
+        ValueError: the file is missing, not UTF-8 text, not a regular file, or too large; names option and remedy.
     """
     try:
         return read_whole(path, most_bytes).decode("utf-8-sig")
@@ -37,11 +37,11 @@ def read_named(option: str, path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def own_file(path: str, flags: int) -> int:
-    """`opener` of `open` for a file that a run keeps: a plain file, never the target of a link, which may be
-    any file of the user's, nor a pipe, which would wait for a reader. Parent folders may be links.
+    """Open a regular file of the run folder (`opener` of `open`). Refuses a symbolic link, whose target may be any file
+    of the user, and a pipe, which would block. Parent folders may be links.
 
     Raises:
-        OSError: it is a link, or not a plain file.
+        OSError: the path is a link, or not a regular file.
     """
     what = "no plain file"
     try:
@@ -59,8 +59,8 @@ def own_file(path: str, flags: int) -> int:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Open unbuffered for reading and appending; ends a last line that a kill or a full disk has cut off. A file with
-    another name (a hard link, as from `cp -l`) is copied first: the other name keeps its content.
+    """Open a file unbuffered for reading and appending. Appends a line break if the last line was cut off by a kill or
+    a full disk. A file with hard links (as from `cp -l`) is copied first, so that the other links stay unchanged.
 
     Raises:
         OSError: see `own_file`; or the file cannot be written.
@@ -78,10 +78,7 @@ def open_to_append(path: Path) -> FileIO:
 
 
 def append_line(path: Path, line: str) -> None:
-    """
-    Raises:
-        OSError: see `open_to_append`.
-    """
+    """Append one line. Raises OSError: see `open_to_append`."""
     with open_to_append(path) as file:
         content = (line + "\n").encode()
         while content:  # on an almost full disk a write may be partial, and the next one fails
@@ -89,8 +86,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file so that after a crash at any moment it has its old content or the new one, never a part. A link
-    in its place is replaced, and its target stays unchanged."""
+    """Replace a file atomically: after a crash it has either the old content or the new content. A link at the path is
+    replaced; its target stays unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:
@@ -101,15 +98,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON with the checksum of its content."""
+    """Write `content` as JSON, with its CRC-32 in the key `crc32`."""
     write_atomically(path, json.dumps({**content, "crc32": _checksum(content)}, indent=2) + "\n")
 
 
 def read_checked(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Read what `write_checked` wrote, with these keys; old files may lack the checksum.
+    """Read a file of `write_checked`, without the checksum. Old files may lack the checksum.
 
     Raises:
-        ValueError: the content is something else.
+        ValueError: the content is not an object with exactly `keys`, or does not match its checksum.
     """
     content = parse_json(read_whole(path))
     if not isinstance(content, dict):

@@ -1,5 +1,5 @@
-"""A step's plan, and the services that the loop tells of it: they watch the run, or act between its steps. The list of
-them, and with it their order, is `services_of` in train.py."""
+"""Defines a step's plan and the base class of services, which the training loop calls at its events. `services_of` in
+train.py lists the services in call order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepPlan:
     trains: bool
     """False: its batch is read and skipped."""
     left_out_through: int | None
-    """For the log: the last of the consecutive skipped steps that start here; None elsewhere."""
+    """At the first of consecutive skipped steps: the last of them, for the log. Else None."""
     logs: bool
     """Measure the attention and write a metrics record."""
     validates: bool
@@ -29,58 +29,59 @@ class StepPlan:
 
     @property
     def pauses(self) -> bool:
-        """Training waits after the step."""
+        """Returns True if training pauses after the step."""
         return self.validates or self.scores_tasks or self.saves or self.ends_phase
 
     @property
     def reads_monitor(self) -> bool:
-        """Logging, validation, saves and the end of a phase wait for the monitor's verdict on the step."""
+        """Returns True if the step is logged or training pauses: both wait for the monitor's verdict on the step."""
         return self.logs or self.pauses
 
     @property
     def weights_are_kept(self) -> bool:
-        """The weights after this step go into a checkpoint."""
+        """Returns True if the weights after this step go into a checkpoint."""
         return self.saves or self.ends_run
 
 
 class Service:
-    """Overrides the events that it needs; the others do nothing. Ranks come to each event in the same order, but not
-    at the same time: only `on_validate` and `on_tasks` may use collectives."""
+    """Base class: each event does nothing by default. All ranks reach the events in the same order, but not at the
+    same time: only `on_validate` and `on_tasks` may use collectives."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
-        """`start`: the last step before the phase."""
+        """Called before the phase's first step. `start` is the last step before the phase."""
 
     def before_step(self, plan: StepPlan) -> None:
-        """Before the step's text is read."""
+        """Called before the step's batch is read."""
 
     def on_batch(self, plan: StepPlan, micro_batches: Sequence[Any], wait_seconds: float) -> None:
-        """The step trains on these `data.batches.MicroBatch`, for which it waited."""
+        """Called after the step's list of `data.batches.MicroBatch` was read, which took `wait_seconds`."""
 
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
-        """Before a logged step's record is written: a service may add to it. On GPUs this is after the next step is
+        """Called before a logged step's record is written; a service may add values. On GPUs the next step is already
         launched.
 
         Args:
-            numbers: the `metrics.record.Reduced` from which it was made.
+            numbers: the `metrics.record.Reduced` from which the record was made.
         """
 
     def after_step(self, plan: StepPlan) -> None:
-        """The step is trained or left out, and logged; it is not yet saved."""
+        """Called after the step is trained or skipped and logged, before it is saved."""
 
     def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """The validation sets are scored, and not yet logged. `stop_if_asked` may raise to end the validation."""
+        """Called after the validation sets are scored, before their results are logged. Call `stop_if_asked` during
+        long work; it raises to end the validation."""
 
     def on_save(self, step: int) -> None:
-        """A checkpoint begins."""
+        """Called when a save begins."""
 
     def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """After the save, if there is one: tasks may take long, and an error in them costs no step."""
+        """Called after the step's save, so that no step is lost if a task fails. `stop_if_asked` may raise."""
 
     def end_phase(self, step: int) -> None:
-        """After the phase's last step."""
+        """Called after the phase's last step."""
 
     def on_stop(self) -> None:
-        """Training is over, whatever ended it."""
+        """Called when training ends, after an error too."""
 
     def on_complete(self) -> None:
-        """The run is complete, and this process has left its process group."""
+        """Called when the run is complete and this process has left its process group."""

@@ -1,9 +1,9 @@
-"""A pretraining run from top to bottom:
+"""Runs pretraining from start to end:
 
 config -> parallel groups -> where to start -> data, model, optimizer, checkpoint, run folder (run/open.py) -> services
-    -> for each phase: steps (trainer.py), its own optimizer -> end
+    -> for each phase: a new optimizer, the steps (trainer.py) -> end
 
-A spike may take it back to an earlier checkpoint (`go_back`), from which it goes on as a new start would.
+After a loss spike, `go_back` may reload an earlier checkpoint; training then continues as after a restart.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from gsa_train.trainer import run_phase
 
 
 def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
-    """Train a checked config to the end, from the start or from where its run folder's checkpoint stands.
+    """Train a checked config to the end, from step 0 or from a checkpoint. `Stopped`, `MonitorStop` and
+    `CorruptionFound` are raised after this process has left its process group.
 
     Raises:
-        Stopped: `request` asked for it on some rank; everything is saved, and the process group is left.
-        MonitorStop: a spike ended the run; what is on disk is from before it, and the process group is left.
-        CorruptionFound: a device or a weight is not what it should be; the process group is left.
-        UnhealthyDevice: a device failed the check before anything else.
-        OtherConfig: a rank has another config.
+        Stopped: a rank received a stop request; a checkpoint of the current step is saved.
+        MonitorStop: a spike ended the run; the newest checkpoint is older than the spike.
+        CorruptionFound: a check found wrong results of a device, or weights that differ between ranks.
+        UnhealthyDevice: a device failed the health check at the start.
+        OtherConfig: a rank has a config that differs from rank 0.
     """
     clock = RunClock()
     if config.run.health_check_seconds > 0:
@@ -61,10 +62,10 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     if config.run.health_check_seconds > 0:
         clock.begin("health")
         check_health(parallel, config.run.health_check_seconds)
-    request.listen()  # before, there is nothing to save, and ranks may wait long for one that does not come
+    request.listen()  # not earlier: a signal must end a rank that waits here for a missing peer; nothing to save yet
     ranges = phase_ranges(config.phases)
     lock = RunLock(run_dir(config), parallel)
-    lock.take()  # first: the run that held it may have trained all the steps that are to be trained
+    lock.take()  # before the checkpoints are read: another run that held the lock may have written new ones
     with ExitStack() as refused:
         refused.callback(lock.take_back)
         clock.begin("checkpoint")
@@ -87,7 +88,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
         give_up_corrupted(run, fault)
         raise
     finally:
-        run.services.saver.close()  # whatever stops the training, the save under way is finished
+        run.services.saver.close()  # finish the current save, after an error too
         for service in run.listening:
             service.on_stop()
     run.services.stop_vote.close()
@@ -98,7 +99,7 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
 
 
 def services_of(run: Run) -> list[Service]:
-    """What the loop tells of its events, in this order."""
+    """Returns the services that the training loop calls, in call order."""
     config, services = run.config, run.services
     ratio = config.logging.straggler_ratio
     warnings = [StragglerWarning(ratio), DenseQueriesWarning(run), BlindIndexerWarning()]
@@ -114,7 +115,7 @@ def services_of(run: Run) -> list[Service]:
 
 
 def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
-    """From the run's start, whose phase is open, to the last checkpoint, or to a spike that asks for a rewind."""
+    """Train from `run.start` to the last checkpoint. Returns a spike if one requires a rewind, else None."""
     if run.start.state is not None:
         run.start.restore_rng(run.parallel)
     kept: MainWeights | None = None
@@ -123,7 +124,7 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
             # Each phase trains other parameters, so each has its own gradient buffers and optimizer.
             run.phase_optimizer = build_optimizer(run.model, phase_range.phase, run.config)
             carry_over(kept, run.phase_optimizer)
-            kept = None  # or they would take their memory as long as the phase
+            kept = None  # free their memory before the phase
         assert run.phase_optimizer is not None
         try:
             spike = run_phase(run, phase_range, run.phase_optimizer)
@@ -134,13 +135,13 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> SpikeFound | None:
                 raise
             spike = found.as_spike(run.state.monitor.spikes)
         finally:
-            run.services.log.write_late()  # of the last step, or of one before a step that failed
+            run.services.log.write_late()  # after an error too
         if spike is None and phase_range is not ranges[-1]:
             kept = keep_main_weights(run.model, run.phase_optimizer)
         run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
-        # In fp32 its shards are views of the weights, which keep autograd's nodes alive and, with them, the hooks
-        # of this phase's gradient buffers: it must be gone before the next phase hangs up its own.
+        # In fp32 the optimizer's shards are views of the weights: they keep autograd nodes alive, and with them the
+        # hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
         run.phase_optimizer = None
         gc.collect()
         if spike is not None:

@@ -1,5 +1,5 @@
-"""The loop over one phase. What a step does is planned in gsa_train/plan.py and done here, and services
-(`run.listening`) are told of it."""
+"""Runs the training loop of one phase: plans each step (gsa_train/plan.py), trains it, and calls the services
+(`run.listening`) at each event."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gsa_train.step import StepResult, Training, train_step
 
 @dataclass
 class _ActivePhase:
-    """The phase under way: what its steps have in common."""
+    """State that all steps of the current phase share."""
 
     range: PhaseRange
     optimizer: PhaseOptimizer
@@ -34,7 +34,7 @@ class _ActivePhase:
     clock: IntervalClock
     training: Training
     lr: float = 0.0
-    """Of the newest trained step."""
+    """Learning rate of the newest trained step."""
 
 
 def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _ActivePhase:
@@ -50,7 +50,7 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
         run.model, optimizer, run.config, run.parallel, monitor.detector, check, graph, saver.hold_update
     )
     saver.reserve(run.model, optimizer)
-    run.model.work_time.reset()  # of steps before, which were not logged
+    run.model.work_time.reset()  # drop the time of earlier steps, which were not logged
     phase = _ActivePhase(phase_range, optimizer, monitor, IntervalClock(device), training)
     for service in run.listening:
         service.begin_phase(phase_range.phase, phase_range.start)
@@ -58,12 +58,12 @@ def _enter(run: Run, phase_range: PhaseRange, optimizer: PhaseOptimizer) -> _Act
 
 
 def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> SpikeFound | None:
-    """Train from the run's step to the end of the phase, or up to a spike that asks for a rewind.
+    """Train from `run.state.step` to the end of the phase. Returns a spike if one requires a rewind, else None.
 
     Raises:
         MonitorStop: a spike ends the run.
-        CorruptionFound: so do numbers that are not what they should be.
-        Stopped: all ranks were asked to stop, and the checkpoint of this moment is on disk.
+        CorruptionFound: a check found wrong results or weights that differ between ranks.
+        Stopped: the ranks agreed on a stop; a checkpoint of the current step is on disk.
     """
     state = run.state
     phase = _enter(run, phase_range, phase_optimizer)
@@ -76,7 +76,7 @@ def run_phase(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer
         for service in run.listening:
             service.before_step(plan)
         result = _train(run, phase, plan)
-        _write_late(run)  # the record of the step before, while the device is busy with this one
+        _write_late(run)  # write the previous step's record while the device computes this step
         if plan.reads_monitor and (spike := phase.monitor.read(plan.step)) is not None:
             return spike
         if plan.logs and result is not None:
@@ -112,9 +112,9 @@ def _plan(run: Run, phase_range: PhaseRange) -> StepPlan:
 
 
 def _read_or_stop(run: Run, phase: _ActivePhase) -> SpikeFound | None:
-    """Act on the steps before; then stop if all ranks are asked to."""
+    """Read the monitor's verdicts on earlier steps and return a spike; stop if the ranks agreed on a stop."""
     step, reason = run.state.step, run.services.stop_vote.ask()
-    # Read late, so that the host does not wait for the device; but before a stop, all steps.
+    # Verdicts are read some steps late, so that the host does not wait for the device; before a stop, all are read.
     spike = phase.monitor.read(step if reason else step - READ_DELAY_STEPS)
     if spike is None and reason:
         _stop(run, phase, reason)
@@ -122,12 +122,12 @@ def _read_or_stop(run: Run, phase: _ActivePhase) -> SpikeFound | None:
 
 
 def _write_late(run: Run) -> None:
-    with run.services.watchdog.during("logging"):  # a file system may stand still
+    with run.services.watchdog.during("logging"):  # a file system may hang
         run.services.log.write_late()
 
 
 def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
-    """Train one step, or read its batch and leave it out; the state counts it."""
+    """Train one step, or read its batch and skip it (returns None). Increments the step in both cases."""
     if not plan.trains:
         _leave_out(run, phase, plan)
         return None
@@ -153,7 +153,7 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
 
 
 def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
-    """Read a step's batch and do not train on it; the state counts the step."""
+    """Read a step's batch and skip it; increments the step."""
     with phase.clock.paused(), run.services.goodput.clock.during("other"):
         run.data.batches.next_step()
         run.state.step += 1
@@ -163,7 +163,7 @@ def _leave_out(run: Run, phase: _ActivePhase, plan: StepPlan) -> None:
 
 
 def _log(run: Run, phase: _ActivePhase, result: StepResult) -> None:
-    """Of the step just done, whose verdict has been read, and of the saves that ended meanwhile. Collective."""
+    """Log the newest step, after its verdict has been read, and the saves that have ended. Collective."""
     with trace_span("logging"):
         make_and_log = _late_record(run, phase, result)
         with run.services.watchdog.during("logging"):
@@ -172,7 +172,7 @@ def _log(run: Run, phase: _ActivePhase, result: StepResult) -> None:
 
 
 def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[[], None]:
-    """Send the step's numbers to the host; what is returned makes their record and logs it. Collective."""
+    """Start to copy the step's numbers to the host. Returns a function that makes and logs their record. Collective."""
     config, parallel, model, batches = run.config, run.parallel, run.model, run.data.batches
     interval = phase.clock.read_and_reset()
     run.state.task_clock.train_seconds += interval.seconds
@@ -200,7 +200,7 @@ def _late_record(run: Run, phase: _ActivePhase, result: StepResult) -> Callable[
 
 
 def _validate(run: Run, phase: _ActivePhase) -> None:
-    """Validate between two steps if it is due, unless all ranks are asked to stop meanwhile."""
+    """Validate between two steps if validation is due; ends early if the ranks agree on a stop."""
     if run.state.validation_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "validating")
         with phase.clock.paused(), run.services.goodput.clock.during("validation"):
@@ -209,7 +209,7 @@ def _validate(run: Run, phase: _ActivePhase) -> None:
 
 
 def _score_tasks(run: Run, phase: _ActivePhase) -> None:
-    """Score `evaluate.tasks` between two steps if they are due, unless all ranks are asked to stop meanwhile."""
+    """Score `evaluate.tasks` between two steps if they are due; ends early if the ranks agree on a stop."""
     if run.state.tasks_due:
         stop_if_asked = partial(_stop_if_asked, run, phase, "scoring tasks")
         with phase.clock.paused(), run.services.goodput.clock.during("tasks"):
@@ -226,7 +226,7 @@ def _stop_if_asked(run: Run, phase: _ActivePhase, activity: str) -> None:
 
 
 def _stop(run: Run, phase: _ActivePhase, reason: int, in_validation: bool = False) -> NoReturn:
-    """Save and leave. Every step has been read."""
+    """Save a checkpoint and raise `Stopped`. The monitor's verdicts on all steps must have been read."""
     state, services = run.state, run.services
     services.log.write_late()
     state.validation_due = in_validation
@@ -236,7 +236,7 @@ def _stop(run: Run, phase: _ActivePhase, reason: int, in_validation: bool = Fals
         with phase.optimizer.whole_weights(changes=False):
             check.compare_replicas(state.step, saves=True)
     if reason == FOLDER_GONE:
-        services.saver.durable_step = None  # it went with the folder
+        services.saver.durable_step = None  # the checkpoint was deleted with the folder
     if state.step > 0:
         services.log.message(f"{reason_in_words(reason)}: saving a checkpoint at step {state.step}")
         save_the_end(run, phase.range, phase.optimizer)

@@ -1,4 +1,4 @@
-"""Draw what a model's attention does on a text: python launch/analyze.py --run RUN_DIR --name NAME [--text TEXT]
+"""Draw a model's attention on a text: python launch/analyze.py --run RUN_DIR --name NAME [--text TEXT]
 
 `gsa_eval/commands/analyze.py` says what it does.
 """

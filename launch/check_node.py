@@ -1,4 +1,4 @@
-"""Are the GPUs of this node healthy? python launch/check_node.py, or under torchrun for the links between them, too
+"""Check the GPUs of this node: python launch/check_node.py, or under torchrun to check the links between them, too
 
 `gsa_train/commands/check_node.py` says what it does, and with which options.
 """

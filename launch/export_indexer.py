@@ -1,4 +1,4 @@
-"""Save what a checkpoint's indexers make of real text, for `benchmarks/bench_long.py --selection FILE`:
+"""Save the indexer projections of a checkpoint on real text, for `benchmarks/bench_long.py --selection FILE`:
 
 python launch/export_indexer.py RUN_DIR --seq-len-tokens 131072 --layers 0 5 11 --out FILE.pt
 """
@@ -30,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     if arguments.seq_len_tokens < 1:
         parser.error(f"--seq-len-tokens {arguments.seq_len_tokens}: give 1 or more")
-    # Before the work, not after it.
+    # Check the output path before the work.
     if not arguments.out.absolute().parent.is_dir() or arguments.out.is_dir():
         parser.error(f"--out {arguments.out}: give a file in a folder that exists")
     try:
@@ -38,7 +38,7 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    # Here, so that a wrong config is reported before torch and megatron-core are loaded.
+    # Imported here, so that a wrong config is reported before torch and megatron-core are loaded.
     from gsa_data.shards import DataFault
     from gsa_train.commands.export_indexer import export_indexer
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and of one on more GPUs: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
+"""Report how a run spent its time, or simulate it: python launch/goodput.py --run DIR, or --gpus N --mtbf-hours H
 
 `gsa_train/commands/goodput.py` says what it does, and with which options.
 """

@@ -1,4 +1,4 @@
-"""What a selection of keys retrieves at best: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
+"""Measure the best retrieval of a key selection: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json
 
 `gsa_eval/commands/oracle.py` says what it does.
 """

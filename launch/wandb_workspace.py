@@ -1,4 +1,4 @@
-"""A W&B workspace with the panels of a run: python launch/wandb_workspace.py --entity NAME [--project P] [--print]
+"""Create a W&B workspace with a run's panels: python launch/wandb_workspace.py --entity NAME [--project P] [--print]
 
 Sections training, GSA attention, stability, system and data over tokens (gsa_train/metrics/panels.py), as in the
 HTML report and in TensorBoard. Creates a saved view of the project and prints its address; `--print` prints what it
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def build_workspace(entity: str, project: str, name: str) -> ws.Workspace:
-    """One section per section of the list, the layers in one of their own, closed."""
+    """Build one section per section of the panel list, and a closed section for the layers."""
     sections = [
         ws.Section(
             name=title,
@@ -97,7 +97,7 @@ def _line_plot(panel: Panel) -> wr.LinePlot:
 
 
 def spec_of(workspace: ws.Workspace) -> dict[str, Any]:
-    """What W&B would store."""
+    """Returns the specification that W&B stores."""
     view = workspace._to_model()
     return dict(view.model_dump(mode="json", by_alias=True, exclude_none=True))
 

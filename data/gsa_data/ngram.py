@@ -1,4 +1,4 @@
-"""Unigram and bigram baselines: what a model must beat, counted on the tokens it was trained on.
+"""Computes unigram and bigram baselines from the tokens that a model was trained on.
 
 Both score the same (input, label) pairs as the model, with the same mask. With c the training counts, N the
 number of training labels, V the vocabulary and T(h) the number of different labels seen after input h:

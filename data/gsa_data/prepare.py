@@ -1,4 +1,4 @@
-"""Train a tokenizer, and tokenize shards once: `gsa-prepare` of an installation, data/prepare.py of a checkout.
+"""Trains a tokenizer, and tokenizes shards once: `gsa-prepare` of an installation, data/prepare.py of a checkout.
 
     gsa-prepare tokenizer --shards DIR --out tokenizer.model
     gsa-prepare tokens --data DIR --tokenizer tokenizer.model --out DIR
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """To what `ArgumentParser.add_subparsers` gave; each names its function in `run`."""
+    """Add the commands to the result of `ArgumentParser.add_subparsers`; each sets its function as `run`."""
     tokenizer = commands.add_parser("tokenizer", help="train a sentencepiece BPE tokenizer")
     tokenizer.add_argument(
         "--shards", required=True, help="folder of the text, in any format of data.train_dir"
@@ -57,7 +57,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """The exit code; 2 with a line on stderr for bad input."""
+    """Run a command; returns its exit code. Bad input prints a line to stderr and gives 2."""
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
@@ -72,7 +72,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _is_of(out: Path, fault: OSError) -> bool:
-    """Whether what is written there failed. A full disk names no file."""
+    """Returns True if the write to `out` failed. The error of a full disk names no file."""
     if fault.filename is None:
         return fault.errno is not None
     failed, place = Path(os.fsdecode(fault.filename)).absolute(), out.absolute()
@@ -86,7 +86,7 @@ def _run_tokenizer(options: argparse.Namespace) -> int:
 
 
 def pieces_of(line: str) -> Iterator[str]:
-    """A line, cut at spaces where it is longer than sentencepiece learns from: it would pass over all of it."""
+    """Split a line at spaces into pieces of at most LONGEST_LINE_BYTES; sentencepiece skips longer lines."""
     if len(line.encode()) <= LONGEST_LINE_BYTES:
         if line:
             yield line

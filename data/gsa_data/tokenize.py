@@ -1,4 +1,4 @@
-"""Text to token ids with a sentencepiece model or a Hugging Face tokenizer.json: each as its own library has it."""
+"""Converts text to token ids with a sentencepiece model or a Hugging Face tokenizer.json, each by its own library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
 """Names of a tokenizer's file in a folder, as in Hugging Face's repositories."""
 EOS_MARK = " eos="
-"""In a fingerprint, between the file's and the id of an EOS that is not the file's own choice."""
+"""Separates the file's fingerprint from the id of an EOS that is not the file's default."""
 Part = tuple[int, int]
 """Part of a text: its first character, and the one after its last."""
 
@@ -33,10 +33,10 @@ WORD_START = "\u2581"
 
 
 class TokenizerModel(Protocol):
-    """What Tokenizer needs of a library."""
+    """Interface of a tokenizer library."""
 
     vocab_size: int
-    """Ids are below it."""
+    """All ids are smaller."""
 
     def encode(self, text: str | bytes) -> NDArray[np.int32] | list[int]: ...
 
@@ -45,7 +45,7 @@ class TokenizerModel(Protocol):
     def id_of(self, token: str) -> int | None: ...
 
     def default_eos(self) -> int | str:
-        """The end-of-document token that the file itself names, or why there is none."""
+        """Returns the end-of-document token that the file defines, or why there is none."""
         ...
 
     def token_bytes(self) -> list[int]: ...
@@ -117,7 +117,7 @@ class Tokenizer:
         return np.asarray(self._model.encode(text), dtype=np.int32)
 
     def encode_prompt(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text that a model is to go on with, as its training encoded such text."""
+        """Returns the token ids of a prompt, encoded as in training."""
         return self.encode_chat(text, [])[0] if self.is_chat else self.encode(text)
 
     def decode(self, tokens: NDArray[np.int32] | Sequence[int], without_special: bool = False) -> str:
@@ -126,12 +126,12 @@ class Tokenizer:
 
     @property
     def file(self) -> bytes:
-        """Content of the file, as it was read."""
+        """Returns the content of the file as it was read."""
         return self._file
 
     @property
     def file_name(self) -> str:
-        """What a copy of the file is called: `tokenizer.json` or `tokenizer.model`."""
+        """Returns the name for a copy of the file: `tokenizer.json` or `tokenizer.model`."""
         return TOKENIZER_JSON if isinstance(self._model, TokenizerJson) else SENTENCEPIECE_MODEL
 
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -144,14 +144,14 @@ class Tokenizer:
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)
 
     def has_token(self, name: str) -> bool:
-        """Whether `encode_chat` makes one token of this text wherever it stands."""
+        """Returns True if `encode_chat` always encodes this text as one token."""
         return self._model.has_token(name)
 
     def name_of(self, token: int) -> str:
         return self._model.name_of(token)
 
     def symbol_in(self, text: str) -> int | None:
-        """The first token of a rendered text that is a special or added one."""
+        """Returns the first special or added token of a rendered text."""
         symbols = self._model.symbols()
         tokens = self.encode_chat(text, [])[0].tolist()
         return next((token for token in tokens if token in symbols.values()), None)
@@ -163,13 +163,13 @@ class Tokenizer:
 
     @property
     def front_bytes(self) -> int:
-        """Bytes that the tokenizer itself puts in front of each text, such as sentencepiece's dummy space: they are in
-        `token_bytes` of the first token, and no part of the text."""
+        """Returns the number of bytes that the tokenizer adds before each text, such as sentencepiece's dummy space.
+        `token_bytes` of the first token counts them, although they are not part of the text."""
         return max(int(self.token_bytes[self.encode("a")].sum()) - 1, 0)
 
     @property
     def keeps_newlines(self) -> bool:
-        """Whether newlines survive encoding and decoding; with sentencepiece's default flags they do not."""
+        """Returns True if newlines survive encoding and decoding; with sentencepiece's default flags they do not."""
         return self.decode(self.encode("\n\n")) == "\n\n"
 
     @cached_property
@@ -178,7 +178,7 @@ class Tokenizer:
         return np.array(self._model.token_bytes(), dtype=np.int32)
 
     def differs_from(self, fingerprint: str) -> str:
-        """How this tokenizer differs from the one of a saved fingerprint, and the remedy, for an error."""
+        """Returns the difference from the tokenizer with a saved fingerprint, and the remedy, for an error message."""
         file, _, end = fingerprint.partition(EOS_MARK)
         if file != self.fingerprint.partition(EOS_MARK)[0]:
             return f"data.tokenizer = {self.path} is another file, with other pieces; use that run's tokenizer file"
@@ -208,13 +208,13 @@ class Tokenizer:
 
 
 def check_text(text: str, place: str) -> str:
-    """The text itself. Words of a command line may hold bytes that are no UTF-8, which no tokenizer takes.
+    """Returns the text. Command-line arguments may hold bytes that are not UTF-8; tokenizers refuse them.
 
     Args:
-        place: where it comes from, for the error.
+        place: origin of the text, for the error.
 
     Raises:
-        ValueError: it has such bytes.
+        ValueError: the text has bytes that are not UTF-8.
     """
     try:
         text.encode()
@@ -224,7 +224,7 @@ def check_text(text: str, place: str) -> str:
 
 
 def text_after(decode: Callable[[list[int]], str], prompt: list[int], new: list[int]) -> str:
-    """What new tokens add to the text of a prompt's: alone, some libraries leave out a space in front."""
+    """Returns the text that new tokens add to a prompt. Decoded alone, some libraries drop a leading space."""
     if not new:
         return ""
     before, whole = decode(prompt), decode([*prompt, *new])
@@ -319,6 +319,6 @@ class SentencePieceModel:
 
 
 def _is_tiktoken(file: bytes) -> bool:
-    """Whether the first line is base64 and a rank."""
+    """Returns True if the first line has base64 text and a rank."""
     word, _, rank = file.partition(b"\n")[0].partition(b" ")
     return rank.isdigit() and word.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

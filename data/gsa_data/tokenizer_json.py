@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, through the library `tokenizers` (the extra `hf`)."""
+"""Reads Hugging Face's tokenizer.json with the library `tokenizers` (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-"""Special tokens that end a document in the models that are around."""
+"""Special tokens that end a document in common models."""
 
 OTHER_SPECIAL = "add a special token that its model does not hold to the file's added_tokens"
 
@@ -82,7 +82,7 @@ class TokenizerJson:
         return found
 
     def _is_spelled(self, token: str) -> bool:
-        """Whether text that spells a token gets it; a special one, too, where the model holds it as a word."""
+        """Returns True if text that spells the token is encoded as it, as for a special token in the model's words."""
         with _LibraryErrors(self._path):  # of a model that knows no unknown token
             return any(
                 self._vocab[token] in self.encode(text) for text in (token, f"{token}\n{token} {token}")
@@ -140,7 +140,7 @@ class TokenizerJson:
         return sizes
 
     def _decoded(self, token: str) -> str:
-        """A token of the model without the marks of words: `##` inside one, `</w>` at its end."""
+        """Returns a token's text without word marks: `##` inside a word, `</w>` at its end."""
         model = self._content["model"]
         inside, end = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
         if inside and token.startswith(inside):
@@ -151,7 +151,7 @@ class TokenizerJson:
 
 
 class _LibraryErrors:
-    """The library raises plain Exception for a file that it does not understand."""
+    """Converts errors to TokenizerError: the library raises plain Exception for a file that it cannot parse."""
 
     def __init__(self, path: str) -> None:
         self._path = path

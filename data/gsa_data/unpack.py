@@ -1,4 +1,4 @@
-"""From a compressed shard to its text, as far as it is whole."""
+"""Decompresses a shard, up to the first damage."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 import zstandard
 
 LARGEST_WINDOW_BYTES = 1 << 31
-"""What `zstd --long=31` asks for, the most there is; the library's own limit of 128 MiB equals a bare `--long`."""
+"""Largest window of zstd (`--long=31`); the library's own limit of 128 MiB equals a bare `--long`."""
 MOST_UNPACKED_BYTES = 1 << 30
-"""That a shard of any size may unpack to. A few bytes can stand for any number of equal ones, and a reader holds the
-text of a shard in memory."""
+"""Allowed unpacked size of any shard. A reader holds the text of a shard in memory, and a few packed bytes may unpack
+to any size."""
 MOST_RATIO = 50
-"""Of unpacked to packed bytes in a larger shard. Text has 3 to 10."""
+"""Largest ratio of unpacked to packed bytes of larger shards; text has 3 to 10."""
 LINE_BYTES = 64
-"""Memory that a line or row takes beside its text."""
+"""Memory of a line or row in addition to its text."""
 PIECE_BYTES = 1 << 12
-"""That are unpacked at once: up to 128 MiB of text, as zstd packs 128 KiB of equal bytes into four."""
+"""Packed bytes per call: up to 128 MiB of text, as zstd packs 128 KiB of equal bytes into four."""
 
 
 class _Frame(Protocol):
@@ -39,7 +39,7 @@ def most_unpacked(packed_bytes: int) -> int:
 
 
 def too_large(packed_bytes: int) -> str:
-    """What is wrong with a shard that holds more."""
+    """Returns the fault of a shard that exceeds this size."""
     return (
         f"unpacks to more than {most_unpacked(packed_bytes)} bytes in memory, the most allowed for its "
         f"{packed_bytes} bytes (split it into smaller shards if its text is meant so)"
@@ -47,9 +47,9 @@ def too_large(packed_bytes: int) -> str:
 
 
 def unpack(packed: bytes, relpath: str, enough_bytes: int | None = None) -> tuple[bytes, str]:
-    """The text of a shard, and what is wrong with it ("" when it is all there).
+    """Returns the text of a shard, and its damage in words ("" if it is whole).
 
-    Unpacking ends after `enough_bytes` of text, or when the shard is too large: then with what came before.
+    Unpacking ends after `enough_bytes` of text, or at the size limit.
     """
     if relpath.endswith(".zst"):
         decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES)
@@ -69,7 +69,7 @@ def _decompress(
     while True:
         frame = new_frame()
         try:
-            # In pieces, so that a corrupt block costs only itself and what follows.
+            # In pieces, so that the text before a corrupt block is kept.
             while place < len(packed) and not frame.eof:
                 piece = packed[place : place + PIECE_BYTES]
                 part = frame.decompress(piece)

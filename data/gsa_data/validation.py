@@ -1,7 +1,7 @@
-"""Fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
+"""Reads fixed text to score a model on: the first sequences of a split, and the same documents packed by source.
 
-A split is a corpus of any kind: what `prepare.py tokens` made of a text gives the same sequences as the text. The bytes
-that bits per byte need are those that the tokens spell, so tokens are enough for them.
+Tokens of `prepare.py tokens` give the same sequences as their text. Bits per byte count the bytes that the tokens
+decode to, so they need no text.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from gsa_data.tokenize import Tokenizer
 DEFAULT_READING = Reading()
 MOST_THREADS = 16
 DOCUMENTS_AT_ONCE = 128
-"""What is tokenized beyond the last document that is wanted, at most; and no more than comes before it, or one for each
-thread: a set of a few documents costs a few."""
+"""Largest number of documents tokenized at once. Smaller batches at the beginning keep the waste small for short
+sets."""
 
 
 class TooLittleText(DataFault):
-    """A split is readable, but has nothing to score at this length: no later try would find more."""
+    """The split is readable, but has nothing to score at this length; a retry cannot help."""
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Sequences for a model to score, and how much text their scored labels are."""
+    """Sequences for a model to score, and the amount of text of their scored labels."""
 
     blocks: Tokens
     """int32 [n, L + 1]; of conversations with their marks (marks.py)"""
     lengths: NDArray[np.int64]
-    """[n] labels of each sequence that are text; what follows them is filling and counts for nothing"""
+    """[n] labels of each sequence that are text; the rest is padding and is not scored"""
     scored_tokens: int
     """Labels that count, EOS included."""
     text_bytes: int
-    """UTF-8 bytes of the text that these labels spell; an EOS has none, and neither has the space that a tokenizer puts
-    in front of a document."""
+    """UTF-8 bytes of these labels' text, without EOS and without the space that a tokenizer adds before a document."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def read_validation_set(
     attend_across_documents: bool,
     split_by_source: bool,
 ) -> ValidationSet:
-    """The first `max_blocks` sequences of a split (fewer when it is smaller), and what is in them by source.
+    """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
     A source's documents are concatenated as the split's are, a document cut off by the last sequence as far as it
     goes; the rest of its last sequence is filled up. So no text is left out: where documents are isolated, the

@@ -1,5 +1,5 @@
-"""How a command ends that prints and is done: at Ctrl-C, without memory, and where what reads it has left, as `| head`
-does."""
+"""Ends a short command without a traceback: at Ctrl-C, out of memory, or if the reader of its output has ended, as
+with `| head`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from gsa_train.process.exit_codes import INTERRUPTED
 
 READER_LEFT = 141
-"""What a shell makes of SIGPIPE, which ends other programs there."""
+"""Exit code of a shell for a program that SIGPIPE ended."""
 
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Around such a command; `@as_command()` at its `main`. A line instead of a traceback at Ctrl-C and without memory,
-    nothing where the reader has left.
+    """Decorator of a command's `main`. Prints a line instead of a traceback at Ctrl-C or out of memory, and nothing if
+    the reader has ended.
 
-    Not around training, which goes on without a reader, and heeds signals itself.
+    Not for training, which continues without a reader and handles signals itself.
     """
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # at Python's own end it would be too late to catch
+            sys.stdout.flush()  # an error at the interpreter's exit could not be caught
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -42,12 +42,12 @@ def as_command() -> Iterator[None]:
     except BrokenPipeError:
         if not _reader_left():  # another pipe or socket broke
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
         sys.exit(READER_LEFT)
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Of the host or of a device; torch, which has no class of its own for the host, may not be loaded here."""
+    """Returns True if host or device is out of memory. Imports no torch, which has no exception class for the host."""
     is_devices = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, MemoryError) or is_devices or "DefaultCPUAllocator: can't allocate" in str(error)
 

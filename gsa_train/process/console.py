@@ -1,8 +1,7 @@
-"""The console of a run: a thread writes it, so that no reader, terminal or disk can end or block a rank.
+"""Writes the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-Whatever Python code prints, logs or warns of goes through it: `sys.stdout` and `sys.stderr` are replaced. Lines wait in
-memory while nothing takes them; those beyond a bound, and those that cannot be written, are counted, and the count is
-written as soon as a line can be.
+It replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines above the limit of
+memory, or with a write error, are dropped and counted; the count is written with the next line.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from functools import partial
 from typing import NamedTuple
 
 MOST_WAITING_BYTES = 1 << 20
-"""Of text that nothing has read yet."""
+"""Largest amount of waiting text."""
 DRAIN_SECONDS = 5.0
-"""How long the end of a process waits for a reader that takes nothing."""
+"""Longest wait at the end of a process while nothing can be written."""
 CHILD_SECONDS = 1.0
-"""The same in a forked child, whenever it flushes: it may end without notice."""
+"""Longest wait at each flush of a forked child, which may end without notice."""
 
 
 class _Chunk(NamedTuple):
     text: bytes
     lines: int
-    """That are lost where it cannot be written."""
+    """Number of lines lost if the chunk cannot be written."""
 
 
 class ConsoleWriter:
-    """Lines to one open file, in order. No method raises an OSError or waits for the file, except `drain`."""
+    """Writes lines to one open file, in order. No method raises an OSError; only `drain` waits for the file."""
 
     def __init__(self, descriptor: int, write: Callable[[int, bytes], int] = os.write) -> None:
         self._descriptor, self._write = descriptor, write
@@ -44,22 +43,22 @@ class ConsoleWriter:
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin(self) -> None:
-        self._changed = threading.Condition()  # its lock can be taken again by a signal's handler
+        self._changed = threading.Condition()  # reentrant lock: a signal handler may print
         self._thread: threading.Thread | None = None
         self._part = b""
-        """Of a line that is not complete."""
+        """Beginning of an incomplete line."""
         self._waiting: deque[_Chunk] = deque()
         self._waiting_bytes = self._done = self._dropped = 0
         self._failed, self._failure = 0, ""
         self._is_stuck = False
 
     def _begin_in_child(self) -> None:
-        """It has no thread; the parent writes what waits."""
+        """Reset in a forked child: it has no thread, and the parent writes the waiting lines."""
         self._begin()
         self._is_child = True
 
     def add(self, text: bytes) -> None:
-        """Whole lines go to the thread now, the rest with its end or with `flush`."""
+        """Queue whole lines now; queue an incomplete line once it is complete or at `flush`."""
         with self._changed:
             text = self._part + text
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
@@ -74,7 +73,7 @@ class ConsoleWriter:
             self.drain(CHILD_SECONDS)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Wait until all is written. Gives up where nothing was written for `seconds`."""
+        """Wait until all lines are written, or until nothing was written for `seconds`."""
         with self._changed:
             part, self._part = self._part, b""
             self._put(part)
@@ -108,7 +107,7 @@ class ConsoleWriter:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # of a process that may have no more threads: the next line tries again
+            except RuntimeError:  # the thread limit is reached: the next line tries again
                 self._thread = None
         self._changed.notify_all()
 
@@ -137,7 +136,7 @@ class ConsoleWriter:
         while text:
             try:
                 text = text[self._write(self._descriptor, text) :]
-            except BlockingIOError:  # whoever shares the terminal or pipe has made it so
+            except BlockingIOError:  # another process made the shared terminal or pipe non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -148,7 +147,7 @@ def _lost(count: int, why: str) -> bytes:
 
 
 class _Console(io.RawIOBase):
-    """What stands below `sys.stdout` or `sys.stderr`."""
+    """Raw stream of `sys.stdout` or `sys.stderr`."""
 
     def __init__(self, descriptor: int, writer: ConsoleWriter) -> None:
         self._descriptor, self._writer = descriptor, writer
@@ -171,12 +170,12 @@ class _Console(io.RawIOBase):
 
 
 _writers: list[ConsoleWriter] = []
-"""Of this process, which has one console."""
+"""Writers of this process."""
 
 
 def open_descriptors() -> None:
-    """Where stdin, stdout or stderr is closed, /dev/null stands for it: else the next file that is opened, such as a
-    checkpoint, would have its number, and get what is written there."""
+    """Open /dev/null for each of stdin, stdout and stderr that is closed. Otherwise the next opened file, such as a
+    checkpoint, would get its descriptor and receive console output."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -184,15 +183,15 @@ def open_descriptors() -> None:
             if error.errno != errno.EBADF:
                 continue
             null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor)  # of the same number it is left as it is
+            os.dup2(null, descriptor)  # no effect if the numbers are equal
             os.set_inheritable(descriptor, True)
             if null != descriptor:
                 os.close(null)
 
 
 def take_console() -> None:
-    """From now on a thread writes what goes to `sys.stdout` and `sys.stderr`; a stream that someone has put in their
-    place stays. Call `open_descriptors` before."""
+    """Replace `sys.stdout` and `sys.stderr` by streams that a thread writes; keep a stream that was already replaced.
+    Call `open_descriptors` before."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     writers: dict[tuple[int, int], ConsoleWriter] = {}
     for descriptor, (name, stream) in enumerate(streams.items(), start=1):
@@ -201,7 +200,7 @@ def take_console() -> None:
         ):
             continue
         file = os.fstat(descriptor)
-        # One queue for both where they are the same file, so that their lines keep their order.
+        # If both are the same file, they share a queue, so that their lines keep their order.
         writer = writers.setdefault((file.st_dev, file.st_ino), ConsoleWriter(descriptor))
         setattr(sys, name, console_stream(descriptor, writer, stream.encoding if stream else "utf-8"))
     for writer in writers.values():
@@ -210,7 +209,7 @@ def take_console() -> None:
 
 
 def console_stream(descriptor: int, writer: ConsoleWriter, encoding: str) -> io.TextIOWrapper:
-    """Of whole lines to `writer`; a character that the encoding lacks becomes its escape."""
+    """Returns a text stream to `writer`; characters that the encoding lacks are escaped."""
     return io.TextIOWrapper(
         _Console(descriptor, writer),  # type: ignore[arg-type]  # as Python's own unbuffered streams have one
         encoding=encoding,
@@ -220,12 +219,12 @@ def console_stream(descriptor: int, writer: ConsoleWriter, encoding: str) -> io.
 
 
 def drain_console() -> None:
-    """Before `os._exit`: what was said is written, unless its reader takes nothing."""
+    """Write all waiting lines, for DRAIN_SECONDS at most without progress. Call it before `os._exit`."""
     for writer in _writers:
         writer.drain()
 
 
 def _number(stream: io.TextIOBase) -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # of one that is no file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream has no file
         return stream.fileno()
     return None

@@ -1,11 +1,11 @@
-"""A trace of a few training steps, and what the device's memory held meanwhile: `profile` in the config.
+"""Traces a few training steps and records the device's allocations: `profile` in the config.
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
     rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans
     rank_<rank>.txt            where the time went, in short (gsa_train.profiling.table)
     rank_<rank>.memory.pickle  with `profile.memory_snapshot`, for pytorch.org/memory_viz
 
-It only looks on: no number of the training changes.
+Profiling does not change any result of the training.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from gsa_train.services import Service, StepPlan
 logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 1_000_000
-"""Allocations and releases that a snapshot looks back on; torch's own default has no limit."""
+"""Largest number of allocations and releases in a snapshot; torch's default has no limit."""
 
 
 class ProfileError(ValueError):
-    """What the config asks for cannot be profiled here."""
+    """The config requests a profile that this device does not support."""
 
 
 class StepProfiler(Service):
-    """One rank's."""
+    """Profiler of one rank."""
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
         """
         Args:
-            folder: holds all traces of the run.
+            folder: folder for all traces of the run.
 
         Raises:
-            ProfileError: a memory snapshot where there is no CUDA device.
+            ProfileError: a memory snapshot is requested without a CUDA device.
         """
         if config.memory_snapshot and device.type != "cuda":
             raise ProfileError(
@@ -57,7 +57,7 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start with the first step of the window, or where a resume comes into it. The step before it warms up."""
+        """Start the trace at the first step of the window, or at a resume inside it; the previous step warms up."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return
@@ -74,18 +74,18 @@ class StepProfiler(Service):
             if self._snapshots:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             if self._device.type == "cuda":
-                torch.cuda.synchronize()  # no work of the step before in this one's table
+                torch.cuda.synchronize()  # excludes work of the previous step
             self._running.start_trace()
-        self._step_name = record_function(f"ProfilerStep#{step}")  # what trace viewers look for
+        self._step_name = record_function(f"ProfilerStep#{step}")  # name that trace viewers expect
         self._step_name.__enter__()
         self._steps.append(step)
 
     def after_step(self, plan: StepPlan) -> None:
-        """End with the last step of the window."""
+        """End the trace after the last step of the window."""
         self._end(plan.step)
 
     def on_stop(self) -> None:
-        """A run that ends inside the window leaves what there is, also one that ran out of memory."""
+        """Write the partial trace of a run that ends inside the window, for example out of memory."""
         if self._running is not None:
             self._end(self._last)
 
@@ -95,10 +95,10 @@ class StepProfiler(Service):
             self._step_name = None
         if self._running is not None and step >= self._last:
             self._write(self._running)
-            self._last = 0  # steps that a rewind repeats are not profiled again
+            self._last = 0  # do not profile steps again that a rewind repeats
 
     def _write(self, trace: profile) -> None:
-        """A full disk costs the profile, not the run."""
+        """Write the trace; an OSError is logged and does not end the run."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         trace.stop_trace()

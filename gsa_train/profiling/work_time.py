@@ -1,5 +1,5 @@
-"""How long a rank itself works on a step, without the time in which it waits for others: who holds up the run? And
-what a step's time goes to, with that time."""
+"""Measures the time of a rank's own work on a step, without waits for other ranks, and the times of the step's parts;
+warns of stragglers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 
 STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
-"""What `WorkTime.part` times, each apart from the others."""
+"""Parts of a step that `WorkTime.part` measures, without overlap."""
 
 
 class Worked(NamedTuple):
-    """Seconds since the last reading."""
+    """Measured seconds since the last read."""
 
     seconds: float
-    """Between each `begin` and the next `end`."""
+    """Sum over the spans from each `begin` to the next `end`."""
     parts: dict[str, float]
-    """Of STEP_PARTS, waiting for other ranks included."""
+    """Seconds by part of STEP_PARTS, waits for other ranks included."""
 
 
 class WorkTime:
-    """Sums the seconds between each `begin` and the next `end`; on a GPU the device's time, read later."""
+    """Sums the seconds from each `begin` to the next `end`; on a GPU in device time, which is read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -42,31 +42,31 @@ class WorkTime:
         self._parts: dict[str, list[tuple[Any, Any]]] = {name: [] for name in STEP_PARTS}
 
     def begin(self) -> None:
-        """Where this rank no longer waits for another."""
+        """Begin a span; call it when this rank no longer waits for others."""
         self._began = self._now()
 
     def end(self) -> None:
-        """Before it waits for others again. Without a `begin` it counts nothing."""
+        """End the span; call it before this rank waits for others again. Does nothing without a `begin`."""
         if self._began is not None:
             self._spans.append((self._began, self._now()))
             self._began = None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times one of STEP_PARTS; the gradient reduction is inside forward and backward, and counts for itself."""
+        """Time one of STEP_PARTS. The gradient reduction runs inside forward and backward, and is subtracted there."""
         began = self._now()
         with trace_span("communication" if name == "gradient_reduction" else name):
             yield
         self._parts[name].append((began, self._now()))
 
     def read_and_reset(self) -> Worked:
-        """Of what has ended by now. What a GPU has still to do counts at the next reading: nothing waits for it."""
+        """Returns the times of all spans that have ended. Spans that a GPU still runs count at the next read."""
         parts = {name: self._take(spans) for name, spans in self._parts.items()}
         parts["forward_backward"] -= parts["gradient_reduction"]
         return Worked(self._take(self._spans), parts)
 
     def reset(self) -> None:
-        """Forget all spans, those under way on a GPU too."""
+        """Forget all spans, including spans that a GPU still runs."""
         for spans in (self._spans, *self._parts.values()):
             spans.clear()
 

@@ -1,8 +1,5 @@
-"""How long a rank may show no progress: in steps so long as the recent ones suggest, elsewhere `timeout_minutes`.
-
-What takes long without being a hang has limits of its own, or none that a step could tell: reading text that must be
-tried again, compilation, a validation, a save, a file system that stands still under the logs.
-"""
+"""Computes how long a rank may make no progress: in a step a multiple of the recent step times, else
+`parallel.timeout_minutes`. Reads, compilation, validation, saves and logs may take long without a hang."""
 
 from __future__ import annotations
 
@@ -23,30 +20,30 @@ ACTIVITIES = (
     "training",
     "ending",
 )
-"""What a main thread does after a number of steps, in this order: the others wait for the rank that is behind."""
+"""Activities of the main thread after each step, in order. The rank with the earliest one holds up the others."""
 STEP = "training"
-"""The activity whose limit follows the steps."""
+"""The activity whose limit follows the step times."""
 SILENT = ("starting", "compiling", "ending")
-"""Activities that may keep the heartbeat's thread from running, as one call of a compiler does."""
+"""Activities that may block the heartbeat thread, as a call of a compiler does."""
 TIMES_THE_SLOWEST = 5.0
 RECENT_STEPS = 32
 FEWEST_STEPS = 3
-"""Until this number is known, the longest limit holds."""
+"""Number of measured steps before the limit follows them; until then the longest limit applies."""
 LEAST_SECONDS = 40.0
-"""So that a hang is reported within a minute, and a network that recovers in half of one goes on."""
+"""Shortest limit of a step: a hang is reported within a minute, and a network may recover for half a minute."""
 
 
 class StepLimit:
-    """Of one rank."""
+    """Time limit of one rank's steps."""
 
     def __init__(
         self, longest_seconds: float, fixed_seconds: float = 0.0, least_seconds: float = LEAST_SECONDS
     ):
         """
         Args:
-            longest_seconds: of everything that is no step, and no step has more.
-            fixed_seconds: of a step; 0 follows the steps.
-            least_seconds: of a step, where its limit follows the steps.
+            longest_seconds: limit of all other activities, and upper bound of a step's limit.
+            fixed_seconds: fixed limit of a step; 0: the limit follows the step times.
+            least_seconds: lower bound of a limit that follows the step times.
         """
         self.longest_seconds = longest_seconds
         self._fixed_seconds, self._least_seconds = fixed_seconds, least_seconds
@@ -54,20 +51,20 @@ class StepLimit:
 
     @property
     def interval_seconds(self) -> float:
-        """Of a look at the ranks: often enough for the shortest limit."""
+        """Returns the time between two reads of the heartbeats; short enough for the shortest limit."""
         return min(self.longest_seconds, self._fixed_seconds or self._least_seconds) / 20
 
     def add(self, seconds: float) -> None:
-        """A step took so long, text and compilation left out."""
+        """Add the time of a step, without reading of text and compilation."""
         self._recent.append(seconds)
 
     def forget(self) -> None:
-        """Other steps begin: how long those before took says nothing of them."""
+        """Forget the step times: the next steps are of another kind."""
         self._recent.clear()
 
     @property
     def seconds(self) -> float:
-        """That a step may take now."""
+        """Returns the current limit of a step in seconds."""
         if self._fixed_seconds > 0:
             return min(self._fixed_seconds, self.longest_seconds)
         if len(self._recent) < FEWEST_STEPS:
@@ -80,8 +77,8 @@ def step_limit(config: ParallelConfig) -> StepLimit:
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:
-    """Have Triton tell when a kernel begins to be compiled (True) and when it is (False): in any step, as attention
-    changes kernels with the density of its selections."""
+    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may compile
+    one, because the kernels depend on the density of the selections."""
     from triton import knobs
 
     def before(**_: Any) -> None:

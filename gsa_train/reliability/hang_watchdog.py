@@ -1,13 +1,13 @@
-"""A run that hangs ends by itself, and says which rank it was and where every rank stood.
+"""Detects a hang, reports the rank that caused it, and ends all ranks.
 
-A thread of each rank writes a heartbeat into torch.distributed's store: that the process lives, and what its main
-thread does. Rank 0 reads them (the last rank does if rank 0 itself is frozen). Where ranks show no progress for longer
-than any of them may (hang_limit.py), it writes a report, W&B alerts, and every rank that still can writes its stacks;
-then all end with exit code 1, and torchrun or Slurm starts them again from the last checkpoint. That start says so,
-too: rank 0, which holds W&B, may have been the one that hung.
+A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
+thread. Rank 0 reads them; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
+(hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that can writes its stacks. Then all
+ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert
+too, because rank 0, which holds W&B, may be the rank that hung.
 
-At the very end the first rank to go may take the store along. There each rank has only its own clock: one that is kept
-from leaving, as by a peer that died on the way out, says so and ends with the exit code that the run has.
+At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock: a rank that
+cannot leave, for example because a peer died, logs this and ends with the run's exit code.
 """
 
 from __future__ import annotations
@@ -43,30 +43,29 @@ from gsa_train.reliability.stop_signals import launchers_patience
 from gsa_train.services import Service, StepPlan
 
 LATE_SHARE = 0.2
-"""Of the limit: without a heartbeat for so long, a process may be frozen."""
+"""A process may be frozen if its heartbeat is older than this share of the limit."""
 LONGEST_BEAT_SECONDS = 5.0
 ALERT_SECONDS = 20.0
-"""For W&B to send its alert, while all ranks hang anyway; and for a report or stacks, where the file system may be what
-hangs."""
+"""Longest wait for W&B to send an alert, and for a report or stacks, since the file system may hang."""
 ORPHAN_SECONDS = 0.5
-"""From the end of torchrun's connections to its own."""
+"""Time from the end of torchrun's connections to the end of its process."""
 REPORT = "report.txt"
 ALL_SAFE = "the run was over, and its newest checkpoint is safe"
 NAMED = re.compile(r"rank \d+ on \S+ \(process .*(?= <--$)", re.MULTILINE)
-"""A rank in a report that holds up the others."""
+"""Matches a rank that holds up the others in a report."""
 
 
 class Beat(NamedTuple):
     number: int
-    """Of heartbeats: stands still where the whole process does."""
+    """Number of heartbeats; does not change while the whole process is frozen."""
     progress: int
-    """Of notes by the main thread."""
+    """Number of calls of `heartbeat` by the main thread."""
     step: int
     activity: int
     host: str
     pid: int
     step_limit_seconds: float
-    """What it allows a step now."""
+    """The rank's current limit of a step."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -75,7 +74,7 @@ class Beat(NamedTuple):
 
 @dataclass
 class Age:
-    """Seconds since a rank's heartbeat changed, and since its main thread went on; by the reader's clock."""
+    """Seconds since a rank's heartbeat changed and since its main thread made progress, by the reader's clock."""
 
     beat: Beat
     of_beat: float = 0.0
@@ -88,13 +87,13 @@ class Age:
 
 
 def is_frozen(age: Age, timeout_seconds: float) -> bool:
-    """Half the time is enough: it is asked only where some rank shows no progress for the whole."""
+    """Returns True after half the limit: the caller asks only if some rank made no progress for the whole limit."""
     return min(age.of_progress, age.of_beat) >= timeout_seconds / 2
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """How long ranks may show no progress: as long as the slowest activity may take, as the others wait for it. But a
-    process that is silent for longer than a step may take is frozen, whatever it did."""
+    """Returns the limit for all ranks: the longest limit of their activities, because the others wait for it. If a
+    process without SILENT activity sends no heartbeat within its step limit, the step limit applies."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -108,11 +107,10 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Which ranks hold up the run, with the place of every rank; None where all go on.
+    """Returns a report with the ranks that hold up the run and the place of every rank; None if there is no hang.
 
-    A rank that waits may have begun to before the one that it waits for stood still: all are judged once one has made
-    no progress for the whole time. While a heartbeat is late, the report waits until it comes or the process counts as
-    frozen.
+    Once one rank has made no progress within the limit, all ranks are judged: a rank may have begun to wait before the
+    other rank hung. While a heartbeat is late, the report waits until it arrives or the process counts as frozen.
     """
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
@@ -121,12 +119,12 @@ def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
     is_late = any(age.of_beat >= LATE_SHARE * timeout_seconds for age in ages)
     if is_late and not frozen and longest < 1.5 * timeout_seconds:
         return None
-    behind = min(age.beat.place for age in ages)
+    earliest = min(age.beat.place for age in ages)
     if frozen:
         named, what = frozen, "frozen or gone (not even a heartbeat)"
-    elif any(age.beat.place != behind for age in ages):
-        named = [rank for rank, age in enumerate(ages) if age.beat.place == behind]
-        what = "behind all others, which wait"
+    elif any(age.beat.place != earliest for age in ages):
+        named = [rank for rank, age in enumerate(ages) if age.beat.place == earliest]
+        what = "all others wait for"
     else:
         named = list(range(len(ages)))
         what = "all at the same place, in a collective, a kernel or a slow file system: compare their stacks"
@@ -147,46 +145,45 @@ def _where(rank: int, age: Age) -> str:
 
 
 def in_short(report: str) -> str:
-    """Its first line, and the lines of the ranks that hold up the others."""
+    """Returns the first line of a report, and its lines of ranks that hold up the others."""
     return "; ".join([report.splitlines()[0], *NAMED.findall(report)])
 
 
 def newest_hang(folder: Path, since_unix_seconds: float) -> str | None:
-    """The newest report of a hang in a run's folder of faults, in short; None where there is none since then."""
+    """Returns the newest report of a hang in a run's `faults` folder, in short; None if there is none since then."""
     reports = [path for path in folder.glob(f"*/{REPORT}") if path.stat().st_mtime >= since_unix_seconds]
     texts = [path.read_text(errors="replace") for path in sorted(reports)]
-    hangs = [text for text in texts if NAMED.search(text)]  # others are of wrong bits
+    hangs = [text for text in texts if NAMED.search(text)]  # other reports are about corruption
     return in_short(hangs[-1]) if hangs else None
 
 
 class HangWatchdog(Service):
-    """The heartbeat of this rank; on the first and the last rank also the reader of all."""
+    """Writes the heartbeat of this rank; the first and the last rank also read all heartbeats."""
 
     def __init__(self, rank: int, world_size: int, limit: StepLimit, folder: Path, step: int) -> None:
         """Starts the thread. Collective.
 
         Args:
-            limit: without progress.
-            folder: for reports and stacks; made when there are any.
-            step: done so far.
+            limit: longest time without progress.
+            folder: folder for reports and stacks; created with the first one.
+            step: number of steps done.
         """
         self.on_hang: Callable[[int, str], None] | None = None
-        """Takes step and report in short where this rank finds a hang; in a thread of its own, and not for long."""
+        """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""
         self.on_beat: Callable[[int, float], None] | None = None
-        """Takes steps done and when the main thread last went on (of `time.monotonic`), with each heartbeat. In its own
-        thread, not while the last call is under way: it writes, and a file system that stands still is no frozen rank.
-        """
+        """Called at each heartbeat with the steps done and the time of the main thread's last progress
+        (`time.monotonic`). Runs in its own thread, one call at a time: a slow file system delays no heartbeat."""
         self.on_orphaned: Callable[[], None] | None = None
-        """Asks for a stop where torchrun is gone, as by a signal that it does not handle: the ranks save, and end by
-        themselves, within the time that torchrun would give them."""
+        """Called if torchrun has ended, as by a signal that it does not handle. It requests a stop: the ranks save and
+        end within the time that torchrun would give them."""
         self.exit_code = FAILED
-        """Of a rank that is ended here."""
+        """Exit code of a rank that the watchdog ends."""
         self._last_stretch: threading.Timer | None = None
         self._telling: threading.Thread | None = None
         self._rank, self._world_size, self._folder = rank, world_size, folder
         self._limit, self._timeout_seconds = limit, limit.longest_seconds
         self._interval = min(LONGEST_BEAT_SECONDS, limit.interval_seconds)
-        # torchrun may keep its store over restarts, with what earlier ranks wrote.
+        # torchrun may keep its store across restarts, with entries of earlier ranks.
         name: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
         self._store = dist.PrefixStore(
@@ -198,10 +195,10 @@ class HangWatchdog(Service):
         self._place = (step, 0)
         self._progress_at = time.monotonic()
         self._step_seconds = 0.0
-        """Of the step under way, in the parts that logs leave of it."""
+        """Time of the current step so far, without logging."""
         self._compiles = False
         self._known_kinds: set[tuple[bool, bool]] = set()
-        """Of steps of this phase that this process has begun."""
+        """Kinds of steps that this process has begun in this phase."""
         self._over = threading.Event()
         self._beat()
         dist.barrier()
@@ -209,7 +206,7 @@ class HangWatchdog(Service):
         self._thread.start()
 
     def heartbeat(self, step: int, activity: str) -> None:
-        """The main thread goes on: what it begins, after how many steps."""
+        """Record progress of the main thread: it begins `activity` after `step` steps."""
         now, (of_step, before) = time.monotonic(), self._place
         if ACTIVITIES[before] == STEP:
             self._step_seconds += now - self._progress_at
@@ -221,7 +218,7 @@ class HangWatchdog(Service):
         self._progress += 1
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
-        """Its steps may take much longer than steps of the phase before."""
+        """Forget the step times: steps of this phase may take much longer."""
         self._limit.forget()
         self._step_seconds = 0.0
         self._known_kinds.clear()
@@ -230,7 +227,7 @@ class HangWatchdog(Service):
         self.heartbeat(plan.step - 1, "reading text")
 
     def on_batch(self, plan: StepPlan, micro_batches: Sequence[Any], wait_seconds: float) -> None:
-        """The first step of each kind in a phase compiles."""
+        """Begin `compiling` at the first step of each kind in a phase, else `training`."""
         kind = plan.logs, plan.weights_are_kept
         self.heartbeat(plan.step - 1, "training" if kind in self._known_kinds else "compiling")
         self._known_kinds.add(kind)
@@ -239,19 +236,19 @@ class HangWatchdog(Service):
         self.heartbeat(step, "saving")
 
     def end_phase(self, step: int) -> None:
-        """The next phase begins, or the end of the run."""
+        """Begin `starting` before the next phase or the end of the run."""
         self.heartbeat(step, "starting")
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """This, and then again what was before, after the same step."""
+        """Begin this activity, then return to the previous one."""
         step, before = self._place
         self.heartbeat(step, activity)
         yield
         self.heartbeat(step, ACTIVITIES[before])
 
     def compiling(self, begins: bool) -> None:
-        """A kernel begins to be compiled, or is: for as long, a step has the time of what is no step."""
+        """Record that compilation of a kernel begins or ends; meanwhile the longest limit applies to the step."""
         step, activity = self._place
         if begins and ACTIVITIES[activity] == STEP:
             self.heartbeat(step, "compiling")
@@ -260,8 +257,8 @@ class HangWatchdog(Service):
             self.heartbeat(step, STEP)
 
     def begin_to_leave(self) -> None:
-        """Ask the store no more, and let this rank leave within the time that every step has. No rank may leave before
-        all have done this: the store may go with it."""
+        """Stop using the store, and limit the time in which this rank leaves. No rank may exit before all ranks have
+        called this, because the store may end with it."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()
@@ -282,7 +279,7 @@ class HangWatchdog(Service):
         self.end_saved(f"it could not leave its process group within {limit}; a peer hangs; stacks: {folder}")
 
     def end_saved(self, why: str) -> NoReturn:
-        """At the end of the run: at once, with the run's exit code."""
+        """End this process at once with the run's exit code; the run must be saved."""
         self._end(f"{why}; {ALL_SAFE}")
 
     def _beat(self) -> None:
@@ -293,9 +290,7 @@ class HangWatchdog(Service):
         if self.on_beat is not None and (self._telling is None or not self._telling.is_alive()):
             place = self._place[0], self._progress_at
             self._telling = threading.Thread(target=self.on_beat, args=place, name="tell", daemon=True)
-            with suppress(
-                RuntimeError
-            ):  # of a process that may have no more threads: the next beat tries again
+            with suppress(RuntimeError):  # the thread limit is reached: the next beat tries again
                 self._telling.start()
 
     def _run(self) -> None:
@@ -303,7 +298,7 @@ class HangWatchdog(Service):
             self._watch()
         except (RuntimeError, OSError) as error:
             if not self._over.wait(ORPHAN_SECONDS) and self._is_orphaned():
-                self._end_orphaned()  # the store was torchrun's
+                self._end_orphaned()  # torchrun held the store
             if not self._over.is_set():
                 what = f"the store of torch.distributed does not answer ({error}): rank 0 or its node is frozen or gone"
                 if self._ages and self._rank == self._world_size - 1:
@@ -315,7 +310,7 @@ class HangWatchdog(Service):
         last = time.monotonic()
         while not self._over.wait(self._interval):
             now = time.monotonic()
-            # Time in which this process was itself suspended says nothing about the others.
+            # Bound the elapsed time: this process may itself have been suspended.
             elapsed, last = min(now - last, 2 * self._interval), now
             if self._is_orphaned():
                 self._end_orphaned()
@@ -339,7 +334,7 @@ class HangWatchdog(Service):
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._launcher
 
     def _end_orphaned(self) -> None:
-        """Returns when the main thread has begun to leave."""
+        """Request a stop, then end this process unless the main thread begins to leave in time."""
         if self.on_orphaned is not None:
             self.on_orphaned()
         if self.on_orphaned is None or not self._over.wait(launchers_patience()):
@@ -347,12 +342,12 @@ class HangWatchdog(Service):
 
     def _report(self, fault: str, frozen: list[Beat]) -> None:
         name = self._write_report(fault)
-        if self.on_hang is not None:  # first: once the others end, so does this process
+        if self.on_hang is not None:  # first: this process ends soon after the others
             _for_a_while(self.on_hang, self._place[0], in_short(fault))
         self._store.set("fault", json.dumps([name, frozen]))
 
     def _write_report(self, fault: str) -> str:
-        """Returns the name of its folder."""
+        """Write the report; returns the name of its folder."""
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"
@@ -373,31 +368,31 @@ class HangWatchdog(Service):
         name, frozen = json.loads(self._store.get("fault"))
         folder = self._folder / name
         _for_a_while(self._write_stacks, folder)
-        for each in (Beat(*beat) for beat in frozen):  # torchrun would wait half a minute for their answer
+        for each in (Beat(*beat) for beat in frozen):  # kill them: torchrun would wait half a minute for them
             if each.host == self._host and each.pid != os.getpid() and psutil.pid_exists(each.pid):
                 os.kill(each.pid, signal.SIGKILL)
-        time.sleep(2 * self._interval)  # the first to end makes torchrun end the others
+        time.sleep(2 * self._interval)  # torchrun ends all ranks once one has ended
         self._end(f"the run hangs; stacks: {folder}")
 
     def _write_stacks(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # where the nodes share no file system
+            folder.mkdir(parents=True, exist_ok=True)  # missing if the nodes share no file system
             with open(folder / f"rank_{self._rank:05d}.txt", "w", opener=own_file) as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             _say(f"rank {self._rank}: no stacks: {error}\n")
 
     def _end(self, why: str) -> NoReturn:
-        """At once, with all children: the main thread may never come back to see an exception."""
+        """End this process and its children at once: the main thread may never return to handle an exception."""
         try:
             said = f"rank {self._rank} on {self._host} ends: {why}"
             _say(f"{said}\n")
             tell_torchrun(said)
             drain_console()
             for child in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error):  # it has just ended by itself
+                with suppress(psutil.Error):  # the child has just ended
                     child.kill()
-        finally:  # nothing else would end this process
+        finally:  # nothing else ends this process
             os._exit(self.exit_code)
 
 
@@ -406,7 +401,7 @@ def _say(text: str) -> None:
 
 
 def _for_a_while(call: Callable[..., None], *arguments: Any) -> None:
-    """What may not come back."""
+    """Call a function that may never return, in a thread, for ALERT_SECONDS at most."""
     thread = threading.Thread(target=call, args=arguments, daemon=True)
     thread.start()
     thread.join(ALERT_SECONDS)

@@ -1,7 +1,7 @@
-"""Why a process ends, said where its user reads it: on stderr, or in the summary that torchrun prints after all else.
+"""Reports why a process ends: on stderr, or in the summary that torchrun prints last.
 
-torchrun's summary shows what its ranks wrote to the file TORCHELASTIC_ERROR_FILE. The file is that of
-torch.distributed.elastic.multiprocessing.errors.ErrorHandler, written here without loading torch.
+The summary shows the content of TORCHELASTIC_ERROR_FILE of each rank. The format is defined by
+torch.distributed.elastic.multiprocessing.errors.ErrorHandler; this module writes it without importing torch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from pathlib import Path
 from gsa_train.process.console import drain_console
 
 SUBMISSION = "GSA_SUBMISSION"
-"""Environment variable of launch/slurm/job.sh: the folder of what submit.py submitted. All jobs of a chain count as
-one."""
+"""Environment variable of launch/slurm/job.sh: folder of the submission by submit.py. The jobs of a chain share it."""
 
 
 def say_last(message: str) -> None:
-    """Say why this process ends: once, by torchrun's summary if there will be one, else on stderr."""
+    """Print why this process ends: in torchrun's summary if there will be one, else on stderr."""
     if not tell_torchrun(message) or _is_started_again():
         print(message, file=sys.stderr)
 
 
 def tell_torchrun(message: str) -> bool:
-    """Whether this is a rank of torchrun's, which shows the message if its ranks are not started again."""
+    """Write the message for torchrun's summary. Returns False if torchrun did not start this process or on an error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    # Without a `py_callstack` the message stands in its place.
+    # Without `py_callstack`, torchrun prints the message itself.
     failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -43,9 +42,9 @@ def tell_torchrun(message: str) -> bool:
 
 
 def ended_in_silence() -> bool:
-    """This rank's process of the start before, by the same torchrun, has left no last words, as one that was killed.
+    """Returns True if this rank's process in the previous start by the same torchrun wrote no message, as after a kill.
 
-    torchrun's own line names the rank whose end it heard of first, which may be one that lost its peer.
+    torchrun itself names the rank that ended first, which may only have lost its peer.
     """
     path, count = os.environ.get("TORCHELASTIC_ERROR_FILE"), _restarts()
     if not path or count == 0 or len(Path(path).parts) < 4:
@@ -57,43 +56,43 @@ def ended_in_silence() -> bool:
 
 
 def forget_end() -> None:
-    """At the beginning of a start: what an earlier one of this job ended with no longer counts."""
+    """Delete the exit code that an earlier start of this job recorded."""
     for path in _end_file():
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def note_end(code: int, by_any_rank: bool = False) -> None:
-    """In a job of launch/slurm/submit.py: how this start ends, for job.sh, as torchrun ends with 1 for all. The first
-    note counts.
+    """Record this start's exit code for launch/slurm/job.sh, because torchrun always exits with 1. The first record
+    counts.
 
     Args:
-        by_any_rank: all ranks end with it, and the main one may not come to it.
+        by_any_rank: every rank records the code, because the main rank may not reach this call.
     """
     for path in _end_file(by_any_rank):
         with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
-            file.write(f"{code}\n")  # without it the job sees whether there is a new checkpoint, and no more
+            file.write(f"{code}\n")  # without this file, job.sh only sees whether there is a new checkpoint
 
 
 def end_launcher() -> None:
-    """Ask torchrun to end, if it would start its ranks again: that is of no use on the same devices."""
+    """Ask torchrun to end if it has restarts left: a restart on the same devices would fail again."""
     if "TORCHELASTIC_RUN_ID" in os.environ and _is_started_again():
         print(
             "torchrun is asked to end, which prints a traceback of its own (SignalException)", file=sys.stderr
         )
-        drain_console()  # torchrun ends this process, too, and may do so before its console is written
+        drain_console()  # before torchrun ends this process
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _end_file(of_any_rank: bool = False) -> list[Path]:
-    """On the main rank of such a job."""
+    """Returns the files of the exit code on the main rank of a submitted job; empty elsewhere."""
     folder = os.environ.get(SUBMISSION)
     is_asked = of_any_rank or os.environ.get("RANK", "0") == "0"
     return [Path(folder) / "exit_code"] if folder and is_asked else []
 
 
 def _is_started_again() -> bool:
-    """Whether torchrun has restarts left, before which it prints no summary."""
+    """Returns True if torchrun has restarts left; it then prints no summary."""
     return _restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 

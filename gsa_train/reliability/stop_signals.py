@@ -1,4 +1,5 @@
-"""What asks this process to stop: a signal, or the clock. Loads no torch, so that it stands before anything slow."""
+"""Handles stop requests to this process: signals and the time limit. Imports no torch, so that handlers are installed
+before the slow imports."""
 
 from __future__ import annotations
 
@@ -26,24 +27,24 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGQUIT: torchrun
-passes it on. SIGUSR1: by custom, what `sbatch --signal` sends before the end; Grid Engine's soft limit of run time.
-SIGUSR2: LSF before its limit, Grid Engine before it kills. SIGXCPU: a soft limit of CPU time."""
+"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGQUIT: forwarded
+by torchrun. SIGUSR1: usual choice for `sbatch --signal`; Grid Engine's soft time limit. SIGUSR2: LSF before its time
+limit, Grid Engine before a kill. SIGXCPU: soft limit of CPU time."""
 
 ONE_PRESS_SECONDS = 0.5
-"""Some programs that start others pass Ctrl-C on to them, though the terminal has told them: that is one press."""
+"""Two SIGINT within this time count as one press: a launcher may forward the Ctrl-C that the terminal also sends."""
 
 TIME_LIMIT = signal.NSIG
 FOLDER_GONE = signal.NSIG + 1
 LAUNCHER_GONE = signal.NSIG + 2
-"""Reasons that are no signals, as numbers beside theirs."""
+"""Reasons without a signal; their numbers follow the signal numbers."""
 
 SLURM_MARGIN_FRACTION = 0.1
-"""A margin before a Slurm job's end is at most this share of the job: else a short one would stop as it starts."""
+"""Largest margin before a Slurm job's end, as a share of the job, so that a short job does not stop at its start."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop, has saved all its work, and ends before its last step."""
+    """The run ends early on request, with a checkpoint of its newest step."""
 
     def __init__(self, reason: int, step: int) -> None:
         self.reason, self.step = reason, step
@@ -68,32 +69,31 @@ def _end_at_once(said: str) -> None:
 
 
 def _say(line: str) -> None:
-    """To stderr, on the main rank."""
+    """Print a line to stderr on the main rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{line}", file=sys.stderr, flush=True)
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Of STOP_SIGNALS, those that this process does not ignore."""
+    """Returns the STOP_SIGNALS that this process does not ignore."""
     return tuple(each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN)
 
 
 class StopRequest:
-    """Asked of this process only; `StopVote` makes it the decision of all ranks."""
+    """Records stop requests to this process; `StopVote` makes the decision for all ranks."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None
-        """Time (of `time.time`) from which on the run stops."""
+        """Time (`time.time`) at which the run stops."""
         self.folder_is_gone: Callable[[], bool] = lambda: False
-        """Whether the run folder was removed or moved: what the run knows is saved then, and a new start writes the
-        rest again."""
+        """Returns True if the run folder was removed or moved: the run then saves its state and stops."""
         self._signal = 0
         self._listens = False
         self._interrupted_at: float | None = None
 
     @property
     def reason(self) -> int:
-        """0, the number of the last stop signal, LAUNCHER_GONE, FOLDER_GONE or TIME_LIMIT."""
+        """Returns the last stop signal's number, LAUNCHER_GONE, FOLDER_GONE or TIME_LIMIT; 0 without a request."""
         if self._signal:
             return self._signal
         if self.folder_is_gone():
@@ -101,9 +101,9 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:
-        """From now on a thread looks after Ctrl-C: before `listen` it ends this process at once, with a line.
+        """Start a thread that handles Ctrl-C; before `listen`, Ctrl-C prints a line and ends this process at once.
 
-        Python's own handlers wait until the main thread returns from torch, which may take minutes of a backward pass.
+        Python runs signal handlers only when the main thread returns from torch, possibly after minutes.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -119,24 +119,24 @@ class StopRequest:
         threading.Thread(target=wait, name="Ctrl-C", daemon=True).start()
 
     def listen(self) -> None:
-        """From now on a stop signal is noted, and ends nothing: not a save, nor a step. Forked children inherit it.
+        """Install handlers that only record stop signals. Forked children inherit them.
 
-        One that this process was started to ignore (nohup, a shell's background job) stays ignored. Only who presses
-        Ctrl-C twice ends this process at once, if it watches.
+        Signals that this process ignores since its start (nohup, a shell's background job) stay ignored. After `watch`,
+        a second Ctrl-C ends this process at once.
         """
         for number in heeded_signals():
             signal.signal(number, self._note)
         self._listens = True
 
     def ask(self, reason: int) -> None:
-        """As a signal does. From any thread."""
+        """Record a stop request, like a signal does. Callable from any thread."""
         self._signal = reason
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signal = int(number)
 
     def _heed(self, number: int) -> None:
-        """Answer Ctrl-C, of which torchrun passes the first on as such, and ends its ranks by SIGTERM at the second."""
+        """Print the answer to Ctrl-C. torchrun forwards the first one as SIGINT; at the second, it sends SIGTERM."""
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
         now = time.monotonic()
@@ -162,18 +162,18 @@ def _torchruns_patience() -> str:
 
 
 def launchers_patience() -> float:
-    """Seconds that torchrun gives its ranks to end."""
+    """Returns the seconds that torchrun gives its ranks to end."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 @contextmanager
 def children_keep_running() -> Iterator[None]:
-    """Processes started inside never see a stop signal, which torchrun and Slurm send to children, too.
+    """Block stop signals in processes that are started inside: torchrun and Slurm send them to children, too.
 
-    They inherit this thread's mask, also those that are not forked and so lose the handlers. Whoever starts them
-    must end them otherwise than by SIGTERM. This process gets what came when the block is over.
+    Children inherit this thread's signal mask even if they lose the handlers. End such children by other means than
+    SIGTERM. This process receives blocked signals at the end of the block.
     """
-    resource_tracker.ensure_running()  # which at its own start lets SIGTERM through again
+    resource_tracker.ensure_running()  # before the mask is set: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -184,15 +184,16 @@ def children_keep_running() -> Iterator[None]:
 def find_deadline(
     limit_minutes: float, margin_minutes: float, environ: Mapping[str, str], began: float
 ) -> float | None:
-    """When to stop: `limit_minutes` after the job's start, or `margin_minutes` before the Slurm job ends; the sooner.
+    """Returns the time (`time.time`) to stop: `limit_minutes` after the job's start, or `margin_minutes` before the end
+    of the Slurm job if that is earlier; None without limits.
 
     Args:
-        limit_minutes: 0 for no limit of its own.
-        environ: has SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, in seconds of `time.time`, where Slurm sets them.
-        began: start of the job; restarts by the same launcher do not put the limit off.
+        limit_minutes: 0 for no limit.
+        environ: environment; Slurm sets SLURM_JOB_START_TIME and SLURM_JOB_END_TIME (Unix seconds).
+        began: start of the job; restarts by the same launcher do not extend the limit.
 
     Raises:
-        ValueError: a time of Slurm's is no number.
+        ValueError: a time from Slurm is not a number.
     """
     ends = [began + 60 * limit_minutes] if limit_minutes > 0 else []
     if "SLURM_JOB_START_TIME" in environ and "SLURM_JOB_END_TIME" in environ:
@@ -211,6 +212,6 @@ def _slurm_time(name: str, environ: Mapping[str, str]) -> int:
 
 
 def job_start_time() -> float:
-    """When torchrun started, whose restarts start this process again; when this process did without torchrun."""
+    """Returns the start time of torchrun, which is the same for its restarts; without torchrun, of this process."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return psutil.Process(os.getppid() if under_torchrun else os.getpid()).create_time()

@@ -1,4 +1,4 @@
-"""All ranks stop before the same step, though the signal reached one of them, or each at another moment."""
+"""Makes all ranks stop before the same step, even if only one rank receives the signal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from gsa_train.reliability.stop_signals import StopRequest
 
 SLOW_SECONDS = 1.0
-"""Between two questions; above it the answer is waited for: a hundred ranks answer in milliseconds."""
+"""If calls of `ask` are further apart than this, the result is read at once: a hundred ranks answer in milliseconds."""
 
 
 class StopVote:
-    """The largest reason of all ranks, by all-reduces of two numbers over CPUs (gloo): the device is not asked.
+    """Takes the maximum of all ranks' stop reasons by all-reduces of two numbers on CPUs (gloo).
 
-    The answer to a question is read when the next one is asked, so hosts that queue work for their GPUs need not
-    wait for each other. Where steps are slow that would be a step too late, so there it is read at once. All ranks
-    see the same answers, the time between questions among them, and so decide alike.
+    A result is read at the next call of `ask`, so that hosts do not wait for each other. With slow steps this would be
+    a step too late, so the result is read at once. The second number is the time between the calls: all ranks see the
+    same results and times, and decide alike.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:
@@ -27,12 +27,12 @@ class StopVote:
         self._request = request
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._open: list[tuple[dist.Work, torch.Tensor]] = []
-        self._slow = True  # nothing is known yet, and a stop before the first step must be seen
+        self._slow = True  # read the first result at once: a stop may be requested before the first step
         self._reason = 0
         self._last_asked = time.monotonic()
 
     def ask(self) -> int:
-        """0 to go on, else why all ranks stop here. Collective."""
+        """Returns 0 to continue, else the reason why all ranks stop here. Collective."""
         now = time.monotonic()
         numbers = torch.tensor([self._request.reason, now - self._last_asked], dtype=torch.float64)
         self._last_asked = now
@@ -45,7 +45,7 @@ class StopVote:
         return self._reason
 
     def close(self) -> None:
-        """Read what is open. Collective."""
+        """Wait for all pending all-reduces. Collective."""
         while self._open:
             self._read()
 

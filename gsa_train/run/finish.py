@@ -1,4 +1,4 @@
-"""The end of a run: last validation, baselines and summary; or a stop before it."""
+"""Ends a run: last validation, n-gram baselines and summary.json; or the files and messages of an early stop."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from gsa_train.validation.perplexity import ngram_perplexities, scores_of
 
 
 def finish(run: Run, last_phase: PhaseConfig) -> None:
-    """Write summary.json, and print it. Collective.
+    """Validate, then write and print summary.json. Collective.
 
     Raises:
-        Stopped: asked to in the validation; the next start ends the run again.
-        NotFinite: the model that was trained gives no finite loss.
-        RunFolderError: summary.json cannot be written, on all ranks alike; the process group is left. All else is done.
+        Stopped: a stop was requested during the validation; the next start runs this again.
+        NotFinite: the validation loss is not finite.
+        RunFolderError: summary.json cannot be written. Raised on all ranks, after they left the process group.
     """
     step, watchdog = run.state.step, run.services.watchdog
 
@@ -97,11 +97,11 @@ def finish(run: Run, last_phase: PhaseConfig) -> None:
 
 
 def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """What summary.json holds.
+    """Returns the content of summary.json.
 
     Args:
-        validation: of the last step.
-        text: the position in the training text, of all ranks.
+        validation: result of `validate` at the last step.
+        text: position of all ranks in the training text.
     """
     config, state, counters = run.config, run.state, text["counters"]
     baselines: dict[str, Any] = {"unigram_perplexity": None, "bigram_perplexity": None}
@@ -141,17 +141,17 @@ def summary_of(run: Run, validation: dict[str, Any], text: dict[str, Any]) -> di
 
 
 def data_fingerprint(text: dict[str, Any]) -> str:
-    """16 letters, the same for the same training text and tokenizer, wherever they are.
+    """Returns 16 hex digits that depend only on the content of training text and tokenizer, not on their paths.
 
     Args:
-        text: the position in the training text, which says of what.
+        text: position in the training text; holds both fingerprints.
     """
     of = (text["manifest_fingerprint"], text["tokenizer_fingerprint"])
     return hashlib.sha256(" ".join(of).encode()).hexdigest()[:16]
 
 
 def leave(run: Run, stop: Stopped) -> None:
-    """End this process's part of a run that was asked to stop and is saved. Collective."""
+    """End this process after a requested stop; the checkpoint is already saved. Collective."""
     _end_account(run, INTERRUPTED if stop.reason == signal.SIGINT else GOODPUT_STOPPED)
     if run.parallel.is_main:
         facts = {"step": stop.step, "reason": reason_in_words(stop.reason), "unix_seconds": time.time()}
@@ -164,7 +164,7 @@ def leave(run: Run, stop: Stopped) -> None:
 
 
 def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
-    """End this process's part of a run that the monitor stopped; what is saved is from before the spike. Collective."""
+    """End this process after the monitor stopped the run; all checkpoints are older than the spike. Collective."""
     event = {"event": "stop", "step": run.state.step, "phase": phase.name, "reason": str(stop)}
     run.services.log.log(event)
     _end_account(run, "stopped by the monitor")
@@ -175,9 +175,9 @@ def give_up(run: Run, stop: MonitorStop, phase: PhaseConfig) -> None:
 
 
 def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
-    """The same for a run whose numbers are not what they should be. Collective.
+    """End this process after a corruption check failed. Collective.
 
-    The metrics have it already, but a restart drops what they say after its checkpoint; the report stays.
+    Writes a report: a restart drops metrics that are newer than its checkpoint, so they would not keep the fault.
     """
     newest_save(run)
     _end_account(run, "corrupted")
@@ -191,13 +191,13 @@ def give_up_corrupted(run: Run, fault: CorruptionFound) -> None:
 
 
 def _end_account(run: Run, reason: str) -> None:
-    run.services.goodput.clock.begin("other")  # whatever an exception has left
+    run.services.goodput.clock.begin("other")  # an exception may have left another kind open
     run.services.goodput.end(reason)
 
 
 @contextmanager
 def _goes_on_without(run: Run, what: str) -> Iterator[None]:
-    """The exit code says what to do next, and in a stop the other ranks wait: no file is worth either."""
+    """Log an OSError instead of raising it: an exception would change the exit code and keep other ranks waiting."""
     try:
         yield
     except OSError as error:  # a full disk
@@ -216,22 +216,21 @@ def _close(run: Run, exit_code: int) -> None:
     services.watchdog.exit_code = exit_code
     run.data.batches.close()
     services.stop_vote.close()
-    services.log.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B a stop is no failure
+    services.log.close(0 if exit_code == exit_codes.STOPPED else exit_code)  # to W&B, a stop is no failure
     leave_world(services.watchdog)
 
 
 def leave_world(watchdog: HangWatchdog) -> None:
-    """Leave the process group, watched to the last moment. Collective.
+    """Leave the process group; the watchdog keeps its limit until the end. Collective.
 
-    Twice: at the first barrier the watchdog names a rank that does not come, at the second no rank asks the store of
-    torch.distributed any more, so that the first one to go may take it along. torchrun ends all ranks when the first
-    one ends.
+    There are two barriers. At the first one, the watchdog still reports a rank that does not arrive. At the second one,
+    no rank uses the store of torch.distributed any more: the store may end with the first rank that exits.
     """
     try:
         dist.barrier()
         watchdog.begin_to_leave()
         dist.barrier()
         shutdown_parallel()
-    except RuntimeError as error:  # of gloo and NCCL
+    except RuntimeError as error:  # from gloo or NCCL
         watchdog.end_saved(f"leaving its process group failed, as where a peer has died ({error})")
     watchdog.close()

@@ -1,4 +1,4 @@
-"""The run folder on the main rank: resolved config, sinks, progress."""
+"""Opens the run folder: resolved config, metrics files, console and goodput log. Only the main rank writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from gsa_train.run_folder.starts import new_run_id, note_start, read_starts
 logger = logging.getLogger(__name__)
 
 STOPPED = "stopped.json"
-"""Says that, when and why the run was stopped; gone while it runs and when it is complete. For job scripts."""
+"""File for job scripts: when and why the run was stopped. Absent while the run trains and when it is complete."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class RunFolder:
     checkpoints: Path
     log: RunLog
     hang: str | None
-    """On the main rank: which hang ended the start before this one (gsa_train.reliability.hang_watchdog)."""
+    """On the main rank: the hang that ended the previous start (gsa_train.reliability.hang_watchdog), if any."""
     run_id: str
-    """Of the run, on every rank; its checkpoints and its starts name it."""
+    """Id of the run, also in its checkpoints and in starts.jsonl; on every rank."""
     goodput: GoodputLog
 
 
 def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: RunClock) -> RunFolder:
-    """Open what the run writes; print the header of this start. Collective.
+    """Open the files that the run writes; print the header of this start. Collective. Errors are raised on all ranks.
 
     Raises:
-        WandbRefused: on all ranks alike, and then an old folder's files are as they were.
-        RunFolderError: a file cannot be written or read, as on a full disk; on all ranks alike.
+        WandbRefused: the W&B run cannot be opened; existing files of the folder are unchanged.
+        RunFolderError: a file cannot be written or read, as on a full disk.
     """
     folder, goodput = run_dir(config), GoodputLog(clock)
     sinks = console = hang = None
@@ -103,7 +103,7 @@ def open_run_folder(config: Config, start: Start, parallel: Parallel, clock: Run
 
 
 def _silent_ranks(parallel: Parallel) -> list[str]:
-    """Whose processes in the start before left no last words, each with its host. Collective."""
+    """Returns rank and host of each process that ended the previous start without a message. Collective."""
     found: list[str | None] = [None] * parallel.world_size
     mine = f"rank {parallel.rank} on {socket.gethostname()}" if ended_in_silence() else None
     dist.all_gather_object(found, mine)
@@ -111,8 +111,8 @@ def _silent_ranks(parallel: Parallel) -> list[str]:
 
 
 def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
-    """What goodput.jsonl holds of this run, and what is known of an end that it does not: read before a start at step 0
-    moves it away."""
+    """Returns the lines of goodput.jsonl, and a line for a previous start that did not write its own end. Must run
+    before a start at step 0 moves the file away."""
     if not (start.same_run or start.same_job):
         return [], []
     lines = read_lines(folder)
@@ -120,8 +120,8 @@ def _lines_before(folder: Path, start: Start) -> tuple[list[Line], list[Line]]:
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """The W&B run of this folder, or of the checkpoint that it goes on from; a new one where that is of a run of
-    another name, whose folder was copied or renamed."""
+    """Open the W&B run of the checkpoint or of this folder. Opens a new W&B run if the recorded one belongs to a run
+    with another name, which means that the folder was copied or renamed."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None
@@ -145,7 +145,8 @@ def _open_files(
     wandb_place: tuple[str, ...],
     run_id: str,
 ) -> tuple[Sinks, Progress, str | None]:
-    """On the main rank: the folder's files as this start needs them, and which hang ended the one before."""
+    """Prepare and open the folder's files for this start, on the main rank. Returns sinks, console, and the hang that
+    ended the previous start."""
     folder, total_steps = run_dir(config), sum(phase.steps for phase in config.phases)
     continues = start.same_run and start.state is not None
     check_links(folder, continues)
@@ -153,7 +154,7 @@ def _open_files(
     if start.checkpoint is not None:
         set_damaged_aside(start.checkpoint, start.damaged)
     is_complete = start.step == total_steps
-    went_back = continues and _go_back_to_older(start.checkpoint)  # before the metrics forget what came later
+    went_back = continues and _go_back_to_older(start.checkpoint)  # before later records leave the metrics
     starts = read_starts(folder)
     hang = newest_hang(folder / "faults", starts[-1]["unix_seconds"]) if starts else None
     sinks = open_sinks(
@@ -199,8 +200,8 @@ def _open_files(
 
 
 def _go_back_to_older(checkpoint: Path | None) -> bool:
-    """Where a start goes on from a checkpoint of this run that is not its newest, as --resume-from or `latest` says:
-    what is newer is set aside, else a restart before the next save would go on from there. Says whether that was so."""
+    """Set aside checkpoints that are newer than the one to resume from (--resume-from or `latest`): a restart before
+    the next save would otherwise resume from a newer one. Returns True if there were any."""
     if checkpoint is None:
         return False
     if not newer_than(checkpoint) and newest_name(checkpoint.parent) in (None, checkpoint.name):
@@ -210,7 +211,7 @@ def _go_back_to_older(checkpoint: Path | None) -> bool:
 
 
 def _keep_summary(folder: Path) -> None:
-    """Set aside a summary from before the phases became longer: the run that goes on would look complete."""
+    """Rename a summary.json from before the phases were extended: with it, the continued run would look complete."""
     path = folder / "summary.json"
     if not path.is_file():
         return
@@ -223,8 +224,8 @@ def _keep_summary(folder: Path) -> None:
 
 
 def config_changes(saved_yaml: str, config: Config) -> list[str]:
-    """`field: before -> now` of what this start's config has otherwise than a checkpoint's. A field that the checkpoint
-    does not know is younger than it."""
+    """Returns `field: before -> now` for each field that differs from the checkpoint's config. Fields that the
+    checkpoint lacks are newer than it and are left out."""
     before, now = (saved_sections(text) for text in (saved_yaml, config_to_yaml(config)))
     lines = []
     names = [", ".join(phase["name"] for phase in tree["phases"]) for tree in (before, now)]

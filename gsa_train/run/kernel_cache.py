@@ -1,7 +1,6 @@
-"""Compiled Triton kernels, kept beside the runs: the ranks of all nodes share them, and a restart finds them again.
+"""Sets Triton's cache folder to a folder in `run.dir`, which all nodes and restarts share.
 
-Triton's own place is the home folder, which in a container goes with the job. Nothing else of a step is compiled at a
-start: cuBLAS and NCCL come compiled, and torch's compiler is not used.
+Triton's default is the home folder, which a container loses at its end.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from gsa_train.config import RunConfig
 VARIABLE = "TRITON_CACHE_DIR"
 MANAGER = "TRITON_CACHE_MANAGER"
 FOLDER = ".triton_cache"
-"""In `run.dir`, so that runs of one shape share it, and a run folder that is deleted does not take it along."""
+"""Folder in `run.dir`, not in the run folder: runs with the same shapes share it, and it outlives each run folder."""
 
 
 def prepare_kernel_cache(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """Say to Triton where compiled kernels are, unless someone has. Call it before a kernel is compiled.
+    """Set Triton's cache folder unless the environment already sets it. Call it before a kernel is compiled.
 
     Args:
-        environment: of this process.
+        environment: environment variables of this process.
     """
     folder = Path(config.kernel_cache_dir or Path(config.dir) / FOLDER).absolute()
     environment.setdefault(VARIABLE, str(folder))
@@ -29,7 +28,7 @@ def prepare_kernel_cache(config: RunConfig, environment: MutableMapping[str, str
 
 
 def kernel_cache_in_words(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """Where compiled kernels are, who said so, and how many there are."""
+    """Returns a line with the cache folder, the source of that setting and the number of entries."""
     folder = Path(environment[VARIABLE])
     ours = Path(config.kernel_cache_dir or Path(config.dir) / FOLDER).absolute()
     source = ""
@@ -40,6 +39,6 @@ def kernel_cache_in_words(config: RunConfig, environment: Mapping[str, str]) -> 
         source = f" ({VARIABLE} of the environment{asked})"
     try:
         count = sum(1 for _ in folder.iterdir())
-    except OSError:  # none yet, or it cannot be read, which costs a compilation
+    except OSError:  # no folder yet, or not readable: kernels are compiled again
         count = 0
     return f"{folder}{source}: {count} entries of earlier starts"

@@ -1,5 +1,5 @@
-"""Open all that a run needs: data, model, the first phase's optimizer, their checkpoint, the run folder. After a spike
-that asks for a rewind, open them again where the checkpoint before it stands."""
+"""Opens data, model, optimizer, checkpoint and run folder of a run. For a rewind, reloads them from an earlier
+checkpoint."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def open_run(
     parallel: Parallel,
     clock: RunClock,
 ) -> Run:
-    """All that training needs, as it was at the start. What is in the run folder comes last: a start that is refused
-    has changed nothing there. Collective.
-    """
+    """Open everything that training needs. The run folder is changed last, so that a refused start changes nothing
+    there. Collective."""
     ranges, folder = phase_ranges(config.phases), run_dir(config)
     limit = step_limit(config.parallel)
     watchdog = HangWatchdog(parallel.rank, parallel.world_size, limit, folder / "faults", start.step)
@@ -137,12 +136,12 @@ def open_data(
     watchdog: HangWatchdog,
     weights_from: Path | None,
 ) -> Data:
-    """Tokenizer, validation sets, and the training text from where the run stands. Collective.
+    """Open tokenizer, validation sets and the training text at the run's position. Collective.
 
     Args:
-        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose text may go on.
+        weights_from: another run's checkpoint (`checkpoint.initial_weights`), whose position in the text may be used.
     """
-    # A heartbeat after each: it may take as long as reads have limits of their own.
+    # A heartbeat after each part: reads have their own, longer time limits.
     tokenizer = load_tokenizer(config)
     watchdog.heartbeat(start.step, "starting")
     prompts = encode_prompts(config, tokenizer)
@@ -157,7 +156,7 @@ def open_data(
 
 
 def state_at(start: Start, rewinds: list[dict[str, Any]]) -> TrainState:
-    """Where a start stands, with the rewinds of the run so far."""
+    """Returns the training state at a start, with the run's rewinds so far."""
     state = TrainState(start.step, start.tokens, monitor=with_rewinds(start.monitor, rewinds))
     if start.state is not None:
         state.validation_due, state.tasks_due = start.state.validation_due, start.state.tasks_due
@@ -174,20 +173,18 @@ def open_phase(
     clock: RunClock,
     weights_from: Path | None = None,
 ) -> PhaseOptimizer:
-    """Optimizer of the phase to enter first, model and optimizer as the start's checkpoint has them. Collective.
+    """Build the optimizer of the first phase; load model and optimizer from the start's checkpoint. Collective.
 
     Args:
-        weights_from: another run's checkpoint, whose weights the model has (`checkpoint.initial_weights`).
+        weights_from: another run's checkpoint that the model's weights came from (`checkpoint.initial_weights`).
 
     Raises:
-        StateError: the checkpoint's optimizer state does not belong to its weights.
-        DamagedCheckpoint: it is not what was written, or has values that are not finite; call this again with another
-            one.
-        ResumeError: `weights_from` has such values.
+        StateError: the checkpoint's optimizer state does not match its weights.
+        DamagedCheckpoint: a checksum is wrong or a value is not finite; call this again with another checkpoint.
+        ResumeError: `weights_from` has values that are not finite.
     """
-    # Python's garbage collector leaves frozen objects out. megatron-core asks for a full collection at each save, which
-    # would search the million objects that are here and stay. The phase's optimizer is made after this, since it is
-    # freed with its phase.
+    # megatron-core runs a full garbage collection at each save; freezing excludes about a million permanent objects.
+    # The phase's optimizer is made after the freeze, since it is freed with its phase.
     gc.collect()
     gc.freeze()
     phase_optimizer = build_optimizer(model, phase_range.phase, config)
@@ -201,7 +198,7 @@ def open_phase(
             _check_finite(model, phase_optimizer, parallel)
         except DamagedCheckpoint:
             close_optimizer(model, phase_optimizer)
-            gc.unfreeze()  # until this is called again
+            gc.unfreeze()  # the caller calls this function again
             raise
     if weights_from is not None:
         load_initial_main_weights(weights_from, model, phase_optimizer, parallel)
@@ -216,7 +213,7 @@ def open_phase(
 
 
 def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Of what was loaded, which may come from a version that saved anything. Collective; raises DamagedCheckpoint."""
+    """Raise DamagedCheckpoint if a loaded value is not finite: old versions saved such values. Collective."""
     with phase_optimizer.whole_weights(changes=False):
         fault = not_finite(model, phase_optimizer, parallel)
     if fault is not None:
@@ -224,21 +221,21 @@ def _check_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Paral
 
 
 def report_damaged(run: Run) -> None:
-    """Into the metrics, what the start passed over; the log has it already."""
+    """Write the damaged checkpoints that this start skipped to the metrics."""
     for name, fault in run.start.damaged:
         event = {"event": "checkpoint_damaged", "step": run.start.step, "phase": run.start.saved_phase}
         run.services.log.log({**event, "checkpoint_name": name, "checkpoint_error": fault})
 
 
 def go_back(run: Run, spike: SpikeFound, arguments: Arguments, ranges: list[PhaseRange]) -> None:
-    """Make `run` what it would be if it were started from the checkpoint before the spike. Collective.
+    """Reload `run` from a checkpoint before the spike; the result equals a restart from that checkpoint. Collective.
 
     Raises:
-        MonitorStop: there is nothing to go back to, or the run has gone back too often.
-        CheckpointError: too many saves in a row have failed.
+        MonitorStop: no checkpoint is old enough, or `monitor.max_rewinds` rewinds are done.
+        CheckpointError: too many consecutive saves have failed.
     """
     services, step = run.services, run.state.step
-    gc.unfreeze()  # until `open_phase`
+    gc.unfreeze()  # `open_phase` freezes again
     services.watchdog.heartbeat(step, "starting")
     services.goodput.note(step, next(each.phase.name for each in ranges if step <= each.end))
     services.goodput.clock.begin("checkpoint")
@@ -264,14 +261,14 @@ def _start_before(
     arguments: Arguments,
     ranges: list[PhaseRange],
 ) -> None:
-    """From the newest checkpoint that is old enough.
+    """Reload `run` from the newest checkpoint that is old enough.
 
     Args:
-        rewinds: those before.
-        known: checkpoints that are not to be taken: name, and what is wrong with it.
+        rewinds: earlier rewinds of the run.
+        known: (name, fault) of checkpoints to skip.
 
     Raises:
-        DamagedCheckpoint: it has values that are not finite; call this again without it.
+        DamagedCheckpoint: the checkpoint has values that are not finite; call this again without it.
     """
     config, parallel, services, last_step = run.config, run.parallel, run.services, ranges[-1].end
     checkpoint, done, damaged = rewind(
@@ -279,7 +276,7 @@ def _start_before(
     )
     start = run.start = start_from(checkpoint, config, ranges, damaged)
     phase_range = ranges[start.phase_index]
-    # Before what takes long: a run that is killed in it starts from this checkpoint, and drops what was logged after.
+    # First, because loading takes long: a run killed during it restarts from this checkpoint and drops later records.
     services.log.go_back(start.step)
     services.goodput.go_back(start.step)
     facts = {"signal": spike.signal, "value": spike.value, "threshold": spike.threshold, "action": "rewind"}
@@ -289,8 +286,8 @@ def _start_before(
     services.saver.go_back(start.step)
     run.data.batches.close()
     run.data.batches = open_batches(config, arguments, start, run.data.tokenizer, parallel)
-    # Validation and tasks at this step are in the metrics already.
-    clock = run.state.task_clock  # what was spent stays spent
+    # The metrics already have validation and tasks of this step.
+    clock = run.state.task_clock  # a rewind does not give time back
     state = state_at(start, [*rewinds, asdict(done)])
     run.state = dataclasses.replace(state, validation_due=False, tasks_due=False, task_clock=clock)
     run.newest_validation = run.newest_tasks_step = None

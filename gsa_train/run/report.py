@@ -1,4 +1,4 @@
-"""Plots and report of a complete run."""
+"""Draws plots and report of a complete run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Report(Service):
     run: Run
 
     def on_complete(self) -> None:
-        """By a process of the main rank, once it has left its process group: this may take minutes, for which no rank
-        waits and after which no watchdog takes the run for one that hangs."""
+        """Draw in a child process of the main rank. This may take minutes; no rank waits and no watchdog runs, because
+        this process has left its process group."""
         if not self.run.parallel.is_main or not self.run.config.logging.plots:
             return
         folder, message = run_dir(self.run.config), self.run.services.log.message
@@ -28,7 +28,7 @@ class Report(Service):
             drawn = subprocess.run(
                 command, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
             )
-        except OSError as error:  # of a process that may start no other
+        except OSError as error:  # the process limit is reached
             message(f"the run is complete, and cannot be drawn: {error}; gsa-plot {folder} tries again")
             return
         for line in drawn.stdout.splitlines():

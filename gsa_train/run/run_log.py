@@ -1,4 +1,4 @@
-"""Where a run's records and messages go: metrics files, TensorBoard, W&B, and the console."""
+"""Writes a run's records and messages to metrics files, TensorBoard, W&B and the console."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from gsa_train.metrics.sinks import Sinks
 
 @dataclass(frozen=True)
 class RunLog:
-    """On the main rank both sinks and console; on the others neither, and nothing is written."""
+    """Log of a run. Only the main rank has sinks and console; other ranks write nothing."""
 
     sinks: Sinks | None
     console: Progress | None
     wandb_run_id: str | None
-    """On every rank: checkpoints keep it, so that a restart continues the same W&B run."""
+    """On every rank: checkpoints store it, so that a restart continues the same W&B run."""
     wandb_place: tuple[str, ...] = ()
-    """On the main rank: where the W&B run is, in lines for the console."""
+    """On the main rank: console lines that say where the W&B run is."""
     writes_late: bool = False
-    """A step's record is made and written once the next step's work is queued: on a GPU, which would otherwise wait
-    for the host meanwhile."""
+    """True on GPUs: a step's record is written after the next step is launched, so that the GPU does not wait."""
     late: list[Callable[[], None]] = field(default_factory=list)
-    """What makes and writes the records that are to come."""
+    """Functions that write the pending records."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record at once, after the late ones."""
+        """Write the pending records, then this one."""
         self.write_late()
         if self.sinks is not None:
             self.sinks.log(_stamped(record))
@@ -36,26 +35,26 @@ class RunLog:
             self.console.show(record)
 
     def log_late(self, make_and_log: Callable[[], None]) -> None:
-        """Call it by `write_late`, or before the next record is written; at once without `writes_late`. On every rank;
-        no collective may be in it, as the ranks do not come to it together."""
+        """Queue a function for `write_late`; call it at once without `writes_late`. It must not use collectives: the
+        ranks call it at different times."""
         self.late.append(make_and_log)
         if not self.writes_late:
             self.write_late()
 
     def log_samples(self, record: dict[str, Any]) -> None:
-        """Write what the model made of fixed prompts: `samples`, a list with `prompt`, `text` and `ended`."""
+        """Write generated samples: `record["samples"]` is a list of objects with `prompt`, `text` and `ended`."""
         self.write_late()
         if self.sinks is not None:
             self.sinks.log_samples(_stamped(record))
 
     def write_late(self) -> None:
-        """Make and write what is late."""
+        """Write the pending records."""
         while self.late:
             self.late.pop(0)()
 
     @property
     def folder_was_gone(self) -> bool:
-        """On the main rank: someone has removed or moved the run folder. Its metrics are there again."""
+        """Returns True on the main rank if the run folder was removed or moved; creates its metrics files again."""
         return self.sinks is not None and self.sinks.folder_was_gone
 
     def message(self, text: str) -> None:
@@ -63,7 +62,7 @@ class RunLog:
             self.console.message(text)
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` run again: their records leave metrics.jsonl."""
+        """Remove the records of steps after `step` from metrics.jsonl: these steps run again."""
         self.write_late()
         if self.sinks is not None and self.console is not None:
             self.sinks.go_back(step)
@@ -78,5 +77,5 @@ class RunLog:
 
 
 def _stamped(record: dict[str, Any]) -> dict[str, Any]:
-    """With the time of its making, in Unix seconds, as W&B and TensorBoard note theirs."""
+    """Returns the record with the current time in Unix seconds."""
     return {**record, "time": time.time()}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: begin one, wait for the last one, and tell how each ended."""
+"""Starts checkpoints of a run, waits for the last one and reports how each ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gsa_train.reliability.monitor.monitor import NotFinite
 from gsa_train.run.state import Run
 
 LONGEST_WAIT_SHARE = 0.25
-"""Of `parallel.timeout_minutes`, after which the watchdog ends a rank: between two tries of the last save."""
+"""Longest wait between two tries of the last save, as a share of the watchdog's `parallel.timeout_minutes`."""
 
 
 def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
-    """Begin a checkpoint of this moment, unless this step has one. Collective.
+    """Start to save the current state, unless this step has a checkpoint. Collective.
 
     Raises:
-        CheckpointError: too many saves in a row have failed.
+        CheckpointError: too many consecutive saves have failed.
         NotFinite: weights or optimizer state are not finite.
     """
     state, saver = run.state, run.services.saver
@@ -54,11 +54,10 @@ def save(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> 
 def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimizer) -> None:
     """Write the last checkpoint of the run and wait until it is durable. Collective.
 
-    No step is left in which to try again, so this waits, twice as long each time, as far as that does not look like a
-    hang.
+    A failed save is tried again after a wait that doubles each time, up to LONGEST_WAIT_SHARE.
 
     Raises:
-        CheckpointError: too many saves in a row have failed.
+        CheckpointError: too many consecutive saves have failed.
         NotFinite: weights or optimizer state are not finite.
     """
     step, saver = run.state.step, run.services.saver
@@ -75,7 +74,7 @@ def save_the_end(run: Run, phase_range: PhaseRange, phase_optimizer: PhaseOptimi
 
 
 def newest_save(run: Run) -> int | None:
-    """Step of the newest checkpoint, for the end by a spike: waits for the save under way, and tells of it."""
+    """Wait for the current save and report it. Returns the step of the newest checkpoint."""
     run.services.watchdog.heartbeat(run.state.step, "saving")
     for result in run.services.saver.ended(now=run.state.step, wait=True):
         log_save(run, result)
@@ -83,11 +82,11 @@ def newest_save(run: Run) -> int | None:
 
 
 def report_saves(run: Run, results: list[SaveResult]) -> None:
-    """Tell how saves ended.
+    """Log the results of saves.
 
     Raises:
-        CheckpointError: too many in a row have failed.
-        NotFinite: there is no checkpoint because of what it would hold.
+        CheckpointError: too many consecutive saves have failed.
+        NotFinite: the checkpoint was refused because weights or optimizer state are not finite.
     """
     for result in results:
         log_save(run, result)
@@ -102,7 +101,7 @@ def report_saves(run: Run, results: list[SaveResult]) -> None:
 
 
 def log_save(run: Run, result: SaveResult) -> None:
-    """To metrics and console."""
+    """Write the result of a save to metrics and console."""
     log, saver = run.services.log, run.services.saver
     record = {
         "event": "checkpoint" if result.error is None else "checkpoint_failed",

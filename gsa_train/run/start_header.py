@@ -1,4 +1,4 @@
-"""What a start says of itself: a first line at once, and a header when everything is open."""
+"""Builds the console output of a start: a first line before torch is imported, and a header once all is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED = {"all": "all weights", "base": "all but the indexer", "indexer": "the 
 
 
 def first_line(config: Config, arguments: Arguments) -> str:
-    """Said before torch is loaded, which takes seconds. Loads none itself."""
+    """Returns the line that is printed before torch is imported, which takes seconds. Imports no torch."""
     ranks = "1 rank" if arguments.world_size == 1 else f"{arguments.world_size} ranks"
     folder = Path(config.run.dir) / config.run.name
     return (
@@ -32,13 +32,13 @@ def start_header(
     kernels: Sequence[str] = (),
     done: tuple[int, int] = (0, 0),
 ) -> str:
-    """Model, data, training other than the default, phases, and where to look.
+    """Returns the header: model, data, training other than the default, phases, and the paths of config and metrics.
 
     Args:
         layout: ranks and devices in words.
-        wandb: where the W&B run is; no line without W&B.
-        kernels: where compiled kernels are; no line where none are compiled.
-        done: steps and tokens before this start, whose batches may have been of another size.
+        wandb: where the W&B run is; empty without W&B.
+        kernels: where compiled kernels are; empty if none are compiled.
+        done: steps and tokens before this start; the batch size may have changed.
     """
     model, train, data = config.model, config.train, config.data
     choices = choices_of(train)
@@ -51,7 +51,7 @@ def start_header(
     rows: dict[str, Sequence[str]] = {
         config.run.name: [layout],
         "model": [
-            f"{count.total:,} parameters{active}, of which gates {count.gates:,} and indexer {count.indexer:,}",
+            f"{count.total:,} parameters{active}, including gates {count.gates:,} and indexer {count.indexer:,}",
             f"{model.num_layers} layers of width {model.hidden_size}, vocabulary {model.vocab_size:,}",
         ],
         "data": [f"{data.train_dir}; validation {validated}"],

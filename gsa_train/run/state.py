@@ -1,4 +1,4 @@
-"""What a run carries from phase to phase: how far it has come, what it trains, and what serves it."""
+"""Defines the state of a run that lasts across phases: progress, data, model and services."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from gsa_train.validation.tasks import TaskClock
 
 @dataclass
 class TrainState:
-    """How far the run has come. Checkpoints hold this beside weights, optimizer and position in the text."""
+    """Progress of the run. Checkpoints store it with weights, optimizer state and position in the text."""
 
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
     """Tokens trained on."""
     validation_due: bool = False
-    """The run was stopped in the validation at this step."""
+    """True if the run was stopped during the validation of this step."""
     tasks_due: bool = False
-    """The run was stopped before or in the scoring of tasks at this step."""
+    """True if the run was stopped before or during the scoring of tasks at this step."""
     task_clock: TaskClock = field(default_factory=TaskClock)
     monitor: MonitorState = field(default_factory=MonitorState)
-    """Of the newest checkpoint, or of the end of the phase before."""
+    """State of the monitor at the newest checkpoint or at the end of the previous phase."""
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Data:
     prompts: list[list[int]] = field(default_factory=list)
     """Tokens of `evaluate.prompts`."""
     tasks: list[PreparedTask] = field(default_factory=list)
-    """Of `evaluate.tasks`."""
+    """Prepared tasks of `evaluate.tasks`."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What serves the run in this process. No checkpoint holds any of it."""
+    """Services of this process. Checkpoints do not store them."""
 
     log: RunLog
     saver: CheckpointSaver
@@ -75,17 +75,17 @@ class Run:
     data: Data
     services: Services
     start: Start
-    """Of this process, or of the newest rewind."""
+    """Start of this process, or of the newest rewind."""
     state: TrainState
     run_id: str = ""
     """gsa_train.run_folder.starts.new_run_id"""
     skipped_steps: frozenset[int] = frozenset()
-    """Steps, counted from 1, whose batches are read and not trained on."""
+    """Steps, counted from 1, whose batches are read and skipped."""
     phase_optimizer: PhaseOptimizer | None = None
-    """Of the phase under way. Nothing else holds it from one phase to the next."""
+    """Optimizer of the current phase. Between phases this must be the only reference, so that it can be freed."""
     newest_validation: tuple[int, dict[str, Any]] | None = None
-    """Its step and result, so that no step is validated twice."""
+    """Step and result of the newest validation, so that no step is validated twice."""
     newest_tasks_step: int | None = None
-    """At which tasks were scored, or left out, in this process."""
+    """Newest step at which this process scored or left out tasks."""
     listening: list[Service] = field(default_factory=list)
-    """Told of the loop's events, in this order (`services_of` in train.py)."""
+    """Services that the training loop calls, in call order (`services_of` in train.py)."""

@@ -1,8 +1,7 @@
-"""How compiled Triton kernels get onto the disk: whole after any crash, and a full disk costs the run nothing.
+"""Writes compiled Triton kernels to disk so that a crash leaves no partial file and a full disk does not end the run.
 
-Triton loads this by its name (kernel_cache.py), where it would take its own `FileCacheManager`. Files are the same and
-in the same places. Several ranks may compile and write one kernel at once: each file is replaced as a whole, by the
-same content.
+Triton loads this class by name (kernel_cache.py) instead of its `FileCacheManager`; paths and contents are the same.
+Several ranks may write the same kernel at once: each file is replaced atomically, with the same content.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
-    """Of one kernel."""
+    """Cache manager of one kernel."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         try:
@@ -30,8 +29,8 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
             self._move(error)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Path of the file. Triton's own does not wait for the disk: after a crash of the node a kernel may be empty
-        there, and fail all restarts."""
+        """Write a file with fsync and return its path. Triton's own manager calls no fsync: after a crash of the node a
+        kernel file may be empty, and every restart fails."""
         content = data if isinstance(data, bytes) else str(data).encode()
         try:
             return self._write(content, filename)
@@ -53,7 +52,7 @@ class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no typ
         return str(path)
 
     def _move(self, error: OSError) -> None:
-        """What is compiled from now on of this kernel goes to a folder that ends with the process."""
+        """Write further files of this kernel to a temporary folder of this process."""
         folder = _of_this_process()
         logger.warning("compiled kernels cannot be kept (%s): they are in %s for this process", error, folder)
         self.cache_dir = str(folder / self.key)

@@ -1,4 +1,4 @@
-"""What scores the model between steps: the loss on validation sets, samples of prompts, tasks."""
+"""Scores the model between steps: loss on validation sets, generated samples, tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORDS = "metrics.jsonl"
 
 
 def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> dict[str, Any]:
-    """Score the validation sets, let services add theirs, and log, unless this step has been scored. Collective."""
+    """Score the validation sets, call the services and log. Does nothing if this step has been scored. Collective."""
     step, data = run.state.step, run.data
     if run.newest_validation is not None and run.newest_validation[0] == step:
         return run.newest_validation[1]
@@ -38,7 +38,7 @@ def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> di
 
 @dataclass
 class Samples(Service):
-    """Goes on with `evaluate.prompts` at each validation."""
+    """Generates continuations of `evaluate.prompts` at each validation."""
 
     run: Run
 
@@ -54,22 +54,21 @@ class Samples(Service):
 
 @dataclass
 class Tasks(Service):
-    """Scores `evaluate.tasks` within their share of the run's time. Which steps have a turn is decided by their numbers
-    alone. Whether there is time depends on the clock of the main rank, which decides for all: nothing of the training
-    depends on it."""
+    """Scores `evaluate.tasks` at their steps, within their share of the run's time. The main rank's clock decides for
+    all ranks whether there is time; training does not depend on it."""
 
     run: Run
 
     def on_tasks(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:
-        """Score and log, or say why not, unless this step's turn is over. If `stop_if_asked` raises, the next start
-        scores all tasks again."""
+        """Score and log the tasks, or log why they are left out. Does nothing if this step has been scored. If
+        `stop_if_asked` raises, the next start scores all tasks again."""
         run, clock = self.run, self.run.state.task_clock
         if run.newest_tasks_step == step:
             return
         if _has_time(run):
             before, began = clock.task_seconds, time.perf_counter()
 
-            def count_and_ask() -> None:  # a stop saves the clock
+            def count_and_ask() -> None:  # update the clock first: a stop saves it
                 clock.task_seconds = before + time.perf_counter() - began
                 stop_if_asked()
 
@@ -85,7 +84,7 @@ class Tasks(Service):
 
 
 def _has_time(run: Run) -> bool:
-    """The main rank's decision, on every rank. Collective."""
+    """Returns the main rank's decision on every rank. Collective."""
     step, clock, percent = run.state.step, run.state.task_clock, run.config.evaluate.tasks_max_time_percent
     decision = torch.zeros((), dtype=torch.int32, device=run.parallel.device)
     if run.parallel.is_main and not (step == run.start.step and _was_scored(run)):
@@ -103,7 +102,7 @@ def _has_time(run: Run) -> bool:
 
 
 def _was_scored(run: Run) -> bool:
-    """Before this start, which began at this step: a complete run that is started again."""
+    """Returns True if an earlier start scored this step, as when a complete run is started again."""
     path = run_dir(run.config) / RECORDS
     records = read_records(path) if path.exists() else []
     return any(each.get("event") == "tasks" and each["step"] == run.state.step for each in records)

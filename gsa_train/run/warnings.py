@@ -1,5 +1,5 @@
-"""What a run warns of: slow steps on CPUs, text in which most queries attend densely, an indexer that selects no better
-than at random."""
+"""Warns of slow steps on CPUs, of text in which most queries attend densely, and of an indexer that selects hardly
+better than at random."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from gsa_train.services import Service, StepPlan
 logger = logging.getLogger(__name__)
 
 FLOPS_PER_CORE = 30e9
-"""Assumed, per second: matrix products in fp32 on a core with AVX2 reach about that. Other work comes on top."""
+"""Assumed FLOP/s of fp32 matrix products on a core with AVX2; other work is not counted."""
 LONGEST_STEP_SECONDS = 60.0
-"""Longer steps than this on CPUs are hardly meant."""
+"""Longer steps on CPUs cause a warning."""
 LEAST_SPARSE_SHARE = 0.5
-"""Of the queries; below it GSA is hardly what is trained."""
+"""Smallest share of queries that can select; below it, training uses mostly dense attention and a warning says so."""
 PATIENCE_STEPS = 100
-"""After the warm-up of the rate. No indexer of our studies that learned was below the share then (docs/results)."""
+"""Steps after the learning-rate warmup before the check. In our studies every indexer that learned had reached
+LEAST_FOUND_SHARE by then (docs/results)."""
 LEAST_FOUND_SHARE = 0.05
-"""Of the attention that random keys miss, found by the indexer."""
+"""Smallest share that the indexer must find of the attention that random keys miss."""
 LOGGED_STEPS = 3
-"""In a row: one step's recall is noisy."""
+"""Consecutive logged steps below the share that cause the warning: one step's recall is noisy."""
 
 
 def warn_of_cpus(config: Config, parallel: Parallel) -> None:
-    """Before anything is loaded, as the first step may take minutes."""
+    """Warn before data and model are loaded, as the first step may take minutes."""
     if parallel.is_main and parallel.device.type == "cpu":
         said = cpu_warning(config, cores_of_the_job(parallel.world_size, torch.get_num_threads()))
         if said is not None:
@@ -43,7 +44,7 @@ def warn_of_cpus(config: Config, parallel: Parallel) -> None:
 
 
 def cpu_warning(config: Config, cores: int) -> str | None:
-    """What to say of the run's steps on this number of CPU cores; None where they are short."""
+    """Returns a warning if a step on this number of CPU cores takes longer than LONGEST_STEP_SECONDS, else None."""
     tokens = config.train.global_batch_size * config.train.seq_len_tokens
     flops, name = max(
         (
@@ -65,14 +66,15 @@ def cpu_warning(config: Config, cores: int) -> str | None:
 
 
 def cores_of_the_job(world_size: int, threads_per_rank: int) -> int:
-    """CPU cores that compute: each rank's threads, but no more than its machine has. Machines count as alike."""
+    """Returns the CPU cores that compute: the threads of all ranks, at most the cores of their machines, which are
+    assumed equal."""
     local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return world_size // local * min(local * threads_per_rank, len(os.sched_getaffinity(0)))
 
 
 class DenseQueriesWarning(Service):
-    """Of the first text of each start: most queries have no more causal keys than they may select, so that for them GSA
-    is dense attention."""
+    """Warns at the first batch of a start if most queries have no more causal keys than they may select: for these
+    queries GSA equals dense attention."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -85,12 +87,12 @@ class DenseQueriesWarning(Service):
 
 
 def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -> str | None:
-    """What to say of a start's first text, cut and packed as the run reads it; None where enough queries can leave
-    keys out, or the run selects none. Waits for the device."""
+    """Returns a warning for the packed micro-batches of a step; None if enough queries can leave keys out or the run
+    has no sparse phase. Synchronizes with the device."""
     if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
         return None
     visible = torch.cat([batch.causal_keys() for batch in micro_batches])
-    counted = visible >= 2  # filler is no text
+    counted = visible >= 2  # excludes padding
     limit = max(config.gsa.k_base, config.gsa.dense_below - 1)
     share = float((visible > limit).sum() / counted.sum().clamp(min=1))
     if share >= LEAST_SPARSE_SHARE:
@@ -106,8 +108,7 @@ def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -
 
 
 class BlindIndexerWarning(Service):
-    """The indexer of a sparse phase selects hardly better than at random: the model then trains on noise. Said once a
-    phase."""
+    """Warns once a phase if the indexer of a sparse phase selects hardly better than at random."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         self._from_step = start + phase.warmup_steps + PATIENCE_STEPS

@@ -1,8 +1,8 @@
-"""Files of a run folder that others than the run itself look for; without torch, which the run loads."""
+"""Names files of a run folder that other programs read. Imports no torch."""
 
 from __future__ import annotations
 
 LOCK = "lock"
-"""Says who writes the folder, or wrote it last. It stays."""
+"""Names the process that writes the folder, or wrote it last. Never deleted."""
 MONITOR_STOP = "monitor_stop.json"
-"""The spike that ended the run. Gone once a start goes on all the same."""
+"""Records the spike that ended the run. Deleted once a later start continues the run."""

@@ -1,8 +1,8 @@
-"""A new run from the weights of another one: `checkpoint.initial_weights`.
+"""Starts a new run from the weights of another run (`checkpoint.initial_weights`).
 
-As Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`: step, optimizer and schedules restart,
-and so does the text, unless `checkpoint.initial_text` says else. So a run goes on at another length, rotary base or
-budget of keys, or with YaRN, or a dense model gets gates and an indexer.
+Like Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`, it resets step, optimizer state and
+schedules; the text starts at its beginning unless `checkpoint.initial_text` is `continue`. The new run may change
+sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ logger = logging.getLogger(__name__)
 
 FIELD = "checkpoint.initial_weights"
 
-NEW = (".self_attention.indexer.", ".self_attention.variance.", "_gate.")
-"""Parts of the names of weights that a checkpoint may lack: they begin as in a new model."""
+NEW = tuple(
+    f".self_attention.{part}."
+    for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
+)
+"""Name parts of weights that a dense checkpoint lacks and a sparse model may initialize itself."""
 
 MEANING = {
     "model": (
@@ -59,36 +62,36 @@ MEANING = {
         "selection_reuse",
     ),
 }
-"""Fields that give weights their meaning without always changing their shapes; those of `gsa` where the checkpoint has
-such weights."""
+"""Fields that change how weights are used, often without changing their shapes. Fields of `gsa` count only if the
+checkpoint has weights of gates or indexer."""
 
 SIZES = {
     "model": ("hidden_size", "ffn_hidden_size", "vocab_size"),
     "moe": ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
     "gsa": ("indexer_dim",),
 }
-"""Fields that a weight of another size may come from, beside the fields of MEANING."""
+"""Further fields that change the sizes of weights."""
 
 WITHOUT_WEIGHTS = ("output_transform",)
-"""The same of `gsa`, of every checkpoint."""
+"""Fields of `gsa` that count for every checkpoint."""
 
 
 def find_initial_weights(config: Config, parallel: Parallel) -> Path:
-    """The checkpoint of `checkpoint.initial_weights`, once for all that read it: a folder's newest may soon be another.
+    """Returns the checkpoint of `checkpoint.initial_weights`. Call it once, since a folder may soon have a newer one.
     Collective.
 
     Raises:
-        ResumeError: there is none.
+        ResumeError: the folder has no complete checkpoint.
     """
     folder = Path(config.checkpoint.initial_weights)
     return named_checkpoint(f"{FIELD} = {folder}", folder, parallel)
 
 
 def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
-    """Position in the text with which a run begins; None for its beginning.
+    """Returns the position in the text at which a run starts; None for the beginning.
 
     Args:
-        checkpoint: of `find_initial_weights`; None where the run begins without.
+        checkpoint: result of `find_initial_weights`; None without `checkpoint.initial_weights`.
 
     Raises:
         ResumeError: `checkpoint.initial_text=continue`, and the checkpoint has no position.
@@ -110,14 +113,14 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
 def load_initial_weights(
     config: Config, checkpoint: Path, model: Model, tokenizer: Tokenizer, parallel: Parallel
 ) -> None:
-    """Fill a model that has just been built. Collective.
+    """Load the checkpoint's weights into a new model. Collective.
 
     Args:
-        checkpoint: of `find_initial_weights`.
+        checkpoint: result of `find_initial_weights`.
 
     Raises:
-        ResumeError: the checkpoint is damaged, of another tokenizer, or of a model that this one cannot take
-            over: weights that are left, missing (other than NEW) or of another size.
+        ResumeError: the checkpoint is damaged, has another tokenizer, or does not fit the model: unexpected weights,
+            missing weights (other than NEW), other sizes or other fields of MEANING.
     """
     folder = config.checkpoint.initial_weights
     fault = find_damage(checkpoint, parallel, checksums=config.checkpoint.verify == "full")
@@ -136,7 +139,7 @@ def load_initial_weights(
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
     problems = [
-        *_other_meaning(config, state, set(saved)),  # first, for they often are why tensors are others
+        *_other_meaning(config, state, set(saved)),  # first: these fields often cause the other problems
         *(_differing(config, state, SIZES) if others else ()),
         *(f"{name}: not in the checkpoint" for name in fresh if not any(part in name for part in NEW)),
         *(f"{name}: only in the checkpoint" for name in sorted(set(saved) - set(wanted))),
@@ -159,13 +162,13 @@ def load_initial_weights(
 def load_initial_main_weights(
     checkpoint: Path, model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel
 ) -> None:
-    """Let the first phase begin with the fp32 weights of what it trains, where that checkpoint has them: the model's
-    lack what the other run's updates had not yet added up to a step of bf16. Collective."""
+    """Load the optimizer's fp32 weights of the first phase's parameters from the checkpoint, if it has them: the bf16
+    weights lack updates that are smaller than their precision. Collective."""
     others = load_main_weights(checkpoint, model, phase_optimizer, parallel)
     if others and parallel.is_main:
         logger.warning(
-            "%s: the optimizer's fp32 weights of %d parameters (%s, ...) are not those of the model, so none is taken: "
-            "the run begins with the model's",
+            "%s: the optimizer's fp32 weights of %d parameters (%s, ...) differ from the model's weights; "
+            "the run starts from the model's weights",
             checkpoint,
             len(others),
             others[0],
@@ -186,7 +189,7 @@ def _differing(config: Config, state: RunState, fields: Mapping[str, tuple[str, 
         part = getattr(config, section)
         for name in names:
             value = getattr(part, name)
-            # Before a field was there, every model had what is now its default.
+            # A field that the checkpoint lacks is newer than it; its model had today's default.
             before = saved.get(section, {}).get(name, getattr(type(part)(), name))
             if before != value:
                 lines.append(f"{section}.{name} = {value} here, {before} in the checkpoint")

@@ -1,4 +1,4 @@
-"""Which job a start belongs to: torchrun and Slurm start the ranks of a job again, a user starts a new job."""
+"""Tells a restart by torchrun or Slurm from a new start by the user."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
 from gsa_train.reliability.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
-"""In the run folder: which job opened it last, when (Unix seconds), and the checksum of both lines."""
+"""File of the run folder: id of the job that opened the folder last, time (Unix seconds), checksum of both lines."""
 
 logger = logging.getLogger(__name__)
 
 
 def job_id() -> str:
-    """The same for every start by one submission, one Slurm job or one torchrun; torchrun's may be another's, too."""
+    """Returns an id that all starts by one submission, Slurm job or torchrun share. Ids of torchrun are not unique."""
     names = (SUBMISSION, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
@@ -34,19 +34,20 @@ def note_job_start(run_folder: Path) -> None:
 
 
 def is_restart(run_folder: Path, parallel: Parallel) -> bool:
-    """Slurm or torchrun started this again, after an earlier start opened the run folder. Collective.
+    """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder. Collective.
 
-    Of a submission every start but the first is one; others count theirs, as a user may start two runs in one job.
+    Within a submission, every start after the first is a restart. Otherwise the launcher's restart count decides, as a
+    user may start two runs in one job.
     """
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
     found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, own)  # a node that has just joined counts from 0
+    dist.all_gather_object(found, own)  # all ranks: the restart count of a new node starts at 0
     opened_by, opened_at = found[0][:2]
     if opened_by != job_id():
         return False
-    # Without --rdzv-id all jobs over several nodes are called "none": then a launcher that ran before the folder was
-    # opened tells. Launchers of nodes that were replaced did not.
+    # Without --rdzv-id every multi-node job has the id "none". It is a restart if a launcher began before the folder
+    # was opened; launchers on replacement nodes began later.
     return any(each[2] for each in found) or (
         any(each[3] for each in found) and opened_at > min(each[4] for each in found)
     )
@@ -57,7 +58,7 @@ def _restarts(launcher: str) -> int:
 
 
 def _last_opened(run_folder: Path) -> tuple[str | None, float]:
-    """By which job, and when."""
+    """Returns the id of the job that opened the folder last, and the time in Unix seconds."""
     path = run_folder / JOB_START
     if not path.is_file():
         return None, 0.0
@@ -67,9 +68,9 @@ def _last_opened(run_folder: Path) -> tuple[str | None, float]:
             raise ValueError("it has not three whole lines")
         job, at, checksum = lines[:3]
         if _checksum(f"{job}\n{at}\n") != checksum:
-            raise ValueError("its checksum is not that of its content")
+            raise ValueError("its checksum does not match its content")
         return job, float(at)
-    except ValueError as error:  # also of a text that is not UTF-8
+    except ValueError as error:  # includes UnicodeDecodeError
         logger.warning(
             "%s is damaged (%s): this start counts as the first of its job, and writes it again", path, error
         )

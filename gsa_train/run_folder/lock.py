@@ -1,7 +1,7 @@
-"""One run at a time writes a run folder: a second one would delete the first one's unfinished save, and mix its lines.
+"""Locks a run folder so that one run at a time writes to it: a second run would delete an unfinished save of the first.
 
-A POSIX lock, which the system drops with the process however it dies, and which forked readers do not inherit. On NFS
-and Lustre it holds between nodes, too; where a file system has none, the run says so and goes on without.
+Uses a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and Lustre
+apply it across nodes. On a file system without locks, the run logs a warning and continues.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.run_folder.file_names import LOCK as FILE
 
 PATIENCE_SECONDS = 10.0
-"""For a holder on this host, whose ranks see within five seconds that their torchrun is gone."""
+"""Longest wait for a holder on this host: its ranks notice within five seconds that torchrun has ended."""
 REMOTE_PATIENCE_SECONDS = 120.0
-"""For one on another host: a file server may have to find out that it is dead (NFSv4: after 90 seconds)."""
+"""Longest wait for a holder on another host: NFSv4 releases the lock of a dead client after 90 seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class RunFolderError(ValueError):
-    """The run folder cannot be written, or another run writes it."""
+    """The run folder cannot be written, or another run holds its lock."""
 
 
 class RunLock:
-    """Held by the main rank until its process ends. What a start reads of the folder, above all the step to go on from,
-    it reads with the lock held: until then another run may write there."""
+    """Lock that the main rank holds until its process ends. Read the folder only with the lock held, above all the step
+    to resume from: before, another run may write to the folder."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
         self._folder, self._parallel = folder, parallel
@@ -46,10 +46,10 @@ class RunLock:
         self._made_parents: list[Path] = []
 
     def take(self) -> None:
-        """Lock the folder, which is made where it is missing. Collective.
+        """Lock the folder; create it if it is missing. Collective.
 
         Raises:
-            RunFolderError: on all ranks alike.
+            RunFolderError: the lock cannot be taken. Raised on all ranks.
         """
         fault: list[Any] = [None]
         if self._parallel.is_main and self._file is None:
@@ -57,7 +57,7 @@ class RunLock:
             self._made_parents = [each for each in self._folder.parents if not each.exists()]
             try:
                 self._file = _lock(self._folder / FILE)
-                # Of two starts that made them at once the second one finds what the first has written.
+                # If two starts create the folders at once, the second one finds the holder that the first has written.
                 self._made_file = not _holder(self._file)
                 self._made_folder = made and self._made_file and os.listdir(self._folder) == [FILE]
                 self._file.truncate(0)
@@ -75,11 +75,11 @@ class RunLock:
             raise RunFolderError(fault[0])
 
     def take_back(self) -> None:
-        """For a start that is refused: remove folder and lock again if this start made them."""
+        """Release the lock of a refused start; remove folder and lock file if this start created them."""
         if self._made_folder:
-            # A file server keeps what is open, as the lock is.
+            # A file server keeps a file that is open, such as the lock.
             shutil.rmtree(self._folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run is in one of them
+            with contextlib.suppress(OSError):  # another run has a folder there
                 for parent in self._made_parents:
                     parent.rmdir()
         elif self._made_file:
@@ -87,7 +87,7 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Another run may take the folder."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -101,7 +101,7 @@ def _lock(path: Path) -> IO[str]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_of(file, path):
                 break
-            file.close()  # a start that was refused has removed it meanwhile
+            file.close()  # a refused start has removed the file meanwhile
             file = _open(path)
             continue
         except OSError as error:
@@ -129,7 +129,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _holder(file: IO[str]) -> str:
-    """Empty in a new lock. Not by the file's buffer, which would not see what others write."""
+    """Returns the text of the lock file; empty for a new one. Bypasses the buffer to see writes of other processes."""
     return os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip()
 
 

@@ -1,4 +1,4 @@
-"""Where the files of a run are."""
+"""Returns the paths of a run's files."""
 
 from __future__ import annotations
 

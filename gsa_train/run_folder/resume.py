@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, or at a checkpoint that fits its config."""
+"""Chooses where a run starts: at step 0, or at a checkpoint that fits its config."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 class ResumeError(ValueError):
-    """A checkpoint that cannot continue this config; says what differs and what to do."""
+    """The checkpoint cannot continue this config; the message says what differs and what to do."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of this process's part of the run."""
+    """Start of this process: step 0 or a checkpoint."""
 
     checkpoint: Path | None = None
     state: RunState | None = None
     phase_index: int = 0
-    """Phase to enter first."""
+    """Index of the first phase to train."""
     inside_phase: bool = False
-    """The checkpoint was written in that phase, so its optimizer goes on, too."""
+    """True if the checkpoint was written in that phase: its optimizer state is loaded, too."""
     same_run: bool = False
-    """The checkpoint belongs to this run folder: its metrics and its W&B run go on."""
+    """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()
-    """Newer checkpoints that were passed over: name, and what is wrong with it."""
+    """(name, fault) of newer checkpoints that were skipped."""
     same_job: bool = False
-    """At step 0: an earlier start of this job had come to no checkpoint."""
+    """True at step 0 if an earlier start of this job saved no checkpoint."""
     unchecked: bool = False
-    """The checkpoint's files with tensors are to be checked while they are read."""
+    """True if the checksums of tensor files are still to be checked, while they are loaded."""
     by_name: bool = False
-    """The checkpoint was asked for, by --resume-from."""
+    """True if --resume-from names the checkpoint."""
 
     @property
     def step(self) -> int:
@@ -65,7 +65,7 @@ class Start:
 
     @property
     def saved_phase(self) -> str:
-        """Name of the phase that the checkpoint was written in; empty at step 0."""
+        """Returns the name of the phase in which the checkpoint was written; empty at step 0."""
         return self.state.phase_name if self.state else ""
 
     @property
@@ -77,7 +77,7 @@ class Start:
         return self.state.data if self.state else None
 
     def restore_rng(self, parallel: Parallel) -> None:
-        """Random numbers go on where they were, if every rank finds its own."""
+        """Restore the random-number generators if the checkpoint has a state for every rank; else log a warning."""
         assert self.state is not None
         if not restore_rng(self.state, parallel.layout, parallel.rank) and parallel.is_main:
             what = "the checkpoint is of another kind of device"
@@ -94,18 +94,18 @@ def choose_start(
     parallel: Parallel,
     tensors_later: bool = False,
 ) -> Start:
-    """--resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
+    """Choose --resume-from, else the run folder's latest checkpoint unless --no-resume, else step 0. Collective.
 
-    What is damaged keeps its name until nothing refuses the start (`set_damaged_aside`). These options are for a
-    job's first start; its restarts go on from the run folder once that has a checkpoint.
+    Both options apply to a job's first start; its restarts resume from the run folder once it has a checkpoint. Damaged
+    checkpoints keep their names until the start can no longer be refused (`set_damaged_aside`).
 
     Args:
-        tensors_later: leave the checksums of its files with tensors to who loads them, which is to come back by
-            `choose_again` where they are not good.
+        tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
+            `choose_again` if one is damaged.
 
     Raises:
-        SpikeAhead: the monitor stopped the run, and this start would run into the same spike.
-        ResumeError: the checkpoint is missing or incomplete, or of another model or sequence of phases.
+        SpikeAhead: the monitor stopped the run, and this start would meet the same spike.
+        ResumeError: the checkpoint is missing or incomplete, or has another model or other phases.
     """
     own = run_dir(config)
     if parallel.is_main:
@@ -150,10 +150,10 @@ def choose_start(
 def choose_again(
     start: Start, fault: str, config: Config, ranges: list[PhaseRange], parallel: Parallel
 ) -> Start:
-    """Where to start instead of `start`, whose checkpoint was found damaged while it was read. Collective.
+    """Choose another start after the checkpoint of `start` was found damaged while it was read. Collective.
 
     Raises:
-        ResumeError: it was asked for by name; or no other one is intact.
+        ResumeError: --resume-from names the damaged checkpoint, or no other checkpoint is intact.
     """
     assert start.checkpoint is not None
     if start.by_name:
@@ -162,7 +162,7 @@ def choose_again(
     run_id = run_id_of(own) if parallel.is_main else ""
     known = [*start.damaged, (start.checkpoint.name, fault)]
     checkpoint, damaged = _newest_intact(own / "checkpoints", parallel, True, run_id, known)
-    assert checkpoint is not None  # or `known` would have been all, which is refused
+    assert checkpoint is not None  # without an intact checkpoint, `_newest_intact` raises
     return start_from(checkpoint, config, ranges, damaged)
 
 
@@ -173,13 +173,13 @@ def _refused_by_name(checkpoint: Path, fault: str) -> ResumeError:
 def start_from(
     checkpoint: Path, config: Config, ranges: list[PhaseRange], damaged: Sequence[tuple[str, str]]
 ) -> Start:
-    """The start that a checkpoint means.
+    """Returns the start from a checkpoint.
 
     Args:
-        damaged: newer ones that were passed over.
+        damaged: (name, fault) of newer checkpoints that were skipped.
 
     Raises:
-        ResumeError: it is of another model or sequence of phases.
+        ResumeError: the checkpoint has another model or other phases.
     """
     try:
         state = read_run_state(checkpoint)
@@ -189,8 +189,7 @@ def start_from(
     _check_same_phases(config.train, state, ranges, checkpoint)
     finished = state.step == ranges[state.phase_index].end
     stays = state.phase_index == len(ranges) - 1 or state.validation_due or state.tasks_due
-    # A checkpoint in the run's folder is its own, whatever link names it; also where the folder or the checkpoint is
-    # itself a link, as to a larger disk.
+    # Links are resolved: the run folder or a checkpoint may be a link, for example to a larger disk.
     own = run_dir(config) / "checkpoints"
     if checkpoint.resolve().parent == own.resolve():
         checkpoint = own / checkpoint.resolve().name
@@ -205,13 +204,13 @@ def start_from(
 
 
 def named_checkpoint(option: str, folder: Path, parallel: Parallel) -> Path:
-    """The checkpoint that a user's folder means to rank 0, since its newest may soon be another. Collective.
+    """Returns the checkpoint that rank 0 finds in a user's folder; other ranks may see a newer one. Collective.
 
     Args:
-        option: with its value, for the message.
+        option: option and value, for the message.
 
     Raises:
-        ResumeError: there is none, on all ranks alike.
+        ResumeError: the folder has no complete checkpoint. Raised on all ranks.
     """
     shared: list[Any] = [
         None,
@@ -237,13 +236,13 @@ def _newest_intact(
     known: Sequence[tuple[str, str]] = (),
     tensors_later: bool = False,
 ) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The run's own checkpoint to go on from, and the newer ones that are damaged. Collective.
+    """Returns the newest intact checkpoint of the run folder, and (name, fault) of newer damaged ones. Collective.
 
     Args:
-        known: that are damaged, newest first.
+        known: (name, fault) of checkpoints already found damaged, newest first.
 
     Raises:
-        ResumeError: there are checkpoints and all are damaged; a start at step 0 needs to be asked for.
+        ResumeError: all checkpoints are damaged; a start at step 0 then requires --no-resume.
     """
     shared: list[Any] = [resume_candidates(checkpoints) if parallel.is_main else None]
     dist.broadcast_object_list(shared, src=0)
@@ -268,10 +267,10 @@ def first_intact(
     run_id: str = "",
     tensors_later: bool = False,
 ) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The first of these checkpoints that is what was written, and the damaged ones before it. Collective.
+    """Returns the first intact candidate, and (name, fault) of the damaged ones before it. Collective.
 
     Args:
-        run_id: on the main rank, of the run that they must be of; "" for any.
+        run_id: id of the run that wrote them, needed on the main rank; "" accepts any run.
         tensors_later: see `choose_start`.
     """
     damaged: list[tuple[str, str]] = []
@@ -284,8 +283,8 @@ def first_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints and let `latest` name the chosen one beside them, so that the next start finds it,
-    too. On the main rank."""
+    """Rename the damaged checkpoints and set `latest` to the chosen one in their folder, so that the next start finds
+    it. Call it on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)
@@ -303,17 +302,17 @@ def open_batches(
     parallel: Parallel,
     begins_at: dict[str, Any] | None = None,
 ) -> TrainBatches:
-    """The text from where the run stands. Collective.
+    """Open the training text at the run's position. Collective.
 
-    With --accept-new-data, a checkpoint of other text or of another order (shards, text_field, seed, num_lanes,
-    shuffle_documents) goes on from epoch 0 of the config's; step, schedule, optimizer and counters go on. Where the
-    text is the checkpoint's, the option does nothing, so a job that starts itself again may keep it.
+    With --accept-new-data, if the checkpoint has other text or another order (shards, text_field, seed, num_lanes,
+    shuffle_documents), the config's text starts at epoch 0; step, schedule, optimizer and counters continue. If the
+    text is the same, the option has no effect, so a job that restarts itself may keep it.
 
     Args:
-        begins_at: where another run stood in the text, with which a run at step 0 goes on (`checkpoint.initial_text`).
+        begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`).
 
     Raises:
-        ResumeError: the checkpoint's position is of other text, or of another tokenizer.
+        ResumeError: the checkpoint's position belongs to other text or another tokenizer.
         DataFault: the text cannot be opened.
     """
     if begins_at is not None:
@@ -340,12 +339,12 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "gsa": ("attention_impl", "attention_kernel", "dense_attention", "indexer_loss_row_fraction"),
     "moe": ("balance_coeff", "bias_update_rate", "z_loss_coeff", "experts_impl"),
 }
-"""Fields that say who computes, how exactly the indexer loss is estimated, or how strongly routers are balanced."""
+"""Fields that may change: they select implementations, sample the indexer loss, or weight the router balancing."""
 
 
 def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None:
-    """Everything that shapes the weights or gives them their meaning must be as it was. A field that the checkpoint
-    does not know is younger than it, and stood at its default."""
+    """Raise ResumeError if a field that changes the weights or their use differs. A field that the checkpoint lacks is
+    newer than it and had its default."""
     saved = saved_sections(state.config_yaml)
     lines = []
     for section, may_change in MAY_CHANGE.items():

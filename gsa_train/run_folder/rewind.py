@@ -1,8 +1,7 @@
-"""Back to an earlier checkpoint, and on without the batches around a spike.
+"""Rewinds a run to an earlier checkpoint and skips the batches around a spike.
 
-What a rewind leaves out is written beside the checkpoints, so that a run killed right after it goes on as it would
-have, and into every later checkpoint, so that a copy elsewhere does, too. Loading is the start of a run from that
-checkpoint: a rewind in the process equals a restart from it with `train.iterations_to_skip`.
+The skipped steps are recorded in the checkpoints folder, for a restart right after the rewind, and in every later
+checkpoint, for copies. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ class Rewind:
     """One rewind; steps are counted from 1."""
 
     checkpoint_step: int
-    """Step of the checkpoint that the run went back to."""
+    """Step of the checkpoint that was reloaded."""
     spike_step: int
     """First step of the spike."""
     first_skipped: int
     last_skipped: int
-    """Batches of these steps are read and not trained on."""
+    """The batches of steps `first_skipped` to `last_skipped` are read and skipped."""
     spikes: int
-    """Of the run up to then; the checkpoint has counted fewer."""
+    """Number of the run's spikes at the rewind; the checkpoint has counted fewer."""
 
 
 def with_rewinds(state: MonitorState, rewinds: Sequence[dict[str, Any]]) -> MonitorState:
-    """A checkpoint's monitor state with what has happened since: the run has seen the spikes that it went back for."""
-    spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in a version before
+    """Returns a checkpoint's monitor state with the rewinds, and with the spikes counted after the checkpoint."""
+    spikes = max([state.spikes, *(each.get("spikes", 0) for each in rewinds)])  # absent in early versions
     return replace(state, rewinds=list(rewinds), spikes=spikes)
 
 
 def skipped_steps(config: Config, rewinds: Sequence[dict[str, Any]]) -> frozenset[int]:
-    """Steps whose batches are left out, by the user or by rewinds."""
+    """Returns the steps whose batches are skipped, by `train.iterations_to_skip` or by rewinds."""
     ranges = [range(each["first_skipped"], each["last_skipped"] + 1) for each in rewinds]
     return frozenset(config.train.iterations_to_skip).union(*ranges)
 
@@ -64,20 +63,20 @@ def rewind(
     last_step: int,
     known: Sequence[tuple[str, str]] = (),
 ) -> tuple[Path, Rewind, list[tuple[str, str]]]:
-    """Make the newest intact checkpoint that is old enough the latest one, and note what is to be left out. Collective.
+    """Set `latest` to the newest intact checkpoint that is old enough, and record the steps to skip. Collective.
 
-    Newer checkpoints move to `checkpoints/set_aside`. No save may be under way.
+    Newer checkpoints move to `checkpoints/set_aside`. No save may be in progress.
 
     Args:
-        rewinds: those before.
-        last_step: of the run.
-        known: checkpoints found damaged before this, newest first: name, and what is wrong with it.
+        rewinds: earlier rewinds of the run.
+        last_step: last step of the run.
+        known: (name, fault) of checkpoints already found damaged, newest first.
 
     Returns:
-        The checkpoint, what is left out, and newer ones old enough that are damaged: name, and what is wrong with it.
+        The checkpoint, the rewind, and (name, fault) of damaged checkpoints that are newer and old enough.
 
     Raises:
-        MonitorStop: `max_rewinds` are done, or no intact checkpoint is old enough.
+        MonitorStop: `monitor.max_rewinds` rewinds are done, or no intact checkpoint is old enough.
     """
     monitor = config.monitor
     spike = f"step {found.first_step}: a spike ({found.signal.replace('_', ' ')} {found.value:g})"
@@ -118,7 +117,7 @@ def rewind(
     )
     if parallel.is_main:
         set_damaged_aside(checkpoint, damaged)
-        # In this order: killed in between, the run starts from the same checkpoint and finds the same spike.
+        # In this order: if killed in between, the run restarts from this checkpoint and meets the same spike again.
         go_back_to(checkpoint)
         write_checked(checkpoints / FILE, {"rewinds": [*rewinds, asdict(done)]})
     dist.barrier()
@@ -126,7 +125,7 @@ def rewind(
 
 
 def known_rewinds(checkpoints: Path, start: Start, parallel: Parallel) -> list[dict[str, Any]]:
-    """The rewinds of the run that starts, in order: of its folder, or of the checkpoint from elsewhere. Collective."""
+    """Returns the run's earlier rewinds in order, from its folder or else from the checkpoint. Collective."""
     shared: list[list[dict[str, Any]]] = [start.monitor.rewinds]
     path = checkpoints / FILE
     if parallel.is_main and start.same_run and path.exists():

@@ -1,5 +1,4 @@
-"""What must be the same on all ranks that train together, and may not be: each node reads a config file of its own, and
-finds the run folder by itself."""
+"""Checks that all ranks have the same config and see the same run folder: each node reads its own files."""
 
 from __future__ import annotations
 
@@ -18,23 +17,20 @@ from gsa_train.run_folder.lock import RunFolderError
 from gsa_train.run_folder.starts import run_id_of
 
 OWN_OF_A_NODE = ("data.train_dir", "data.validation_dir", "data.validation_sets", "data.tokenizer")
-"""Begins of fields: places of copies, whose contents are compared when they are opened."""
+"""Prefixes of fields that may differ: paths of copies, whose contents are compared when they are opened."""
 MOST_NAMED = 4
-"""Fields in the message."""
+"""Largest number of fields in the message."""
 SEEN_AFTER_SECONDS = 90.0
-"""A client of NFS may take a folder for missing for so long after another one made it (nfs(5): acdirmax, 60 s)."""
+"""Longest wait until an NFS client sees a folder that another client made (nfs(5): acdirmax, 60 s)."""
 
 
 class OtherConfig(ValueError):
-    """A rank has read another config than the main rank."""
+    """A rank has a config that differs from the main rank's."""
 
 
 def check_same_config(config: Config) -> None:
-    """Collective, in the world's group: groups are cut by the config.
-
-    Raises:
-        OtherConfig: on all ranks alike.
-    """
+    """Raise OtherConfig on all ranks if a rank's config differs from rank 0's. Collective in the world group: the other
+    groups depend on the config."""
     mine = dict(flat_fields(dataclasses.asdict(config)))
     shared: list[Any] = [mine]
     dist.broadcast_object_list(shared, src=0)
@@ -52,13 +48,10 @@ def check_same_config(config: Config) -> None:
 
 
 def check_folder_is_shared(folder: Path, run_id: str, parallel: Parallel) -> None:
-    """Collective.
+    """Raise RunFolderError on all ranks if a rank does not see the main rank's run folder. Collective.
 
     Args:
-        run_id: that the main rank has just noted in the folder.
-
-    Raises:
-        RunFolderError: on all ranks alike.
+        run_id: id that the main rank has just written to the folder.
     """
     deadline = time.monotonic() + SEEN_AFTER_SECONDS
     while not (is_seen := run_id_of(folder) == run_id) and time.monotonic() < deadline:
@@ -72,7 +65,7 @@ def check_folder_is_shared(folder: Path, run_id: str, parallel: Parallel) -> Non
 
 
 def _first(line: str | None) -> str | None:
-    """The line of the first rank that has one. Collective."""
+    """Returns the line of the first rank that has one. Collective."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, line)
     return next((each for each in found if each is not None), None)

@@ -1,7 +1,7 @@
-"""A run that the monitor stopped does not start again into the same spike.
+"""Refuses to restart a run that the monitor stopped, until the user changes something.
 
-The same command would train the same batches from the same checkpoint, and torchrun or Slurm give it by themselves. A
-note in the run folder makes every such start refuse, until something is different.
+The same command would train the same batches from the same checkpoint and meet the same spike; torchrun and Slurm
+restart by themselves. A file in the run folder records the stop.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ KEYS = ("first_step", "last_step", "saved_step", "reason")
 
 
 class SpikeAhead(ValueError):
-    """The start would run into the spike that ended the run; says what to do."""
+    """The start would meet the spike that ended the run; the message says what to do."""
 
 
 def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:
-    """On the main rank.
+    """Record the stop in the run folder. Call it on the main rank.
 
     Args:
-        saved_step: of the newest checkpoint; 0 if there is none.
+        saved_step: step of the newest checkpoint; 0 if there is none.
     """
     facts = {"first_step": stop.first_step, "last_step": stop.last_step, "saved_step": saved_step}
     write_checked(run_dir / FILE, {**facts, "reason": str(stop)})
 
 
 def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, parallel: Parallel) -> None:
-    """Go on only if the spike's batches are left out, or if the user says so. Collective.
+    """Refuse a start that would meet the recorded spike. Collective.
 
     Args:
-        arguments: of a new start; without the options of a launch's first start if this is its restart.
+        arguments: arguments of a new start; a restart of the same job has no --resume options.
 
     Raises:
-        SpikeAhead: neither, on all ranks alike.
+        SpikeAhead: the spike's batches are not skipped and no option asks to continue. Raised on all ranks.
     """
     path = run_dir / FILE
     goes_on = arguments.resume_after_stop or arguments.no_resume or arguments.resume_from
@@ -61,7 +61,7 @@ def refuse_same_spike(run_dir: Path, config: Config, arguments: Arguments, paral
         )
     if stop is None:
         return
-    spike = [*range(stop["first_step"], stop["last_step"] + 1)]  # none where no batch is known (`NotFinite`)
+    spike = [*range(stop["first_step"], stop["last_step"] + 1)]  # empty after `NotFinite`
     left_out = bool(spike) and set(spike) <= set(config.train.iterations_to_skip)
     if left_out or goes_on:
         return

@@ -1,4 +1,4 @@
-"""Every start of a run, in `starts.jsonl` of its folder: what ran where, from which step, by which source."""
+"""Records each start of a run in `starts.jsonl`: step, layout, device, host, source commit and command."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 SOURCE = Path(__file__).resolve().parents[2]
-"""The checkout, or the folder that the package is installed in."""
+"""The checkout, or the folder in which the package is installed."""
 
 
 def new_run_id() -> str:
-    """Made at a run's step 0: two runs of one name are told apart by it. Its end is the checksum of its beginning."""
+    """Returns a random id for a run at step 0: 12 hex digits and their CRC-32. It tells runs with equal names apart."""
     token = secrets.token_hex(6)
     return f"{token}{zlib.crc32(token.encode()):08x}"
 
 
 def run_id_of(run_dir: Path) -> str:
-    """Which run the folder belongs to, by its newest start that says so; "" where none does, or all are damaged."""
+    """Returns the run id of the folder's newest start that has an intact id; "" if none has."""
     ids = [
         start.get("run_id") or "" for start in _read_starts(run_dir / STARTS)[0]
-    ]  # named where they are read whole
+    ]  # `read_starts` reports damaged lines
     intact = [each for each in ids if f"{zlib.crc32(each[:12].encode()):08x}" == each[12:]]
     return intact[-1] if intact else ""
 
 
 def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) -> None:
-    """Append this start, which begins after `step`."""
+    """Append a line for this start, which continues after `step`."""
     start = {
         "run_id": run_id,
         "unix_seconds": time.time(),
@@ -60,8 +60,8 @@ def note_start(run_dir: Path, step: int, layout: str, device: str, run_id: str) 
 
 
 def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The command of this job, to be typed again, with torchrun's own words as far as its processes know them; without
-    credentials in addresses."""
+    """Returns the command that repeats this start: with the torchrun options that its processes know, and without
+    credentials in URLs."""
     words = list(argv)
     if Path(words[0]).name == "__main__.py":
         words[:1] = ["-m", Path(words[0]).parent.name]
@@ -74,11 +74,11 @@ def command_line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """In their order; empty for a run of a version that did not note them. A warning counts damaged lines, which are
-    left out; not the last one, if a kill or a full disk cut it off.
+    """Returns the starts in order; empty for runs of versions that recorded none. Damaged lines are left out with a
+    warning, except a last line that a kill or a full disk cut off.
 
     Args:
-        needed: what each must say, for who reads more of them than `unix_seconds`.
+        needed: keys that each start must have, in addition to `unix_seconds`.
     """
     starts, damaged = _read_starts(run_dir / STARTS, needed)
     if damaged:
@@ -87,7 +87,7 @@ def read_starts(run_dir: Path, needed: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str, Any]], str]:
-    """And what is wrong with the others."""
+    """Returns the intact starts, and the faults of the others in words."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     starts, wrong = [], []
     for number, line in enumerate(lines, start=1):
@@ -106,7 +106,7 @@ def _read_starts(path: Path, needed: Sequence[str] = ()) -> tuple[list[dict[str,
 
 
 def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
-    """Empty where nothing is wrong with it."""
+    """Returns what is wrong with a start; empty if nothing is."""
     if not isinstance(start, dict) or not is_time(start.get("unix_seconds")):
         return "is not an object with unix_seconds"
     for name in ("step", "run_id", "layout", "device", "host", "commit", "torch", "command"):
@@ -119,8 +119,8 @@ def _fault_of_start(start: Any, needed: Sequence[str]) -> str:
 
 
 def source_commit(source: Path) -> str | None:
-    """The commit that runs: of a frozen source the one that was frozen, else what the environment variable GSA_COMMIT
-    says, else git's; with `+` where files were changed after it. None where nothing tells."""
+    """Returns the commit of the running source: commit.txt of a frozen source, else GSA_COMMIT of the environment, else
+    git's. Ends with `+` if files were changed after the commit. None if unknown."""
     frozen = (
         source.parent / "commit.txt"
     )  # launch/slurm/submit.py: the commit, and a line for each changed file
@@ -129,7 +129,7 @@ def source_commit(source: Path) -> str | None:
         return commit + "+" * bool(changed)
     if said := os.environ.get("GSA_COMMIT"):
         return said
-    if not (source / ".git").exists():  # a checkout further up is not ours
+    if not (source / ".git").exists():  # git would report a checkout of a parent folder
         return None
     try:
         commit = _git(source, "rev-parse", "HEAD")

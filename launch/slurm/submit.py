@@ -1,8 +1,8 @@
 """Train under Slurm: python launch/slurm/submit.py --config FILE --nodes N [--gpus-per-node G] [key=value ...]
 
-Freezes the resolved config, the commit and a copy of the source in `runs/<name>/slurm/<time>/`, so that no later edit
-changes a job that waits or starts again, and submits `job.sh` from there. The job saves and goes back into the queue
-before its time limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
+Freezes the resolved config, the commit and a copy of the source in `runs/<name>/slurm/<time>/`, so that later edits do
+not change a queued or restarted job, and submits `job.sh` from there. The job saves and requeues itself before its time
+limit, when it is preempted, and when it fails after a new checkpoint. `--dry-run` prints the script.
 
 Exit code 2: wrong use or config, changes that are not committed, a folder that cannot be written, or no git or sbatch.
 Else sbatch's exit code.
@@ -130,10 +130,10 @@ def positive(text: str) -> int:
 
 
 def read_commit(repository: Path) -> tuple[str, list[str]]:
-    """The commit, and what differs from it, untracked files included.
+    """Returns the commit, and the files that differ from it, untracked files included.
 
     Raises:
-        RuntimeError: no git, or no git checkout.
+        RuntimeError: git or a git checkout is missing.
     """
     if shutil.which("git") is None:
         raise RuntimeError("no git on this machine, which says what commit is trained; install it")

@@ -30,7 +30,7 @@ def test_the_header() -> None:
     assert count.indexer > 0
     for row in (
         "small        2 ranks on cpu",
-        f"model        {count.total:,} parameters, of which gates {count.gates:,} and indexer {count.indexer:,}",
+        f"model        {count.total:,} parameters, including gates {count.gates:,} and indexer {count.indexer:,}",
         "data         text; validation a, b",
         "tokens       2,048 a step (8 sequences of 256), 1,433,600 in all 700 steps",
         "training     objective = z_loss, optimizer = muon",

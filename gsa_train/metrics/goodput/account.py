@@ -154,7 +154,7 @@ class Accounting:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the newest start has completed the run."""
+        """Returns True if the newest start has completed the run."""
         return bool(self._starts) and self._starts[-1].ended == COMPLETE
 
     def add(self, line: Line) -> None:

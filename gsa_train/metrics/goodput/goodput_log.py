@@ -37,10 +37,10 @@ class GoodputLog:
         self._newest_beat = (0, clock.began)
         self._start_up_is_said = False
         self._over = False
-        """Whether the process has written its end, or only repeats the end of a complete run."""
+        """True if the process has written its end, or only repeats the end of a complete run."""
 
     def open(self, folder: Path, step: int, before: list[Line], lost: list[Line], is_complete: bool) -> None:
-        """On the main rank: continue in a run folder.
+        """Continue in a run folder, on the main rank.
 
         Args:
             step: the step after which this start continues.
@@ -151,7 +151,7 @@ class GoodputLog:
 
 @dataclass
 class GoodputNotes(Service):
-    """What the loop's events add to the account."""
+    """Adds the events of the training loop to the account."""
 
     goodput: GoodputLog
     message: Callable[[str], None]
@@ -160,9 +160,9 @@ class GoodputNotes(Service):
     straggler_ratio: float
     _phase: str = ""
     _is_first: bool = True
-    """This process has trained no step of the phase: its first one compiles."""
+    """True until this process has trained a step of the phase; the first step compiles."""
     _first_wait_seconds: float | None = None
-    """That the first step waited for text; None before it, and once a step is logged."""
+    """Time that the first step waited for text; None before it, and after a step is logged."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         self._phase, self._is_first, self._first_wait_seconds = phase.name, True, None
@@ -177,7 +177,7 @@ class GoodputNotes(Service):
             self._first_wait_seconds = wait_seconds
 
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
-        """What of the steps since the last logged one was no work."""
+        """Move the time of copies, reads and stragglers since the last logged step out of the training time."""
         rank, ratio = record["slowest_rank"], record["slowest_rank_ratio"]
         # In the first step ranks differ, as they compile.
         slow = ratio >= self.straggler_ratio and self._first_wait_seconds is None

@@ -28,7 +28,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Kind of a line -> its timestamps in addition to `time`, in Unix seconds, and `step`."""
 ALIVE_BYTES = 1024
-"""Its size, padded with spaces: overwritten by one write, it stays intact after any kill."""
+"""Size of alive.json, padded with spaces: a single write replaces it, so that it stays intact after a kill."""
 
 
 def read_lines(folder: Path) -> list[Line]:
@@ -43,7 +43,7 @@ def read_lines(folder: Path) -> list[Line]:
 
 
 def is_whole(line: Line) -> bool:
-    """Whether it has the keys of its kind of line."""
+    """Returns True if the line has the keys of its kind."""
     kind, seconds = line.get("kind", ""), line.get("seconds")
     needed = NEEDED.get(kind) if isinstance(kind, str) else None
     return (

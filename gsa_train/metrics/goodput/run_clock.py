@@ -28,7 +28,7 @@ class _Spent(NamedTuple):
     """Immutable, since the watchdog's thread reads it."""
 
     seconds: dict[str, float]
-    """By activity, without the current one."""
+    """Seconds by activity, without the current activity."""
     activity: str
     since: float
 

@@ -1,8 +1,7 @@
-"""Memory of selections, and of the fused kernels while they select, attend over a selection, or compute the indexer
-loss.
+"""Estimates the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
-Lists of keys are counted at their longest: neighbouring queries share no keys, as with an untrained indexer
-on random tokens. A trained indexer's lists are shorter.
+Key lists are assumed to have their largest length, as if neighbouring queries shared no keys. A trained indexer's lists
+are shorter.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
 def selection_bytes(config: Config, sizes: Sizes) -> float:
-    """A layer's, for this rank's queries: int32, a packed mask [B, L, Lw / 32], or key lists of a key and a word; with
-    groups of keys also a packed mask of them."""
+    """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
+    lists with a key and a word per entry; with groups of keys also their packed mask."""
     if config.gsa.selection_block > 1 and gathers(config):
         return 4 * sizes.tokens * sum(_block_entries(config))
     of_groups = 0.0 if config.gsa.indexer_pool == 1 else sizes.pairs / 8 / config.gsa.indexer_pool
@@ -26,9 +25,9 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Scores of a chunk of rows, fp32 [B, rows, Lw]; where key lists are made of packed masks, two chunks' masks and
-    the lists of a chunk of queries in pieces, before they are joined; for blocks the mask of some chunks, with the
-    mask of the chunks before, and what long rows are searched by."""
+    """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists made from packed masks add two chunks'
+    masks and the lists before they are joined. Blocks add the masks of some chunks and of the previous chunks, and the
+    buffers of the search in long rows."""
     block, pool = config.gsa.selection_block, config.gsa.indexer_pool
     scores = min(4 * sizes.pairs_of_chunk / block / pool, limits.SELECTION_CHUNK_BYTES)
     if pool > 1:
@@ -49,22 +48,21 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def _of_groups(config: Config, sizes: Sizes) -> float:
-    """Queries, weights and keys in the order of the groups' rows (gsa_kernels/selection/groups.py)."""
+    """Returns the bytes of queries, weights and keys in the groups' row order (gsa_kernels/selection/groups.py)."""
     gsa = config.gsa
     return sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1) + gsa.indexer_dim)
 
 
 def _listing_groups(config: Config, sizes: Sizes) -> float:
-    """Two chunks' packed masks of keys, and the lists in pieces."""
+    """Returns the bytes of two chunks' packed masks of keys, and of the lists before they are joined."""
     if not gathers(config):
         return 0.0
     return min(sizes.pairs / 8, limits.SELECTION_CHUNK_BYTES / 2) + 8 * _list_entries(config)
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """While the key lists of these queries are made, some rows at a time, beside them: scores of the rows with few
-    keys, two packed masks, and the candidates of some of the other rows, whose lists are not there yet, or all lists in
-    pieces."""
+    """Returns the additional bytes while these queries' key lists are built, some rows at a time: scores of rows with
+    few keys, two packed masks, and candidates of rows without a list yet, or all lists before they are joined."""
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -86,10 +84,10 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Backward over a selection: gradients of K and V, 2 x [B, Lw, kv], and their parts, and its bits turned round; or
-    partial gradients of K and V, [entries, 2 d_k] of some tiles at a time, and of as many heads as have room, with a
-    number for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]. From these the gradients are made last, when what
-    programs leave that share a list has gone."""
+    """Returns the bytes of the backward pass over a selection. Packed masks: gradients of K and V, 2 x [B, Lw, kv],
+    their parts, and the transposed mask. With key lists: partial gradients of K and V, [entries, 2 d_k] for some tiles
+    and heads at a time, an index for each entry, and their sums, fp32 [B, Lw, n_kv, 2 d_k]; the gradients are made
+    last, after the partial gradients are freed."""
     keys = key_gradients(sizes)
     if not gathers(config):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
@@ -114,8 +112,8 @@ def key_gradients(sizes: Sizes) -> float:
 
 
 def _key_parts(config: Config, sizes: Sizes) -> float:
-    """The same of parts of the query heads, before they are summed: fp32, 2 x [parts, B, keys, kv], for the keys of the
-    chunk of queries with most of that."""
+    """Returns the bytes of K's and V's gradients by part of the query heads, before their sum: fp32,
+    2 x [parts, B, keys, kv], for the largest chunk of queries."""
     model, batch = config.model, config.train.micro_batch_size
     heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
 
@@ -128,7 +126,7 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """The indexer loss of one chunk of queries: the target and partial gradients of a chunk of rows."""
+    """Returns the bytes of the indexer loss for one chunk of queries: target and partial gradients of a row chunk."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
@@ -152,8 +150,8 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
-    """Entries of the lists of a chunk of queries, each with room for the longest, and bytes of the loss for an entry:
-    the target of each query that has one of its own, and the key's gradient, fp32."""
+    """Returns the list entries of a chunk of queries, with each list at its largest length, and the loss's bytes per
+    entry: the target of each query with its own target, and the key's gradient, fp32."""
     gsa = config.gsa
     rows = limits.TILE_QUERIES if gsa.selection_block == 1 else 1
     lists = sizes.tokens / sizes.query_chunks / max(gsa.selection_block, rows)
@@ -161,8 +159,8 @@ def _loss_entries(config: Config, sizes: Sizes) -> tuple[float, int]:
 
 
 def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Shared lists turned round, which the indexer loss leaves to attention's backward pass if it has all tiles of a
-    chunk of queries at once (`KeptHits`): a row for each entry and a start for each key, int32."""
+    """Returns the bytes of transposed shared lists: a row per entry and a start per key, int32. The indexer loss keeps
+    them for attention's backward pass if it has all tiles of a chunk of queries at once (`KeptHits`)."""
     gsa = config.gsa
     learns = phase.attention == "sparse" and phase.train != "base" and gathers(config)
     tile_by_tile = 1 < gsa.selection_block <= limits.TILE_QUERIES
@@ -174,8 +172,8 @@ def turned_lists_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> floa
 
 
 def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
-    """Of a chunk of rows: probabilities of single keys, their sums over groups in fp32, as added up and in the order of
-    the rows, and partial gradients; and the gradients of what the rows are made of."""
+    """Returns the bytes for a chunk of rows: probabilities of single keys, their fp32 sums over groups (also in row
+    order), partial gradients, and the gradients of the rows' inputs."""
     gsa, pool = config.gsa, config.gsa.indexer_pool
     pairs = min(limits.LOSS_CHUNK_BYTES / 4 / pool, sizes.pairs_of_chunk / pool * share)
     gradients = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
@@ -184,7 +182,7 @@ def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
 
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
-    """Whether the indexer loss is calculated in attention's backward pass (TritonCore), as on Hopper."""
+    """Returns True if attention's backward pass computes the indexer loss (TritonCore), as on Hopper."""
     model, queries_of_chunk = (
         config.model,
         sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,
@@ -202,8 +200,8 @@ def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool
 
 
 def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
-    """The indexer loss in attention's backward pass, of one chunk of queries: the target of a chunk of rows in fp16, as
-    partial sums, and the partial gradients of `learning_bytes`."""
+    """Returns the bytes of the indexer loss in attention's backward pass for one chunk of queries: the target of a row
+    chunk in fp16, as partial sums, and the partial gradients of `learning_bytes`."""
     gsa, block = config.gsa, config.gsa.selection_block
     target = 2 * config.model.num_heads / limits.FUSED_LOSS_HEADS
     of_row = loss_gradient_bytes(gsa.indexer_heads, gsa.indexer_dim, sizes.value)
@@ -214,9 +212,9 @@ def fused_loss_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
-    """Per query and key: partial gradients of the keys, one for a tile of rows, and of the queries, one for a segment
-    of keys; sizes padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py). As on Hopper,
-    where bf16 has the stacked kernels."""
+    """Returns the bytes per query and key: partial gradients of the keys, one for a tile of rows, and of the queries,
+    one for a segment of keys; sizes are padded to powers of two (chunk_launches of gsa_kernels/loss/triton_launch.py).
+    As on Hopper, where bf16 has the stacked kernels."""
     tile = limits.loss_tile(heads, dim, value_bytes, stacks=value_bytes == 2)
     dim = max(16, limits.next_power_of_2(dim))
     if tile.stacked:
@@ -225,8 +223,8 @@ def loss_gradient_bytes(heads: int, dim: int, value_bytes: int) -> float:
 
 
 def gathered_heads(sizes: Sizes) -> float:
-    """Of all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp], K [B, Lw, kv tp], and
-    log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
+    """Returns the bytes for all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp],
+    K [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
     if sizes.tensor == 1:
         return 0.0
     queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)
@@ -234,8 +232,8 @@ def gathered_heads(sizes: Sizes) -> float:
 
 
 def _list_entries(config: Config) -> float:
-    """Entries in the lists of a rank's queries: for each tile the keys that its queries may select, at most its causal
-    keys. Returns the largest number over the context-parallel ranks."""
+    """Returns the list entries of a rank's queries, the largest number over the context-parallel ranks: for each tile
+    the keys that its queries may select, at most its causal keys."""
     most = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:
@@ -247,7 +245,7 @@ def _list_entries(config: Config) -> float:
 
 
 def _longest_list(config: Config) -> int:
-    """Keys of a tile whose queries select nothing in common; of a shared list its room for the largest budget."""
+    """Returns the keys of a tile whose queries select no common key; for a shared list, its capacity."""
     gsa, length = config.gsa, config.train.seq_len_tokens
     if gsa.selection_block > 1:
         return min(most_keys(config) + _near(config), length)
@@ -255,19 +253,19 @@ def _longest_list(config: Config) -> int:
 
 
 def most_keys(config: Config) -> int:
-    """The largest budget of a query."""
+    """Returns the largest key budget of a query."""
     return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
 
 
 def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
-    """The chunks of queries of each context-parallel rank."""
+    """Returns the chunks of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]
 
 
 def _block_entries(config: Config) -> tuple[float, float]:
-    """Keys and words of shared lists, per query."""
+    """Returns the number of keys and of words of shared lists, per query."""
     block, room = config.gsa.selection_block, _longest_list(config)
     # Without documents only the window has words.
     words = _near(config) if config.data.attend_across_documents else room
@@ -275,5 +273,5 @@ def _block_entries(config: Config) -> tuple[float, float]:
 
 
 def _near(config: Config) -> int:
-    """Keys of a shared list in the windows of the block's queries."""
+    """Returns the number of a shared list's keys in the windows of the block's queries."""
     return min(config.gsa.local_window + config.gsa.selection_block, config.train.seq_len_tokens)

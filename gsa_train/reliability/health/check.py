@@ -1,4 +1,4 @@
-"""The health of all devices of a job before it trains: which is bad, by host, index and UUID."""
+"""Checks all devices of a job before it trains; names bad ones by host, index and UUID."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:  # megatron-core, which a look at a node does not need
     from gsa_train.distributed.parallel import Parallel
 
 BAD_NODES = "bad_nodes"
-"""In the folder of a Slurm submission: names of nodes, a line each, which the job is not to come back to."""
+"""File in the folder of a Slurm submission: names of nodes, one a line, that the job must avoid."""
 
 logger = logging.getLogger(__name__)
 
 
 class UnhealthyDevice(RuntimeError):
-    """A device, or the links of one, do not do what they should; says which, on all ranks alike."""
+    """A device or its links failed the check; the message, the same on all ranks, names it."""
 
 
 def check_device(device: torch.device, index: int, seconds: float) -> Finding:
-    """One device alone."""
+    """Check one device, without its links."""
     here, faults = device_here(device, index), []
     nvml = open_driver() if here.uuid else None
     xids = None
@@ -52,11 +52,11 @@ def check_device(device: torch.device, index: int, seconds: float) -> Finding:
             xids = XidWatch(nvml, here.uuid)
         except nvml.NVMLError_GpuIsLost:
             faults.append(LOST)
-        except nvml.NVMLError:  # a container that may not, a part of a device
+        except nvml.NVMLError:  # no permission in the container, or a MIG instance
             pass
     try:
         faults += faults_of_device(device, seconds)
-    except RuntimeError as error:  # the device's own: most bad ones do not multiply wrongly, but not at all
+    except RuntimeError as error:  # most bad devices raise an error
         faults.append(f"its check failed: {first_line(error)}")
     if nvml is not None and xids is not None:
         faults += [*faults_by_driver(nvml, here.uuid), *xids.faults()]
@@ -70,14 +70,14 @@ def device_here(device: torch.device, index: int) -> Finding:
 
 
 def check_presence() -> None:
-    """This rank's GPU is there and answers. Before the ranks meet, who would wait for one that cannot.
+    """Check that this rank's GPU exists and answers. Call it before the ranks join: they would wait for a bad one.
 
     Raises:
-        UnhealthyDevice: it is lost, or fails at once; on this rank alone.
+        UnhealthyDevice: the GPU is lost or fails at once; raised on this rank only.
         DeviceError: the node has fewer GPUs than ranks.
     """
     index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    # A job of launch/slurm/submit.py has one task on a node, which sees all GPUs that Slurm has given.
+    # A job of launch/slurm/submit.py has one task per node, which sees all GPUs that Slurm allocated.
     given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if SUBMISSION in os.environ else 0
     fault = None
     if found < given and torch.backends.cuda.is_built():
@@ -104,10 +104,10 @@ def check_presence() -> None:
 
 
 def check_health(parallel: Parallel, seconds: float) -> None:
-    """Of all devices of a run. Collective.
+    """Check all devices of a run. Collective.
 
     Raises:
-        UnhealthyDevice: something is wrong somewhere.
+        UnhealthyDevice: a device or link of any rank is bad.
     """
     began = time.monotonic()
     found = check_ranks(parallel.device, seconds)
@@ -121,17 +121,17 @@ def check_health(parallel: Parallel, seconds: float) -> None:
 
 
 def check_ranks(device: torch.device, seconds: float) -> list[Finding]:
-    """Each rank its own device, then the links between them; what each found of its device, by rank. Collective over
-    the world.
+    """Check each rank's device, then the links between the ranks. Returns the findings by rank. Collective over the
+    world group.
 
     Raises:
-        UnhealthyDevice: something is wrong somewhere; no device may be used then.
+        UnhealthyDevice: a device or link of any rank is bad; do not use any device afterwards.
     """
     here = device_here(device, int(os.environ.get("LOCAL_RANK", "0")))
     exchange = Exchange(here)
     found = _tell_all(exchange, "devices", check_device(device, here.index, seconds), nodes_of_bad_devices)
     if dist.get_world_size() > 1:
-        # One after the other: where a neighbour cannot be reached, a sum over all ends nowhere.
+        # Neighbours first: if one cannot be reached, an all-reduce never ends.
         neighbours = replace(here, faults=faults_of_neighbours(device))
         _tell_all(exchange, "neighbours", neighbours, nodes_of_bad_links)
         _tell_all(exchange, "sums", replace(here, faults=faults_of_sums(device)), lambda _: [])
@@ -146,7 +146,7 @@ def _tell_all(
 ) -> list[Finding]:
     """
     Args:
-        at_fault: which nodes it is; none where nothing tells.
+        at_fault: returns the nodes at fault; empty if they cannot be told.
     """
     found = exchange.tell_all(stage, mine, lambda findings: note_bad_nodes(at_fault(findings)))
     bad = [each for each in found if each.faults]
@@ -163,15 +163,15 @@ def _tell_all(
 
 
 def note_bad_nodes(nodes: Sequence[str]) -> None:
-    """In a job of launch/slurm/submit.py: for job.sh, which asks Slurm for other nodes."""
+    """In a job of launch/slurm/submit.py, record bad nodes for job.sh, which asks Slurm for other nodes."""
     folder = os.environ.get(SUBMISSION)
     if not folder or not nodes:
         return
     path = Path(folder) / BAD_NODES
-    with contextlib.suppress(OSError):  # the message has them
+    with contextlib.suppress(OSError):  # the message names the nodes too
         known = path.read_text(encoding="utf-8").split() if path.exists() else []
         new = [name for name in dict.fromkeys(nodes) if name not in known]
         with open(
             path, "a", encoding="utf-8", opener=own_file
-        ) as file:  # after what other nodes note at the same moment
+        ) as file:  # append: other nodes may write at the same time
             file.write("".join(f"{name}\n" for name in new))

@@ -1,4 +1,4 @@
-"""What is wrong with one device, in words: its products, its memory, and what its driver says of it."""
+"""Finds faults of one device: wrong matrix products, wrong memory, and faults that its driver reports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from gsa_train.reliability.health.products import make_problem, wrong_products
 
 GPU_SIZES = {torch.bfloat16: (8192, 4096, 256), torch.float32: (4096, 2048, 256)}
-"""Size, inner size and signs: enough for all multiprocessors, and below a GB."""
+"""Size, inner size and length of the signs: large enough for all multiprocessors, less than 1 GB."""
 CPU_SIZES = {torch.float32: (256, 128, 64)}
 MEMORY_SHARE = 0.8
-"""Of what is free."""
+"""Share of the free memory that is checked."""
 BLOCK_BYTES = 1 << 30
 CPU_MEMORY_BYTES = 1 << 22
 PATTERNS = (0x55, 0xAA)
-"""Every bit once 0 and once 1, its neighbours otherwise."""
+"""Bytes that set every bit once to 0 and once to 1, with opposite neighbours."""
 
 
 def faults_of_device(device: torch.device, seconds: float) -> list[str]:
     """
     Args:
-        seconds: of matrix products on a GPU; a CPU makes two of each.
+        seconds: duration of the matrix products on a GPU; a CPU computes two of each type.
     """
     return [*_product_faults(device, seconds), *_memory_faults(device)]
 
@@ -40,7 +40,7 @@ def _product_faults(device: torch.device, seconds: float) -> Iterator[str]:
 
 
 def _memory_faults(device: torch.device) -> Iterator[str]:
-    """Write a pattern into what is free, then read all of it."""
+    """Write a pattern to free memory, then compare all of it."""
     if device.type == "cuda":
         free = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
         sizes = [BLOCK_BYTES] * (free // BLOCK_BYTES)
@@ -53,7 +53,7 @@ def _memory_faults(device: torch.device) -> Iterator[str]:
     for pattern in PATTERNS:
         word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         for number, block in enumerate(blocks):
-            write(block, word ^ number)  # also in the right place
+            write(block, word ^ number)  # differs by block: finds wrong addresses
         wrong = [_wrong_words(block, word ^ number) for number, block in enumerate(blocks)]
         count = sum(int(each) for each in wrong)
         if count:

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of a device, by NVML (package nvidia-ml-py): ECC errors, rows that wait to be remapped."""
+"""Asks NVIDIA's driver about a device (NVML, package nvidia-ml-py): ECC errors, rows to be remapped, critical XIDs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MISSING = (
 
 LOST = "the driver has lost it"
 XIDS_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
-"""Of programs, on devices that are healthy: what NVIDIA's device plugin for Kubernetes leaves out (`health.go`)."""
+"""XIDs that programs cause on healthy devices, as NVIDIA's device plugin for Kubernetes lists them (`health.go`)."""
 
 
 def open_driver() -> Any:
-    """The package, begun; None where it is not installed or there is no driver."""
+    """Returns the initialized package; None if it is not installed or there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -30,7 +30,7 @@ def open_driver() -> Any:
 
 
 class XidWatch:
-    """Critical XIDs of one device from this moment on: NVML tells of none before."""
+    """Collects critical XIDs of one device from now on; NVML does not report earlier ones."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml = nvml
@@ -39,7 +39,7 @@ class XidWatch:
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def faults(self) -> list[str]:
-        """Those since then, but of programs."""
+        """Returns the XIDs since then, without XIDS_OF_PROGRAMS."""
         found = []
         try:
             while True:
@@ -48,14 +48,14 @@ class XidWatch:
                     found.append(f"XID {event.eventData}")
         except self._nvml.NVMLError_GpuIsLost:
             found.append(LOST)
-        except self._nvml.NVMLError:  # mostly that there are no more
+        except self._nvml.NVMLError:  # usually a timeout: no further event
             pass
         self._nvml.nvmlEventSetFree(self._events)
         return found
 
 
 def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
-    """Uncorrected ECC errors since the driver was loaded, and remapped rows that failed or wait for a reset."""
+    """Returns uncorrected ECC errors since the driver was loaded, and remapped rows that failed or wait for a reset."""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     except nvml.NVMLError_GpuIsLost:
@@ -81,16 +81,16 @@ def faults_by_driver(nvml: Any, uuid: str) -> list[str]:
             ask()
         except nvml.NVMLError_GpuIsLost:
             found.append(LOST)
-        except nvml.NVMLError:  # ECC is off, the device has no such rows, or who asks may not
+        except nvml.NVMLError:  # ECC is off, no row remapping on this device, or no permission
             continue
     return found
 
 
 def uuid_of(device: torch.device) -> str:
-    """As nvidia-smi has it; empty for a CPU."""
+    """Returns the UUID as nvidia-smi prints it; empty for a CPU."""
     if device.type != "cuda":
         return ""
     try:
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    except RuntimeError:  # the check will tell
+    except RuntimeError:  # the check reports the fault
         return "GPU that does not answer"

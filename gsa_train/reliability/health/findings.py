@@ -1,6 +1,6 @@
-"""What ranks find at their devices and links, told to all of them: a rank that does not answer is a finding, too.
+"""Exchanges the faults that ranks find at their devices and links; a rank that does not answer counts as a fault.
 
-By the store of torch.distributed: a collective would wait for a rank whose device hangs in its driver.
+Uses the store of torch.distributed: a collective would wait for a rank whose device hangs in its driver.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch.distributed as dist
 from gsa_train.distributed.store import connect_to_store
 
 ANSWER_SECONDS = 120.0
-"""That ranks may be apart, who do the same work on devices of one kind."""
+"""Longest time between the first and the last answer; ranks do the same work on equal devices."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one device."""
+    """Faults of one device."""
 
     node: str
-    """As Slurm calls it, else the host's name."""
+    """Slurm's name of the node, else the host's name."""
     index: int
-    """Of the device in its process."""
+    """Index of the device in its process."""
     uuid: str
     """Empty for a CPU."""
     faults: list[str] = field(default_factory=list)
     without_driver: bool = False
-    """A GPU whose driver could not be asked."""
+    """True for a GPU if its driver could not be asked."""
 
     def in_words(self) -> str:
         name = f"GPU {self.index} ({self.uuid})" if self.uuid else f"CPU of local rank {self.index}"
@@ -42,18 +42,18 @@ class Finding:
 
 
 class Exchange:
-    """Of the findings of all ranks."""
+    """Exchanges the findings of all ranks."""
 
     def __init__(self, mine: Finding) -> None:
-        """Collective, while all ranks still answer.
+        """Collective: call it while all ranks still answer.
 
         Args:
             mine: this rank's device, without faults.
         """
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
-        # torchrun may keep its store over restarts, with what earlier ranks wrote.
+        # torchrun may keep its store across restarts, with entries of earlier ranks.
         name: list[Any] = [uuid.uuid4().hex]
-        group = dist.new_group(backend="gloo")  # by the hosts' network, whatever the devices do
+        group = dist.new_group(backend="gloo")  # uses the hosts' network, not the devices
         dist.broadcast_object_list(name, src=0, group=group)
         self._devices: list[Finding] = [mine] * self._count
         dist.all_gather_object(self._devices, mine, group=group)
@@ -62,10 +62,10 @@ class Exchange:
         self._store = dist.PrefixStore(f"health/{name[0]}", connect_to_store(longest))
 
     def tell_all(self, stage: str, mine: Finding, at_first: Callable[[list[Finding]], None]) -> list[Finding]:
-        """The findings of all ranks, whose faults are the same on each. Called by each when it is through.
+        """Share this rank's finding; returns the findings of all ranks, with the same faults on each rank.
 
         Args:
-            at_first: called with them on one rank, before any other has them: then ranks begin to end.
+            at_first: called with the findings on one rank before any other rank has them, since ranks may then end.
 
         Raises:
             RuntimeError: neither the first nor the last rank answers.
@@ -75,7 +75,7 @@ class Exchange:
             found = self._collect(stage)
             if self._rank == 0 or not self._has_answered(stage, 0):
                 at_first(found)
-                # Thousands of ranks read this, and mostly nothing is wrong.
+                # Only bad findings: thousands of ranks read this value.
                 bad = {rank: asdict(each) for rank, each in enumerate(found) if each.faults}
                 self._store.set(stage, json.dumps(bad))
                 return found
@@ -91,7 +91,7 @@ class Exchange:
             try:
                 self._store.wait([f"{stage}/{rank}"], timedelta(seconds=left))
                 found.append(Finding(**json.loads(self._store.get(f"{stage}/{rank}"))))
-            except RuntimeError:  # of the store, after this time
+            except RuntimeError:  # timeout of the store
                 silent = (
                     f"rank {rank} has not answered for {ANSWER_SECONDS:.0f} s: its device or its host hangs"
                 )
@@ -103,19 +103,19 @@ class Exchange:
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
-    """Names, each once; none where it would be all of several: that is the driver, or the check itself, and a job that
-    went on elsewhere would leave out one node after another."""
+    """Returns the nodes with bad devices, each once; none if all of several nodes are bad. The cause is then the driver
+    or the check, and the job would exclude one node after another."""
     named = list(dict.fromkeys(each.node for each in findings if each.faults))
     nodes = {each.node for each in findings}
     return [] if len(named) == len(nodes) > 1 else named
 
 
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:
-    """Where a rank's finding is about the link from the rank before it, in a ring: the nodes that explain all of them,
-    each once; none where nothing tells these from the others.
+    """Returns the nodes that explain all bad links of the ring, each once; none if they cannot be told. Each rank
+    reports the link from the previous rank.
 
-    A node whose links to both sides are bad is at fault, and its neighbours are not; of a link that is bad alone, both
-    ends are named.
+    If both links of a node are bad, the node is at fault and its neighbours are not. For a single bad link, both ends
+    are named.
     """
     nodes = [each.node for each in findings]
     links = [{nodes[rank - 1], nodes[rank]} for rank, each in enumerate(findings) if each.faults]

@@ -1,4 +1,4 @@
-"""Known numbers over the links between the ranks: in a ring from neighbour to neighbour, and summed over all."""
+"""Checks the links between the ranks with known numbers: sent around a ring, and summed over all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 SIZES = {"cuda": 1 << 24, "cpu": 1 << 10}
 """Numbers in fp32 that a rank sends, by kind of device."""
 LONGEST_SECONDS = 15.0
-"""Of a transfer, the first of which also makes the connections."""
+"""Limit of a transfer; the first one also opens the connections."""
 SECONDS_PER_RANK = 1 / 64
-"""More, for the connections of thousands of ranks; an assumption."""
+"""Additional time per rank for the connections; an assumption."""
 VALUES = 64
-"""That numbers have, so that fp32 holds their sums over 2^18 ranks exactly."""
+"""Number of different values; fp32 holds their sums over 2^18 ranks exactly."""
 
 
 def faults_of_neighbours(device: torch.device) -> list[str]:
-    """What this rank received otherwise from the rank before it than it was sent, or not at all. Collective; after a
-    fault of the second kind the process group is of no use any more."""
+    """Returns faults of the link from the previous rank: wrong numbers, or no transfer in time. Collective; after a
+    failed transfer the process group must not be used again."""
     rank, count = dist.get_rank(), dist.get_world_size()
     size = SIZES[device.type]
     before, after = (rank - 1) % count, (rank + 1) % count
@@ -42,7 +42,7 @@ def faults_of_neighbours(device: torch.device) -> list[str]:
 
 
 def faults_of_sums(device: torch.device) -> list[str]:
-    """The same of sums over all ranks, which do not tell whose fault it is."""
+    """Returns faults of an all-reduce over all ranks; it cannot tell which rank is at fault. Collective."""
     rank, count = dist.get_rank(), dist.get_world_size()
     size = SIZES[device.type]
     try:
@@ -60,12 +60,12 @@ def longest_seconds(count: int) -> float:
 
 
 def pattern(rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Small integers in fp32."""
+    """Returns a rank's [size] small integers in fp32."""
     return (torch.arange(size, device=device) + rank).remainder(VALUES).float()
 
 
 def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Of the patterns of this number of ranks."""
+    """Returns the sum of the patterns of `count` ranks."""
     whole, rest = divmod(count, VALUES)
     total = torch.full((size,), float(whole * sum(range(VALUES))), device=device)
     for rank in range(rest):
@@ -74,11 +74,11 @@ def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _done(works: list[Any], clock: Callable[[], float] = time.monotonic) -> bool:
-    """Whether they end in time. On a GPU the host asks, for NCCL's own wait would only queue one; gloo's transfers say
-    that they are complete to who waits for them, and to nobody else.
+    """Returns True if the transfers end in time. NCCL is polled, since its `wait` does not block the host; gloo reports
+    completion only to `wait`.
 
     Raises:
-        RuntimeError: they have failed.
+        RuntimeError: a transfer failed.
     """
     longest = longest_seconds(dist.get_world_size())
     if dist.get_backend() == "gloo":

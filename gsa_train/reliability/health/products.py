@@ -1,8 +1,8 @@
-"""Matrix products whose every element is known beforehand, bit for bit, whatever the order of the sums.
+"""Computes matrix products with a result that is known bit for bit, for any order of the sums.
 
-A = [X, X, s a], B = [Y; -Y; s b] with random integers X and Y: the first two parts of the product cancel, and what is
-left is the outer product of a and b times the length of s, a power of two. All sums are integers below 2^24, which
-fp32 holds exactly, and the result is one that bf16 holds, too.
+A = [X, X, s a], B = [Y; -Y; s b] with random integers X and Y: the first two parts of the product cancel; the rest is
+the outer product of a and b times the length of s, a power of two. All sums are integers below 2^24, which fp32 holds
+exactly; bf16 holds the result exactly.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 LARGEST = 7
-"""Of the random integers: with 4096 products of two the sums stay below 2^18."""
+"""Largest random integer: sums of 4096 products stay below 2^18."""
 FACTORS = (1.0, 2.0, 3.0, -1.0, -2.0, -3.0)
-"""Of a and b: their products times a power of two have at most four bits."""
+"""Values of a and b: their products times a power of two have at most four significant bits."""
 CHECKED_ROWS = 64
-"""Of a result, that the host looks at: a device that multiplies wrongly may compare wrongly, too."""
+"""Rows of a result that the host compares: a bad device may also compare wrongly."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Problem:
     expected: torch.Tensor
     """[size, size], of the same type, on the same device."""
     expected_rows: torch.Tensor
-    """The first CHECKED_ROWS of it, made on the host."""
+    """The first CHECKED_ROWS rows of `expected`, computed on the host."""
 
 
 def make_problem(size: int, inner: int, signs: int, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -60,10 +60,10 @@ def multiply(problem: Problem) -> torch.Tensor:
 
 
 def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, int]:
-    """Multiply again and again for so long, and at least so often.
+    """Multiply repeatedly for `seconds`, and at least `least` times.
 
     Returns:
-        Elements that were wrong, over all products, and the number of products.
+        Number of wrong elements over all products, and number of products.
     """
     device, count = problem.a.device, 0
     matmul = torch.backends.cuda.matmul
@@ -74,10 +74,10 @@ def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, i
         deadline = time.monotonic() + seconds
         while count < least or time.monotonic() < deadline:
             result = multiply(problem)
-            wrong += (result != problem.expected).sum()  # a NaN is wrong, too
+            wrong += (result != problem.expected).sum()  # counts NaN as wrong
             count += 1
             if count % 32 == 0 and device.type == "cuda":
-                torch.cuda.synchronize(device)  # so that the clock above is the device's
+                torch.cuda.synchronize(device)  # so that the loop measures the device's time
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
     on_host = int((result[:CHECKED_ROWS].cpu() != problem.expected_rows).sum())

@@ -1,12 +1,11 @@
-"""Silent data corruption: a device that computes something else than it should, or a weight that changed in memory.
+"""Detects silent data corruption: wrong results of a device, or weights that changed in memory.
 
-Two checks, each as often as `monitor` says. A step's forward and backward pass is run a second time, from the same
-weights, micro-batches and random numbers: its loss and the bits of each rank's gradients before their reduction must be
-the same. And data-parallel replicas must have the same weights, to the last bit. Both are exact, because our kernels
-repeat bit for bit; what does not is refused (gsa_train.config.monitor).
+Two checks run at the intervals of `monitor`. One repeats a step's forward and backward pass with the same weights,
+micro-batches and random numbers: the loss, and the bits of each rank's gradients before their reduction, must be equal.
+The other compares the weights of data-parallel replicas bit for bit. Both are exact, because our kernels are
+deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-What neither can see: an error that repeats itself, and one in a shard of the distributed optimizer, of which there is
-no second copy.
+Neither check finds an error that repeats, or an error in a shard of the distributed optimizer, which has no replica.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from gsa_train.reliability.monitor.spikes import Verdict
 
 
 class CorruptionFound(RuntimeError):
-    """A computation or a weight is not what it should be; names step, ranks and hosts."""
+    """A result or a weight is wrong; the message names step, ranks and hosts."""
 
 
 class Computed(NamedTuple):
-    """A forward and backward pass over a step's micro-batches, reduced."""
+    """Reduced results of a forward and backward pass over a step's micro-batches."""
 
     loss_sum: torch.Tensor
-    """0-d: this rank's share, as in `StepResult`."""
+    """0-d: this rank's part, as in `StepResult`."""
     grad_norm: torch.Tensor
     loss: torch.Tensor
-    """0-d, like the norm over all ranks."""
+    """0-d: over all ranks, like the norm."""
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """Position of a rank in the parallel groups."""
 
     host: str
     tensor_rank: int
@@ -62,7 +61,7 @@ class Place(NamedTuple):
 
 
 class CorruptionCheck:
-    """Of one phase. Its methods are collective where they compare."""
+    """Checks of one phase. Methods that compare are collective."""
 
     def __init__(
         self,
@@ -75,8 +74,8 @@ class CorruptionCheck:
     ) -> None:
         """
         Args:
-            modules: megatron-core's data-parallel wrappers; their reductions are watched from now on.
-            log: takes events for metrics.jsonl.
+            modules: megatron-core's data-parallel wrappers; the check hooks into their gradient reductions.
+            log: writes events to metrics.jsonl.
         """
         self._config, self._model, self._parallel, self._log = config, model, parallel, log
         self._phase = phase
@@ -100,14 +99,14 @@ class CorruptionCheck:
     # --- a step, twice ---------------------------------------------------------------------------------------
 
     def compute(self, step: int, compute: Callable[[], Computed]) -> Computed:
-        """Run a step's forward and backward pass, and again if this step is one of those.
+        """Run a step's forward and backward pass; repeat it if the step is due for a check.
 
         Args:
             step: counted from 1.
-            compute: leaves the reduced gradients in their buffers.
+            compute: computes the step and leaves the reduced gradients in their buffers.
 
         Raises:
-            CorruptionFound: the two differ, and `monitor.on_corruption` is stop.
+            CorruptionFound: the results differ, and `monitor.on_corruption` is stop.
         """
         every = self._config.recheck_every_steps
         self._rechecked = every > 0 and step % every == 0
@@ -119,14 +118,14 @@ class CorruptionCheck:
         return self._again(step, first, compute) if self._rechecked else first
 
     def suspects(self, verdict: Verdict) -> bool:
-        """Whether a step has to be computed again because of what it seems to be. Waits for the device."""
+        """Returns True if the verdict on a step requires that it is computed again. Synchronizes with the device."""
         if not self._config.recheck_spikes or self._rechecked:
             return False
         loss_spikes, norm_spikes, finite, _ = verdict.row[4:].tolist()
         return bool(loss_spikes or norm_spikes or not finite)
 
     def compute_again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
-        """The step that `suspects` asked for; the second numbers count. Raises as `compute` does."""
+        """Repeat a step for which `suspects` returned True; returns the second result. Raises as `compute` does."""
         return self._again(step, first, compute)
 
     def _again(self, step: int, first: Computed, compute: Callable[[], Computed]) -> Computed:
@@ -153,23 +152,23 @@ class CorruptionCheck:
     def _note_and_reduce(self, group: Any, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if (
             self._noting and group.grad_reduce_handle is None
-        ):  # else this reduction is under way, and the call does nothing
+        ):  # else this reduction already runs, and the call does nothing
             gradients = (bucket.grad_data for bucket in group.buckets)
             self._gradient_bits += bits_of(gradients, self._parallel.device)
         return reduce(*args, **kwargs)
 
     def _bits(self, computed: Computed) -> torch.Tensor:
-        """int64 [loss, gradients] of this rank."""
+        """Returns bit sums of this rank's loss and gradients, int64 [2]."""
         loss = computed.loss_sum.detach().float().reshape(1).view(torch.int32).long()
         return torch.cat([loss, self._gradient_bits.reshape(1)])
 
     # --- the weights of replicas -----------------------------------------------------------------------------
 
     def compare_replicas(self, step: int, saves: bool) -> None:
-        """Compare the weights that a step was computed with, if this step is one of those or will be saved.
+        """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call it before the update, when all weights are where the forward pass needed them; or before a save that no
-        step knew of, with whole weights.
+        Call it before the update, while the weights of the forward pass are gathered, or before an unplanned save, with
+        whole weights.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.
@@ -196,7 +195,7 @@ class CorruptionCheck:
 
     @staticmethod
     def _odd_ones_out(sums: Sequence[int], places: Sequence[tuple[int, ...]]) -> dict[int, str]:
-        """Of all ranks; those at one place are replicas."""
+        """Returns the ranks that differ from their replicas; ranks at the same place are replicas."""
         differing: dict[int, str] = {}
         for place in set(places):
             differing |= odd_ones_out({rank: sums[rank] for rank, own in enumerate(places) if own == place})
@@ -205,7 +204,7 @@ class CorruptionCheck:
     # --- what is found ---------------------------------------------------------------------------------------
 
     def _gather(self, values: torch.Tensor) -> list[list[int]]:
-        """The values of every rank. Waits for the device."""
+        """Returns the values of every rank. Synchronizes with the device."""
         rows = [torch.empty_like(values) for _ in range(self._parallel.world_size)]
         dist.all_gather(rows, values)
         return [row.tolist() for row in rows]
@@ -222,7 +221,7 @@ class CorruptionCheck:
 
 
 def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64, 0-d, on `device`: sum of the bit patterns of all elements as integers; 0 of none. Nothing is copied."""
+    """Returns the sum of the bit patterns of all elements, int64 0-d on `device`; 0 without tensors. Copies nothing."""
     sums = [torch.zeros((), dtype=torch.int64, device=device)]
     for tensor in tensors:
         integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
@@ -231,9 +230,9 @@ def bits_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 def odd_ones_out(sums: dict[int, int]) -> dict[int, str]:
-    """Rank -> what is wrong with its sum, beside the sums of its replicas; empty if all are the same.
+    """Returns rank -> difference of its sum from its replicas' sums; empty if all are equal.
 
-    More than half of them are believed; without such a majority every rank is suspect.
+    A value that more than half of the replicas have counts as right; without such a majority every rank is suspect.
     """
     (most, count), *others = Counter(sums.values()).most_common()
     if not others:
@@ -253,5 +252,5 @@ def _difference(row: list[int]) -> str:
 
 
 def needs_check(config: MonitorConfig) -> bool:
-    """Whether any of the checks is on."""
+    """Returns True if any of the checks is enabled."""
     return config.recheck_spikes or config.recheck_every_steps > 0 or config.compare_replicas_every_steps > 0

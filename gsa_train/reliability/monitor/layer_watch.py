@@ -1,4 +1,4 @@
-"""Statistics of the layers that tend to jump before the loss does, as far as logged steps measure them anyway."""
+"""Watches statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import statistics
 from typing import Any
 
 WINDOW = 32
-"""Logged steps."""
+"""Logged steps in the history."""
 LEAST = 16
-"""Logged steps before the first judgement."""
+"""Logged steps before the first verdict."""
 RECENT = 8
-"""Logged steps that a value is compared with: these statistics grow over a training, and it is jumps that warn."""
+"""Logged steps that a value is compared with; few, because the statistics grow slowly during training."""
 MIN_RATIO = 4.0
 SIGMAS = 8.0
-"""Higher than for the loss: many layers times several statistics are watched."""
+"""Limit in deviations; higher than for the loss, because many layers times several statistics are watched."""
 FLOORS = {
     "max_activation": 0.0,
     "max_attention_logit": 5.0,
@@ -28,9 +28,8 @@ FLOORS = {
     "output_gate_high": 0.01,
     "update_norm": 0.0,
 }
-"""Watched statistic -> what is added to it, so that a share that leaves 0 is no jump, nor a logit: residual stream,
-attention logits, the indexer's distance from attention, the spread of its scores and those without slope, gates
-that close or open for good, |Δw|."""
+"""Watched statistic -> constant that is added to it, so that a small change near 0 is not a jump. Statistics: residual
+stream, attention logits, indexer loss, spread and saturation of the indexer's scores, saturated gates, |Δw|."""
 
 
 class LayerWatch:
@@ -42,8 +41,8 @@ class LayerWatch:
         """Statistic -> one list of a value per layer for each of the last logged steps."""
 
     def look(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """What has jumped in a logged step's record: signal, layer (from 0; None for the whole model), value and
-        threshold. The record joins the history."""
+        """Returns the jumps in a logged step's record: signal, layer (from 0; None for the whole model), value and
+        threshold. Adds the record to the history."""
         jumps = []
         for name, floor in FLOORS.items():
             values = record.get(f"layer_{name}", record.get(name))

@@ -1,10 +1,10 @@
-"""What the host makes of the verdicts on the steps: counts, events, and the policy `monitor.action`.
+"""Acts on the verdicts on the steps, on the host: counts spikes, logs events, applies the policy `monitor.action`.
 
-The device has judged a step and left its update out, if it had to, before the host knows (spikes.py). The host
-reads a verdict READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first: the same step on all
-ranks and in every repetition of the run, whatever the device is doing, and never a wait for the step under way.
+The device judges a step and skips its update if needed, before the host knows (spikes.py). The host reads a verdict
+READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. So all ranks, and every repetition
+of the run, act at the same step, and the host never waits for the current step.
 
-What a spike is: flagged steps with fewer than SPIKE_GAP_STEPS others between them are one spike.
+Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from gsa_train.reliability.monitor.layer_watch import LayerWatch
 from gsa_train.reliability.monitor.spikes import Row, SpikeDetector, Verdict
 
 READ_DELAY_STEPS = 2
-"""The device is not further behind than this where host and device are busy, so reading so late waits for nothing."""
+"""Delay of a verdict's read; the device lags the host by no more steps than this, so a read does not wait."""
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
-"""OLMo-core's SpikeScore: share of steps with a loss or gradient norm that far above the mean of as many steps."""
+"""OLMo-core's SpikeScore: share of steps with a loss or gradient norm SCORE_SIGMAS above the mean of SCORE_STEPS."""
 
 
 class MonitorStop(RuntimeError):
-    """The monitor ends the run, by its policy or for want of another way. What is saved is from before the spike."""
+    """The monitor ends the run. All checkpoints are older than the spike."""
 
     def __init__(self, why: str, first_step: int, last_step: int) -> None:
-        """Steps, counted from 1, of the spike as far as it was read."""
+        """`first_step` to `last_step` are the spike's steps that were read, counted from 1."""
         super().__init__(why)
         self.first_step, self.last_step = first_step, last_step
 
 
 class NotFinite(MonitorStop):
-    """What would be saved, or what was trained to the end, is not finite: no batch is known to be the cause."""
+    """State to be saved, or the last validation loss, is not finite; no batch is known to be the cause."""
 
     def __init__(self, why: str, step: int) -> None:
-        """After `step`, counted from 1."""
+        """`step` is the last trained step, counted from 1."""
         super().__init__(why, step + 1, step)
 
     def as_spike(self, spikes: int) -> SpikeFound:
-        """For a rewind, which leaves out the batches around the step.
+        """Returns a spike for a rewind, which skips the batches around the step.
 
         Args:
-            spikes: of the run before.
+            spikes: number of the run's earlier spikes.
         """
         return SpikeFound(self.last_step, self.last_step, "weights", math.nan, math.inf, spikes + 1)
 
@@ -60,22 +60,22 @@ class SpikeFound(NamedTuple):
     """A spike that asks for a rewind."""
 
     first_step: int
-    """Its first flagged step, counted from 1."""
+    """First flagged step, counted from 1."""
     last_step: int
-    """The last one read."""
+    """Last flagged step that was read."""
     signal: str
     value: float
     threshold: float
     spikes: int
-    """Of the run so far, this one included."""
+    """Number of the run's spikes, this one included."""
 
 
 @dataclass
 class MonitorState:
-    """What a checkpoint keeps, as plain values."""
+    """State of the monitor in a checkpoint, as plain values."""
 
     phase_index: int = 0
-    # Each phase begins its own.
+    # Reset at the beginning of each phase.
     detector: dict[str, Any] | None = None
     """`SpikeDetector.state()`; None before the first save."""
     recent: list[tuple[float, float]] = field(default_factory=list)
@@ -83,23 +83,23 @@ class MonitorState:
     layers: dict[str, list[list[float]]] = field(default_factory=dict)
     """`LayerWatch.history`."""
     in_a_row: int = 0
-    """Flagged steps in a row up to the last one read."""
+    """Consecutive flagged steps up to the last one read."""
     first_in_a_row: int = 0
-    """Step of the first of them."""
+    """First of the consecutive flagged steps."""
     last_flagged: int = -SPIKE_GAP_STEPS
     lowered: list[tuple[int, int]] = field(default_factory=list)
     """First and last steps with a lowered learning rate."""
-    # Of the whole run.
+    # Kept for the whole run.
     judged_steps: int = 0
     spikes: int = 0
     skipped_updates: int = 0
     score_steps: int = 0
     """Spiking steps by OLMo-core's rule."""
     rewinds: list[dict[str, Any]] = field(default_factory=list)
-    """gsa_train.run_folder.rewind.Rewind of each, in order."""
+    """Each rewind in order, as a dict of gsa_train.run_folder.rewind.Rewind."""
 
     def entering(self, phase_index: int) -> MonitorState:
-        """This state at the beginning of another phase."""
+        """Returns this state for the beginning of another phase."""
         if phase_index == self.phase_index:
             return self
         kept = ("judged_steps", "spikes", "skipped_updates", "score_steps", "rewinds")
@@ -112,7 +112,7 @@ class _Unread(NamedTuple):
 
 
 class Monitor:
-    """One phase's."""
+    """Monitor of one phase."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class Monitor:
     ) -> None:
         """
         Args:
-            state: of the checkpoint, or of the phase before.
-            log: takes events for metrics.jsonl.
-            saved_step: newest checkpoint; asked where the run ends.
+            state: state from the checkpoint or the previous phase.
+            log: writes events to metrics.jsonl.
+            saved_step: returns the step of the newest checkpoint; called when the run ends.
         """
         self._config, self._phase_range = config, phase_range
         self._log, self._saved_step = log, saved_step
@@ -142,22 +142,22 @@ class Monitor:
     # --- a step --------------------------------------------------------------------------------------------
 
     def lr_factor(self, step: int) -> float:
-        """Factor on the learning rates of a step."""
+        """Returns the factor on the learning rates of a step."""
         lowered = any(first <= step <= last for first, last in self._state.lowered)
         return self._config.lower_lr_factor if lowered else 1.0
 
     def observe(self, step: int, verdict: Verdict) -> None:
-        """Send the verdict on its way to the host."""
+        """Start the copy of a verdict to the host."""
         self._unread.append(_Unread(step, ToHost(verdict.row)))
 
     def read(self, through: int) -> SpikeFound | None:
-        """Count and act on the steps up to `through`, which may be more of them than READ_DELAY_STEPS asks for.
+        """Read the verdicts on the steps up to `through` and act on them.
 
         Returns:
-            The spike that asks for a rewind, if there is one: what follows it was not read.
+            The spike, if one requires a rewind; later verdicts are then not read.
 
         Raises:
-            MonitorStop: the run ends here.
+            MonitorStop: a spike ends the run.
         """
         while self._unread and self._unread[0].step <= through:
             step, row = self._unread.popleft()
@@ -167,7 +167,7 @@ class Monitor:
         return None
 
     def watch_layers(self, step: int, record: dict[str, Any]) -> None:
-        """Warn of layers whose statistics in a logged step's record have jumped; they often do before the loss does."""
+        """Warn of layers with statistics that jumped in a logged step's record."""
         for jump in self._layers.look(record):
             self._event("warning", step, **jump, action="log")
 
@@ -175,12 +175,12 @@ class Monitor:
 
     @property
     def last_grad_norm(self) -> float:
-        """Of the last step read."""
+        """Returns the gradient norm of the last step read."""
         assert self._last is not None
         return self._last.grad_norm
 
     def metrics(self) -> dict[str, float]:
-        """Over the whole run up to the last step read."""
+        """Returns metrics over the whole run up to the last step read."""
         state = self._state
         steps = max(state.judged_steps, 1)
         return {
@@ -192,7 +192,7 @@ class Monitor:
         }
 
     def state(self) -> MonitorState:
-        """Of this moment; every step must have been read. Waits for the device."""
+        """Returns the current state; every step must have been read. Synchronizes with the device."""
         assert not self._unread
         self._state.detector = self.detector.state()
         self._state.layers = self._layers.history
@@ -240,9 +240,9 @@ class Monitor:
         if config.action == "stop":
             raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)", step)
         if config.action == "lower_lr":
-            # From a step on that no reading is too late for: a run stopped in between goes on with the same rates.
+            # Not earlier: a run that is stopped and resumed in between must use the same rates.
             first = step + READ_DELAY_STEPS + 1
-            # The next phase has a rate of its own.
+            # The next phase has its own learning rate.
             last = min(first + config.lower_lr_steps - 1, self._phase_range.end)
             state.lowered = [each for each in state.lowered if each[1] > step]
             if first <= last:
@@ -278,6 +278,6 @@ class Monitor:
 
 
 def state_of(saved: dict[str, Any]) -> MonitorState:
-    """From what a checkpoint holds; an empty one is of a version without monitor."""
+    """Returns the state from a checkpoint; it is empty for versions without monitor."""
     pairs = {name: [tuple(pair) for pair in saved.get(name, [])] for name in ("recent", "lowered")}
     return MonitorState(**{**saved, **pairs})

@@ -67,6 +67,12 @@ DOCUMENTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_world_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's tests leave LOCAL_RANK, which accelerate takes for a world of ranks."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM, Path]:
     config = evaluated_config(train={"seq_len_tokens": LENGTH})
