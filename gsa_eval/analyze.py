@@ -20,8 +20,8 @@ from gsa_eval.attention_pictures import write_pictures
 from gsa_eval.attention_record import HeadMaps, check_place, record_attention
 from gsa_eval.convert.export_hf import new_folder
 from gsa_eval.convert.hf_config import not_in_hf
+from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.results import circumstances, result_folder
-from gsa_eval.subject import Execution, Source, Subject, load_subject
 from gsa_eval.trained_model import TrainedModel
 from gsa_train.data.tokenizer import reading_of
 from gsa_train.files import read_named
@@ -60,21 +60,25 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
     if source.run is not None or arguments.out is not None:  # before anything is loaded
         result_folder(arguments.name, source.run, arguments.out, "analysis")
     given = given_text(arguments)
-    subject = load_subject(source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype))
-    folder = result_folder(arguments.name, subject.run_dir, arguments.out, "analysis")
+    evaluated = load_evaluated_model(
+        source, arguments.settings, Execution(arguments.device, "eager", arguments.dtype)
+    )
+    folder = result_folder(arguments.name, evaluated.run_dir, arguments.out, "analysis")
     layer, head = arguments.layer, arguments.head
-    model = subject.model
+    model = evaluated.model
     if isinstance(model, TrainedModel):
-        assert subject.config is not None
-        raise ValueError(f"pictures are of the model of transformers: {'; '.join(not_in_hf(subject.config))}")
+        assert evaluated.config is not None
+        raise ValueError(
+            f"pictures are of the model of transformers: {'; '.join(not_in_hf(evaluated.config))}"
+        )
     check_place(model, layer, head)
-    text = read_one_text(subject, given, arguments.max_tokens)
+    text = read_one_text(evaluated, given, arguments.max_tokens)
     logger.info("%s: %d tokens", text.origin, len(text.tokens))
     record = record_attention(model, text.tokens, layer, head)
     assert record.maps is not None
     results = {
         "name": arguments.name,
-        "model": subject.about,
+        "model": evaluated.about,
         "text": {"origin": text.origin, "tokens": len(text.tokens), "all_tokens": text.all_tokens},
         "layer": layer,
         "head": head,
@@ -86,11 +90,11 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
         },
         **circumstances(words, "gsa-analyze"),
     }
-    spelled = [subject.tokenizer.decode([token]) for token in text.tokens]
+    spelled = [evaluated.tokenizer.decode([token]) for token in text.tokens]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as unfinished:
         place = f"layer {layer}, head {head}"
-        write_pictures(record, place, spelled, title_of(subject, text), unfinished)
+        write_pictures(record, place, spelled, title_of(evaluated, text), unfinished)
         _write_numbers(unfinished, results, record.maps)
     return folder
 
@@ -109,25 +113,25 @@ def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
     return read_named("--file", file), file.name
 
 
-def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) -> Text:
+def read_one_text(evaluated: EvaluatedModel, given: tuple[str, str] | None, most: int) -> Text:
     """Returns the first `most` tokens of the given text, or else of a document of the run's validation text.
 
     Raises:
         ValueError, DataFault: there is no text, or it is too short.
     """
     if given is not None:
-        tokens, origin = subject.tokenizer.encode(given[0]).tolist(), given[1]
+        tokens, origin = evaluated.tokenizer.encode(given[0]).tolist(), given[1]
     else:
-        if subject.config is None:
+        if evaluated.config is None:
             raise ValueError(
                 "the model belongs to no run, so it has no validation text: give --text or --file"
             )
-        if subject.config.data.format == "chat":
+        if evaluated.config.data.format == "chat":
             raise ValueError("the run's validation text is conversations: give --text or --file")
-        place = next(iter(subject.config.data.validation_folders.values()))
-        reading = reading_of(subject.config)
-        corpus = open_corpus(place, subject.config.data.text_field, reading)
-        documents = islice(validation_documents(corpus, subject.tokenizer, reading), MOST_DOCUMENTS)
+        place = next(iter(evaluated.config.data.validation_folders.values()))
+        reading = reading_of(evaluated.config)
+        corpus = open_corpus(place, evaluated.config.data.text_field, reading)
+        documents = islice(validation_documents(corpus, evaluated.tokenizer, reading), MOST_DOCUMENTS)
         tokens = max((document.tokens[:-1] for document in documents), key=len, default=np.zeros(0)).tolist()
         origin = "a validation document"
     if len(tokens) < LEAST_TOKENS:
@@ -135,10 +139,10 @@ def read_one_text(subject: Subject, given: tuple[str, str] | None, most: int) ->
     return Text(tokens[:most], len(tokens), origin)
 
 
-def title_of(subject: Subject, text: Text) -> str:
+def title_of(evaluated: EvaluatedModel, text: Text) -> str:
     """Returns the names of the model and the text, for titles."""
-    about = subject.about
-    of_run = subject.run_dir.absolute().name if subject.run_dir is not None else None
+    about = evaluated.about
+    of_run = evaluated.run_dir.absolute().name if evaluated.run_dir is not None else None
     name = of_run or Path(about.get("hf") or about["checkpoint"]).name
     step = f", step {about['step']:,}" if "step" in about else ""
     settings = "".join(f", {each}" for each in about["settings"])

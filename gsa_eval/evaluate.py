@@ -16,6 +16,7 @@ import numpy as np
 from gsa_data.faults import Reading
 from gsa_data.request_files import is_request_file, score
 from gsa_eval.answers import answer_prompts
+from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.results import circumstances, result_folder, table, write_results
@@ -27,7 +28,6 @@ from gsa_eval.ruler_score import (
     score_gold,
     score_ruler,
 )
-from gsa_eval.subject import Execution, Source, Subject, load_subject
 from gsa_eval.text import READING, WIKITEXT, TextOptions, as_piece, read_text, words_of
 from gsa_eval.wandb_run import log_to_wandb
 from gsa_hf import GSAForCausalLM
@@ -56,14 +56,14 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
     if source.run is not None or arguments.out is not None:  # before anything is loaded
         result_folder(arguments.name, source.run, arguments.out)
     execution = Execution(arguments.device, arguments.attention, arguments.dtype)
-    subject = load_subject(source, arguments.settings, execution)
-    folder = result_folder(arguments.name, subject.run_dir, arguments.out)
-    if subject.config is not None:
-        _check(subject.config, arguments)
-    _warn_of_length(subject, arguments)
+    evaluated = load_evaluated_model(source, arguments.settings, execution)
+    folder = result_folder(arguments.name, evaluated.run_dir, arguments.out)
+    if evaluated.config is not None:
+        _check(evaluated.config, arguments)
+    _warn_of_length(evaluated, arguments)
     results: dict[str, Any] = {
         "name": arguments.name,
-        "model": subject.about,
+        "model": evaluated.about,
         "options": {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(arguments).items()
@@ -73,15 +73,15 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
         "tables": [],
     }
     try:
-        _score(subject, arguments, results)
+        _score(evaluated, arguments, results)
         text = write_results(folder, results)
     except BaseException:
         if results["tables"] or results.get("data"):  # perhaps the work of hours
             print(f"{table(results)}\n{folder} was not written; these results were finished")
         raise
     del results["tables"]
-    if subject.config is not None:
-        log_to_wandb(results, folder, subject.config, subject.wandb_run_id, arguments.wandb)
+    if evaluated.config is not None:
+        log_to_wandb(results, folder, evaluated.config, evaluated.wandb_run_id, arguments.wandb)
     return folder, text
 
 
@@ -100,26 +100,26 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
         )
 
 
-def _warn_of_length(subject: Subject, arguments: argparse.Namespace) -> None:
+def _warn_of_length(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> None:
     """Warn if the model has seen no such positions in training, and its rotary embedding is not scaled."""
     length = max([arguments.context_length or 0, *arguments.ruler])
     rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
-    if length > subject.trained_length and not rotary:
+    if length > evaluated.trained_length and not rotary:
         logger.warning(
             "%d tokens: more than the %d of a sequence in training, whose positions the model knows; for longer ones "
             "see model.rope_scaling",
             length,
-            subject.trained_length,
+            evaluated.trained_length,
         )
 
 
-def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add the requested scores to `results` one by one, so that a failure keeps the earlier ones."""
     tables = results["tables"]
     files = [task for task in arguments.tasks if is_request_file(task)]
     tasks = [task for task in arguments.tasks if task not in files]
     if files:
-        results["requests"] = _requests(subject, arguments, files)
+        results["requests"] = _requests(evaluated, arguments, files)
         tables.append(requests_table(results["requests"]))
     if tasks:
         try:
@@ -134,26 +134,28 @@ def _score(subject: Subject, arguments: argparse.Namespace, results: dict[str, A
             arguments.limit,
             arguments.num_fewshot,
         )
-        results["tasks"] = run_tasks(subject, tasks, *options)
+        results["tasks"] = run_tasks(evaluated, tasks, *options)
         tables.append(task_table(results["tasks"]))
     if arguments.ruler and arguments.ruler_gold:
-        results["ruler_gold"] = _ruler(subject, arguments)
+        results["ruler_gold"] = _ruler(evaluated, arguments)
         tables.append(gold_table(results["ruler_gold"]))
     elif arguments.ruler:
-        results["ruler"] = _ruler(subject, arguments)
+        results["ruler"] = _ruler(evaluated, arguments)
         tables.append(ruler_table(results["ruler"]))
     if arguments.data or arguments.validation or not tables:
         results["data"] = {}
-        for name, scores in _texts(subject, arguments):
+        for name, scores in _texts(evaluated, arguments):
             results["data"][name] = scores
 
 
-def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
+def _requests(
+    evaluated: EvaluatedModel, arguments: argparse.Namespace, files: Sequence[str]
+) -> dict[str, Any]:
     """Returns task -> its scores and their counts."""
     found = {}
     for task in read_tasks(files, arguments.limit):
-        length = arguments.context_length or subject.trained_length
-        nats = _nats(subject, arguments, task.requests, length, task.name)
+        length = arguments.context_length or evaluated.trained_length
+        nats = _nats(evaluated, arguments, task.requests, length, task.name)
         counts = {"questions": len(task.questions), "requests": len(nats), "file": str(task.file)}
         found[task.name] = {**score(task, [-each for each in nats]), **counts}
         logger.info("%s: %d questions", task.name, len(task.questions))
@@ -161,38 +163,44 @@ def _requests(subject: Subject, arguments: argparse.Namespace, files: Sequence[s
 
 
 def _nats(
-    subject: Subject, arguments: argparse.Namespace, texts: Sequence[tuple[str, str]], length: int, where: str
+    evaluated: EvaluatedModel,
+    arguments: argparse.Namespace,
+    texts: Sequence[tuple[str, str]],
+    length: int,
+    where: str,
 ) -> list[float]:
     """Returns the score of each continuation after its context, both together at most `length` tokens."""
-    requests = encode_requests(texts, subject.tokenizer, length, where)
+    requests = encode_requests(texts, evaluated.tokenizer, length, where)
     sums = np.zeros(len(requests))
-    for each in token_losses(subject.model, list(map(as_piece, requests)), arguments.batch_size or 1):
+    for each in token_losses(evaluated.model, list(map(as_piece, requests)), arguments.batch_size or 1):
         sums[each.number] = each.nats.sum(dtype=np.float64)
     found: list[float] = sums.tolist()
     return found
 
 
-def _texts(subject: Subject, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (name, scores) of each text."""
     places = named_places(arguments.data)
     max_tokens: int | None = arguments.max_tokens
-    context_length: int = arguments.context_length or subject.trained_length
+    context_length: int = arguments.context_length or evaluated.trained_length
     if (arguments.stride or 0) > context_length:
         raise ValueError(
             f"--stride {arguments.stride}: above the context length {context_length}; give at most that"
         )
     how = _reading(arguments, None)
     if not places:
-        if subject.config is None:
+        if evaluated.config is None:
             raise ValueError("nothing to do: give --data PLACE")
-        places = subject.config.data.validation_folders
-        max_tokens = max_tokens or subject.config.evaluate.max_blocks * context_length
-        how = _reading(arguments, subject.config)
-    options = TextOptions(context_length, arguments.stride, max_tokens, subject.attend_across_documents, *how)
+        places = evaluated.config.data.validation_folders
+        max_tokens = max_tokens or evaluated.config.evaluate.max_blocks * context_length
+        how = _reading(arguments, evaluated.config)
+    options = TextOptions(
+        context_length, arguments.stride, max_tokens, evaluated.attend_across_documents, *how
+    )
     for name, place in places.items():
-        text = read_text(place, subject.tokenizer, options)
+        text = read_text(place, evaluated.tokenizer, options)
         logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
-        scores = score_text(subject.model, text, arguments.batch_size or 1, name)
+        scores = score_text(evaluated.model, text, arguments.batch_size or 1, name)
         yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}
 
 
@@ -207,14 +215,14 @@ def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str,
     return arguments.text_field or config.data.text_field, reading_of(config)
 
 
-def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str, Any]:
     """Score all tasks that have text, or the requested ones."""
-    model, tokenizer = subject.model, subject.tokenizer
+    model, tokenizer = evaluated.model, evaluated.tokenizer
     haystack: str | None = arguments.haystack
     how = _reading(arguments, None)
-    if haystack is None and subject.config is not None and subject.config.data.format != "chat":
-        haystack = next(iter(subject.config.data.validation_folders.values()))
-        how = _reading(arguments, subject.config)
+    if haystack is None and evaluated.config is not None and evaluated.config.data.format != "chat":
+        haystack = next(iter(evaluated.config.data.validation_folders.values()))
+        how = _reading(arguments, evaluated.config)
     essay = words_of(haystack, tokenizer, max(arguments.ruler), *how) if haystack else []
     questions = {f"qa_{number}": read_questions(path) for number, path in enumerate(arguments.qa, 1)}
     without = {"essay"} if not essay else set()
@@ -234,7 +242,7 @@ def _ruler(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     generator: Generator | None = None
     begin = time.perf_counter()
     if arguments.ruler_gold:
-        found = score_gold(partial(_nats, subject, arguments, where="RULER"), tokenizer, options)
+        found = score_gold(partial(_nats, evaluated, arguments, where="RULER"), tokenizer, options)
     else:
         if isinstance(model, GSAForCausalLM):
             generation_config: Any = model.generation_config

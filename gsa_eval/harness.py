@@ -20,9 +20,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
+from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import token_losses
-from gsa_eval.subject import Execution, Source, Subject, load_subject
 from gsa_eval.text import Piece, windows
 from gsa_train.validation.harness_tasks import EncodingLM, find_tasks, task_errors
 
@@ -38,7 +38,7 @@ class GSATrainLM(EncodingLM):
         settings: overrides such as `gsa.k_base=512`, separated by `;`.
         attention, dtype, device: fields of `Execution`.
         max_length: tokens of context and continuation; None: as in training.
-        subject: a loaded model instead of all these.
+        evaluated: a loaded model instead of all these.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GSATrainLM(EncodingLM):
         settings: str = "",
         batch_size: int | str = 1,
         max_length: int | None = None,
-        subject: Subject | None = None,
+        evaluated: EvaluatedModel | None = None,
         **execution: Any,
     ) -> None:
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
@@ -63,18 +63,18 @@ class GSATrainLM(EncodingLM):
             raise ValueError(
                 f"model_args: {unknown[0]}={execution[unknown[0]]} is unknown; give some of {names}"
             )
-        if subject is None:
+        if evaluated is None:
             if [run, checkpoint, hf].count(None) != 2:
                 raise ValueError("model_args: give one of run=DIR, checkpoint=DIR and hf=DIR")
             places = {"run": run, "checkpoint": checkpoint, "hf": hf}
             paths = {name: Path(place) for name, place in places.items() if place is not None}
             words = [word for word in settings.split(";") if word]
-            subject = load_subject(Source(step=step, **paths), words, Execution(**execution))
-        super().__init__(subject.tokenizer, subject.chat_template)
-        self.subject = subject
+            evaluated = load_evaluated_model(Source(step=step, **paths), words, Execution(**execution))
+        super().__init__(evaluated.tokenizer, evaluated.chat_template)
+        self.evaluated = evaluated
         self.batch_size = int(batch_size)
-        self.max_length = max_length or subject.trained_length
-        self._device = subject.model.device
+        self.max_length = max_length or evaluated.trained_length
+        self._device = evaluated.model.device
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -131,8 +131,8 @@ class GSATrainLM(EncodingLM):
             encoded = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             prompts = [each or [self.eot_token_id] for each in encoded]
             texts = continue_prompts(
-                self.subject.model,
-                self.subject.tokenizer,
+                self.evaluated.model,
+                self.evaluated.tokenizer,
                 prompts,
                 max_new,
                 stops,
@@ -145,12 +145,12 @@ class GSATrainLM(EncodingLM):
         return found
 
     def _scored(self, pieces: list[Piece]) -> Any:
-        yielded: Any = token_losses(self.subject.model, pieces, self.batch_size)
+        yielded: Any = token_losses(self.evaluated.model, pieces, self.batch_size)
         return yielded
 
 
 def run_tasks(
-    subject: Subject,
+    evaluated: EvaluatedModel,
     tasks: Sequence[str],
     batch_size: int,
     max_length: int | None = None,
@@ -166,7 +166,7 @@ def run_tasks(
         ValueError: a task does not exist, or is faulty.
     """
     manager, wanted = find_tasks(tasks)
-    model = GSATrainLM(subject=subject, batch_size=batch_size, max_length=max_length)
+    model = GSATrainLM(evaluated=evaluated, batch_size=batch_size, max_length=max_length)
     with task_errors(", ".join(tasks), (TemplateError,)):  # for a field that the data lack
         found: Any = simple_evaluate(
             model, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False

@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gsa_eval.report.page import chart_html, document
+from gsa_study.caveats import close_lines, notes
 from gsa_study.charts import study_charts
-from gsa_study.notes import close_lines, notes
 from gsa_study.tables import (
     SEEDS,
     SPREAD,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gsa_study.failure_causes import reason_in
 from gsa_study.jobs import Job
 from gsa_study.plan import StudyError
-from gsa_study.reasons import reason_in
 from gsa_train.files import own_file
 from gsa_train.process import exit_codes
 from gsa_train.reliability.last_words import SUBMISSION

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsa_study.notes import origins
+from gsa_study.caveats import origins
 from gsa_study.record import files_of
 from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, narrow
 from gsa_train.files import write_atomically

@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     import gsa_hf  # noqa: F401 - registers our own model with transformers
     from gsa_eval import ruler
     from gsa_eval.convert.tokenizer import folder_tokenizer
+    from gsa_eval.evaluated_model import DTYPES
     from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
-    from gsa_eval.subject import DTYPES
     from gsa_eval.text import READING, words_of
 
     forms = [Form.parse(each) for each in arguments.forms.split(",")]

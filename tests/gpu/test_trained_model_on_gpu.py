@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gsa_eval import subject as subjects
+from gsa_eval import evaluated_model as loading
 from gsa_eval import trained_model
+from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.perplexity import score_text
-from gsa_eval.subject import Execution, Source, load_subject
 from gsa_eval.text import TextOptions, read_text
 from helpers.evaluated import LENGTH, evaluated_config, evaluated_model, save_run
 from helpers.single_rank import single_rank
@@ -30,9 +30,9 @@ def test_both_models_give_the_same_loss(attention, tmp_path, monkeypatch):
     folder = save_run(evaluated_model(config), config, tmp_path / "run")
     losses = []
     for reasons in ([], ["something"]):
-        monkeypatch.setattr(subjects, "not_in_hf", lambda _, found=reasons: found)
-        subject = load_subject(Source(run=folder), execution=Execution(attention=attention))
-        options = TextOptions(LENGTH, None, 4 * LENGTH, subject.attend_across_documents)
-        text = read_text(config.data.validation_dir, subject.tokenizer, options)
-        losses.append(score_text(subject.model, text, batch_size=2)["loss"])
+        monkeypatch.setattr(loading, "not_in_hf", lambda _, found=reasons: found)
+        evaluated = load_evaluated_model(Source(run=folder), execution=Execution(attention=attention))
+        options = TextOptions(LENGTH, None, 4 * LENGTH, evaluated.attend_across_documents)
+        text = read_text(config.data.validation_dir, evaluated.tokenizer, options)
+        losses.append(score_text(evaluated.model, text, batch_size=2)["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

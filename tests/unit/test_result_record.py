@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gsa_study.caveats import notes
 from gsa_study.commands.results import main
-from gsa_study.notes import notes
 from gsa_study.record import MOST_POINTS, read_record, recorded_results
 from gsa_study.study_file import Study, load_study
 from gsa_study.tables import read_results

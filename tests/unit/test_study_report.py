@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from gsa_study.caveats import close_lines, notes
 from gsa_study.commands.study import main
 from gsa_study.cost import arm_costs
-from gsa_study.notes import close_lines, notes
 from gsa_study.page import markdown, write_study_report
 from gsa_study.spread import Spread, close_pairs, difference, spread_of, written
 from gsa_study.study_file import Study

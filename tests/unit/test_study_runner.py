@@ -17,10 +17,10 @@ from gsa_study import jobs as study_jobs
 from gsa_study import processes
 from gsa_study import runner as study_runner
 from gsa_study.commands import study as command
+from gsa_study.failure_causes import reason_in
 from gsa_study.jobs import Job
 from gsa_study.plan import StudyError
 from gsa_study.processes import check_devices, child_environment, find_gpus
-from gsa_study.reasons import reason_in
 from gsa_study.runner import StudyRunner, lock_study
 from gsa_study.states import read_failures
 from gsa_study.study_file import Study, StudyRun, load_study

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gsa_study.caveats import weights_in_words
 from gsa_study.jobs import jobs_of
-from gsa_study.notes import weights_in_words
 from gsa_study.pack import pack_study, pack_weights
 from gsa_study.plan import chosen, next_job, plan_study
 from gsa_study.states import changed_fields, read_state

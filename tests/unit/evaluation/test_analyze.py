@@ -16,8 +16,8 @@ from gsa_eval.attention_pictures import draw_keys, draw_maps, pooled
 from gsa_eval.attention_record import GATE_BINS, Gate, HeadMaps, record_attention
 from gsa_eval.commands import analyze as command
 from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.evaluated_model import Execution, Source, load_evaluated_model
 from gsa_eval.report.page import write_report
-from gsa_eval.subject import Execution, Source, load_subject
 from gsa_hf.gates_gsa import gate_heads
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_train.data.batches import MicroBatch
@@ -132,10 +132,10 @@ def test_selections_sinks_and_gates_match_training(
 ) -> None:
     """Compares with training's core and statistics on the same tokens."""
     model, _, run_dir = run
-    subject = load_subject(Source(run=run_dir), execution=Execution(attention="eager"))
-    encoded = subject.tokenizer.encode(TEXT).tolist()
+    evaluated = load_evaluated_model(Source(run=run_dir), execution=Execution(attention="eager"))
+    encoded = evaluated.tokenizer.encode(TEXT).tolist()
     assert len(encoded) > LENGTH
-    found = [record_attention(subject.model, encoded, layer, 0) for layer in (0, 1)]
+    found = [record_attention(evaluated.model, encoded, layer, 0) for layer in (0, 1)]
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)
     tokens = torch.tensor([encoded])
     batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))

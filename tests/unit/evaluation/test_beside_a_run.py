@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval import subject
+from gsa_eval import evaluated_model as evaluated
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert import read_source
-from gsa_eval.subject import Source, Subject, load_subject
+from gsa_eval.evaluated_model import EvaluatedModel, Source, load_evaluated_model
 from gsa_train.checkpoint import files as checkpoint_files
 from gsa_train.checkpoint import tensors
 from gsa_train.checkpoint.files import complete_checkpoints, find_checkpoint, recover_folder
@@ -55,7 +55,7 @@ class RunUnderWay:
         (result,) = self.saver.begin(state, *self._trained)
         assert (result.error, result.warnings) == (None, [])
 
-    def is_read_by(self, found: Subject) -> bool:
+    def is_read_by(self, found: EvaluatedModel) -> bool:
         """Its newest weights, whole."""
         ours = {name: each.sum() for name, each in self._trained[0].gpt.named_parameters()}
         norms = [found.model.model.norm.weight.sum(), found.model.lm_head.weight.sum()]
@@ -97,7 +97,7 @@ def before_call(
 
 
 MOMENTS = {
-    "when it is found": (subject, "read_run_state", 1),
+    "when it is found": (evaluated, "read_run_state", 1),
     "before the checksums": (tensors, "find_damage_alone", 1),
     "before the first tensor": (tensors.CheckpointTensors, "read", 1),
     "among the tensors": (tensors.CheckpointTensors, "read", 7),
@@ -107,7 +107,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_where_the_run_deletes_the_checkpoint_the_newest_one_is_read(moment, run, monkeypatch, caplog):
     before_call(monkeypatch, *MOMENTS[moment], run.save)
-    assert run.is_read_by(load_subject(Source(run=run.folder)))
+    assert run.is_read_by(load_evaluated_model(Source(run=run.folder)))
     assert run.step == 2
     assert (
         "step_00000001 was deleted by its run while it was read: the newest one is read instead"
@@ -136,7 +136,7 @@ def test_a_run_that_deletes_faster_than_one_reads(run: RunUnderWay, monkeypatch:
 
     monkeypatch.setattr(tensors.CheckpointTensors, "read", slow)
     with pytest.raises(ValueError, match=r"deleted 5 checkpoints while they were read; keep more of them"):
-        load_subject(Source(run=run.folder))
+        load_evaluated_model(Source(run=run.folder))
     assert run.step == 1 + read_source.TRIES
 
 
@@ -144,7 +144,7 @@ def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
     for pattern in ("*.distcp", "common.pt"):
         next((run.folder / "checkpoints" / "step_00000001").glob(pattern)).unlink()
         with pytest.raises(ValueError, match=rf"is damaged: {pattern.replace('*', '.*')} is missing"):
-            load_subject(Source(run=run.folder))
+            load_evaluated_model(Source(run=run.folder))
 
 
 def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, monkeypatch):
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, mo
         run.save()
 
     before_call(monkeypatch, tensors.CheckpointTensors, "read", 5, again)
-    assert run.is_read_by(load_subject(Source(run=run.folder, step=1)))
+    assert run.is_read_by(load_evaluated_model(Source(run=run.folder, step=1)))
 
 
 def test_latest_moves_while_it_is_followed(run: RunUnderWay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypa
     assert held.exists()
     run.save()
     assert not held.exists()
-    assert run.is_read_by(load_subject(Source(run=run.folder)))
+    assert run.is_read_by(load_evaluated_model(Source(run=run.folder)))
 
 
 # --- kills -----------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.harness import GSATrainLM, run_tasks
-from gsa_eval.subject import Source, load_subject
 from gsa_eval.text import as_piece
 from gsa_train.validation.harness_tasks import _Encoder, find_tasks
 from gsa_train.validation.loop_tasks import TaskError, prepare_tasks
@@ -152,7 +152,7 @@ def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM
 def test_a_greedy_continuation_is_told(models: tuple[GSATrainLM, HFLM, Path]) -> None:
     ours, _, _ = models
     prompt = ours.tok_encode("The sky is")
-    model = ours.subject.model
+    model = ours.evaluated.model
     whole = model.generate(
         torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -168,7 +168,7 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
     expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
     assert rolling == pytest.approx(expected, rel=1e-5)
     # Sentencepiece and transformers spell bytes that are no UTF-8 differently.
-    ids = range(ours.subject.tokenizer.vocab_size)
+    ids = range(ours.evaluated.tokenizer.vocab_size)
     names = theirs.tokenizer.convert_ids_to_tokens(list(ids))
     left_out = {"suppress_tokens": [token for token in ids if names[token].startswith("<0x")] or None}
     for settings in (
@@ -180,7 +180,7 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
         found = ours.generate_until(requests("generate_until", *asked))
         expected = theirs.generate_until(requests("generate_until", *asked))
         assert any(found)
-        if ours.subject.tokenizer.front_bytes:  # there `hf` loses the first space of each answer
+        if ours.evaluated.tokenizer.front_bytes:  # there `hf` loses the first space of each answer
             found, expected = ([text.removeprefix(" ") for text in each] for each in (found, expected))
         assert found == expected
 
@@ -245,7 +245,7 @@ def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypat
 
 def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
     """Sums over all tokens except the first."""
-    logits = model.subject.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    logits = model.evaluated.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
     return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
 
 
@@ -255,7 +255,7 @@ def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
 def test_where_a_context_has_no_tokens_an_eos_stands_in(context, continuation, pair):
     """No token is given for nothing; white space in front is part of what is scored."""
     ours = pair[0]
-    encoder = _Encoder(ours.subject.tokenizer)
+    encoder = _Encoder(ours.evaluated.tokenizer)
     tokens = [ours.eot_token_id, *ours.tok_encode(context + continuation)]
     asked = requests("loglikelihood", (context, continuation))
     ((nats, _),) = ours.loglikelihood(asked)
@@ -269,7 +269,7 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
     ours = models[0]
     prompts = [("", {"max_gen_toks": 4}), ("</s>", {"max_gen_toks": 4})]
     found = ours.generate_until(requests("generate_until", *prompts))
-    (expected,) = continue_prompts(ours.subject.model, ours.subject.tokenizer, [[ours.eot_token_id]], 4)
+    (expected,) = continue_prompts(ours.evaluated.model, ours.evaluated.tokenizer, [[ours.eot_token_id]], 4)
     assert found[0] == expected != ""
     for context in ("", "a"):
         with pytest.raises(ValueError, match=r"the continuation '' of .* has no separate tokens"):
@@ -278,7 +278,7 @@ def test_an_empty_prompt_and_an_empty_continuation(models: tuple[GSATrainLM, HFL
 
 def test_tasks_from_files(models, tasks, monkeypatch):
     ours, theirs, run = models
-    found = run_tasks(load_subject(Source(run=run)), [str(task) for task in tasks], batch_size=2)
+    found = run_tasks(load_evaluated_model(Source(run=run)), [str(task) for task in tasks], batch_size=2)
     wanted = [load_yaml(task, resolve_func=True) for task in tasks]
     expected = simple_evaluate(
         theirs, tasks=wanted, task_manager=TaskManager(include_defaults=False), log_samples=False
@@ -291,7 +291,7 @@ def test_tasks_from_files(models, tasks, monkeypatch):
         "gsa_train.validation.harness_tasks.NamingManager", lambda **_: TaskManager(include_defaults=False)
     )
     with pytest.raises(ValueError, match="has no such task"):
-        run_tasks(ours.subject, ["no_such_task"], 1)
+        run_tasks(ours.evaluated, ["no_such_task"], 1)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_task_with_a_mistake_in_it_is_named(text, words, models, tasks, tmp_pa
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.search(words, said), said
     with pytest.raises(TaskError, match=words):
-        prepare_tasks([str(wrong)], models[0].subject.tokenizer, LENGTH, 0)
+        prepare_tasks([str(wrong)], models[0].evaluated.tokenizer, LENGTH, 0)
 
 
 def test_a_pattern_of_all_tasks_is_refused(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,12 +361,12 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
 def test_a_run_scores_tasks_as_the_harness_does(limit, models, tasks):
     """From the same log-likelihoods: the same tokens, the same accuracies."""
     ours = models[0]
-    (prepared,) = prepare_tasks([str(tasks[0])], ours.subject.tokenizer, LENGTH, limit or 0)
+    (prepared,) = prepare_tasks([str(tasks[0])], ours.evaluated.tokenizer, LENGTH, limit or 0)
     pieces = [as_piece(request) for request in prepared.requests]
     nats = [0.0] * len(pieces)
     for scored in ours._scored(pieces):
         nats[scored.number] = -float(scored.nats.sum(dtype=np.float64))
-    (expected,) = run_tasks(ours.subject, [str(tasks[0])], 3, LENGTH, limit)["results"].values()
+    (expected,) = run_tasks(ours.evaluated, [str(tasks[0])], 3, LENGTH, limit)["results"].values()
     assert prepared.questions == (limit or len(DOCUMENTS))
     assert prepared.scores(nats) == {
         "accuracy": expected["acc,none"],
@@ -378,7 +378,7 @@ def test_a_run_scores_tasks_as_the_harness_does(limit, models, tasks):
 
 
 def test_tasks_that_a_run_cannot_score_are_refused(models, tasks, tmp_path, monkeypatch):
-    tokenizer = models[0].subject.tokenizer
+    tokenizer = models[0].evaluated.tokenizer
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("task: mine\ndoc_to_choice: [\n")
     with pytest.raises(TaskError, match=r"damaged.yaml, line 3: not YAML \(.+\); correct the file"):

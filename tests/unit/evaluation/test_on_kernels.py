@@ -8,23 +8,25 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text
-from gsa_eval.subject import Execution, Source, Subject, load_subject
 from gsa_eval.text import Piece, Text
 from helpers.evaluated import evaluated_config, evaluated_model, save_run
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> list[EvaluatedModel]:
     config = evaluated_config(
         model={"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, gsa={"indexer_heads": 2, "indexer_dim": 16}
     )
     run = save_run(evaluated_model(config), config, tmp_path_factory.mktemp("kernels") / "run")
-    return [load_subject(Source(run=run), execution=Execution(attention=name)) for name in ("gsa", "sdpa")]
+    return [
+        load_evaluated_model(Source(run=run), execution=Execution(attention=name)) for name in ("gsa", "sdpa")
+    ]
 
 
-def test_scores_of_packed_documents_and_of_windows(subjects: list[Subject]) -> None:
+def test_scores_of_packed_documents_and_of_windows(subjects: list[EvaluatedModel]) -> None:
     tokens = np.random.default_rng(0).permutation(np.arange(5, 60)).astype(np.int32)
     packed = np.concatenate([np.arange(9), np.arange(11)])
     pieces = [
@@ -33,23 +35,24 @@ def test_scores_of_packed_documents_and_of_windows(subjects: list[Subject]) -> N
         Piece(tokens[30:42], np.ones(11, bool), np.arange(11)),
     ]
     found: list[dict[str, Any]] = []
-    for subject in subjects:
-        found.append(score_text(subject.model, Text(pieces, 100), batch_size=3))
+    for evaluated in subjects:
+        found.append(score_text(evaluated.model, Text(pieces, 100), batch_size=3))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert found[0]["tokens"] == 18 + 16 + 11
 
 
-def test_continuations_of_prompts_of_several_lengths(subjects: list[Subject]) -> None:
+def test_continuations_of_prompts_of_several_lengths(subjects: list[EvaluatedModel]) -> None:
     prompts = [[7, 9, 11, 13, 15, 17, 19, 21], [30, 40, 50]]
     found = [
-        continue_prompts(subject.model, subject.tokenizer, prompts, 3, batch_size=2) for subject in subjects
+        continue_prompts(evaluated.model, evaluated.tokenizer, prompts, 3, batch_size=2)
+        for evaluated in subjects
     ]
     alone = [continue_prompts(subjects[1].model, subjects[1].tokenizer, [prompt], 3)[0] for prompt in prompts]
     assert found[0] == found[1] == alone
     assert all(found[0])
 
 
-def test_the_choice_is_in_the_results(subjects: list[Subject], tmp_path: Path) -> None:
-    assert [subject.about["attention"] for subject in subjects] == ["gsa", "sdpa"]
+def test_the_choice_is_in_the_results(subjects: list[EvaluatedModel], tmp_path: Path) -> None:
+    assert [evaluated.about["attention"] for evaluated in subjects] == ["gsa", "sdpa"]
     with pytest.raises(ValueError, match="attention fused: give one of gsa, sdpa, eager"):
-        load_subject(Source(run=tmp_path), execution=Execution(attention="fused"))
+        load_evaluated_model(Source(run=tmp_path), execution=Execution(attention="fused"))

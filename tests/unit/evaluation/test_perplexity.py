@@ -23,9 +23,9 @@ from gsa_data.validation import read_validation_set
 from gsa_eval import evaluate as whole
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.export_hf import export_hf
+from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_eval.perplexity import by_position, score_text, token_losses
 from gsa_eval.settings import apply_settings
-from gsa_eval.subject import Source, load_subject
 from gsa_eval.text import Piece, TextOptions, read_text, wikitext_articles, windows
 from gsa_hf import GSAConfig
 from gsa_train.data.batches import read_validation_sets
@@ -96,9 +96,11 @@ def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_pat
     validation = read_validation_set("validation", *arguments, across, split_by_source=False)
     expected = evaluate(model, [validation], tokenizer.eos_id, config, single_rank())
 
-    subject = load_subject(Source(run=run_dir), execution=None)
-    options = TextOptions(LENGTH, None, BLOCKS * LENGTH, subject.attend_across_documents)
-    found = score_text(subject.model, read_text(config.data.validation_dir, tokenizer, options), batch_size=3)
+    evaluated = load_evaluated_model(Source(run=run_dir), execution=None)
+    options = TextOptions(LENGTH, None, BLOCKS * LENGTH, evaluated.attend_across_documents)
+    found = score_text(
+        evaluated.model, read_text(config.data.validation_dir, tokenizer, options), batch_size=3
+    )
     assert found["tokens"] == validation.text.scored_tokens
     assert found["loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(expected["validation_bits_per_byte"], rel=1e-5)
@@ -239,13 +241,13 @@ def test_windows_equal_a_plain_loop(
     content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts)
     (tmp_path / "c4-validation.00000-of-00008.json.gz").write_bytes(gzip.compress(content.encode()))
     length, stride = 16, 5
-    subject = load_subject(Source(run=run[2]))
-    text = read_text(str(tmp_path), subject.tokenizer, TextOptions(length, stride, None, False))
-    found = score_text(subject.model, text, batch_size)
+    evaluated = load_evaluated_model(Source(run=run[2]))
+    text = read_text(str(tmp_path), evaluated.tokenizer, TextOptions(length, stride, None, False))
+    found = score_text(evaluated.model, text, batch_size)
 
     sequences = []
     for each in texts:
-        tokens = [subject.tokenizer.eos_id, *subject.tokenizer.encode(each).tolist()]
+        tokens = [evaluated.tokenizer.eos_id, *evaluated.tokenizer.encode(each).tolist()]
         sequences.append((tokens[: length + 1], 0))
         done = length
         while done < len(tokens) - 1:
@@ -253,7 +255,7 @@ def test_windows_equal_a_plain_loop(
             sequences.append((tokens[end - length : end + 1], length - (end - done)))
             done = end
     expected = straight_line(exported, sequences)
-    count = sum(len(subject.tokenizer.encode(each)) for each in texts)
+    count = sum(len(evaluated.tokenizer.encode(each)) for each in texts)
     assert found["tokens"] == count
     assert found["loss"] * count == pytest.approx(expected, rel=1e-6)
     spelled = sum(len(each.encode()) for each in texts)  # not the space that the tokenizer puts in front
@@ -275,19 +277,19 @@ def test_wikitext_is_articles_and_its_perplexity_is_of_words(
     pq.write_table(pa.table({"text": rows}), tmp_path / "parquet" / "test-00000-of-00001.parquet")
     assert "\n".join(wikitext_articles(tmp_path / "parquet")).split() == WIKI.split()
 
-    subject = load_subject(Source(run=run[2]))
+    evaluated = load_evaluated_model(Source(run=run[2]))
     place = f"wikitext:{tmp_path / 'wiki.test.tokens'}"
     found = score_text(
-        subject.model, read_text(place, subject.tokenizer, TextOptions(64, None, None, False)), 2
+        evaluated.model, read_text(place, evaluated.tokenizer, TextOptions(64, None, None, False)), 2
     )
     sequences = [
-        ([subject.tokenizer.eos_id, *subject.tokenizer.encode(each).tolist()], 0) for each in articles
+        ([evaluated.tokenizer.eos_id, *evaluated.tokenizer.encode(each).tolist()], 0) for each in articles
     ]
     assert max(len(tokens) for tokens, _ in sequences) <= 65
     expected = math.exp(straight_line(exported, sequences) / len(WIKI.split()))
     assert found["word_perplexity"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match=r"not WikiText; give a file wiki"):
-        read_text(f"wikitext:{SAMPLE / 'README.md'}", subject.tokenizer, TextOptions(64, None, None, False))
+        read_text(f"wikitext:{SAMPLE / 'README.md'}", evaluated.tokenizer, TextOptions(64, None, None, False))
 
 
 @pytest.mark.parametrize(("length", "stride"), [(4, 4), (4, 1), (7, 3), (64, 64)])
@@ -313,7 +315,7 @@ def test_buckets_of_positions() -> None:
 
 
 def test_settings_extend_the_rotary_embedding(run: tuple[Any, Any, Path]) -> None:
-    config = load_subject(Source(run=run[2])).model.config
+    config = load_evaluated_model(Source(run=run[2])).model.config
     yarn = ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=4"]
     before, rope = (
         config.rope_parameters,
@@ -350,7 +352,7 @@ def test_settings_extend_the_rotary_embedding(run: tuple[Any, Any, Path]) -> Non
 
 
 def test_settings_change_how_the_model_attends_and_nothing_else(run: tuple[Any, Any, Path]) -> None:
-    config = load_subject(Source(run=run[2])).model.config
+    config = load_evaluated_model(Source(run=run[2])).model.config
     settings = ["gsa.k_base=4", "gsa.k_min=4", "gsa.k_max=4", "gsa.local_window=2", "model.rope_base=1e6"]
     changed = apply_settings(config, settings)
     assert (changed.index_topk, changed.k_min, changed.k_max) == (4, 4, 4)
@@ -372,7 +374,7 @@ def test_all_keys_selected_is_dense(run: tuple[Any, Any, Path]) -> None:
     text = Piece(np.arange(5, 30, dtype=np.int32), np.ones(24, bool), np.arange(24))
     losses = []
     for settings in (["gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64"], ["gsa.attention=dense"]):
-        model = load_subject(Source(run=run[2]), settings).model
+        model = load_evaluated_model(Source(run=run[2]), settings).model
         losses.append(next(iter(token_losses(model, [text], 1))).nats)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 

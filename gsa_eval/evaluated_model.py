@@ -57,7 +57,7 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     model: GSAForCausalLM | TrainedModel
     tokenizer: Tokenizer
     trained_length: int
@@ -75,7 +75,9 @@ class Subject:
     """Template of the training conversations."""
 
 
-def load_subject(source: Source, settings: Sequence[str] = (), execution: Execution | None = None) -> Subject:
+def load_evaluated_model(
+    source: Source, settings: Sequence[str] = (), execution: Execution | None = None
+) -> EvaluatedModel:
     """
     Args:
         settings: settings for `apply_settings`.
@@ -102,17 +104,17 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
         template = look_for_chat_template(str(source.hf / TOKENIZER_JSON), Reading())
         tokenizer = folder_tokenizer(source.hf, found)
-        subject = Subject(
+        evaluated = EvaluatedModel(
             to_device(loaded, device), tokenizer, length, False, None, None, about, chat_template=template
         )
     else:
 
-        def read(checkpoint: Path, run_dir: Path | None) -> Subject:
+        def read(checkpoint: Path, run_dir: Path | None) -> EvaluatedModel:
             nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
             attention = chosen_attention(execution.attention, device, config.gsa.indexer_pool)
-            return Subject(
+            return EvaluatedModel(
                 _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),
                 config.train.seq_len_tokens,
@@ -128,15 +130,15 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
                 companions_of(checkpoint, config, state).template,
             )
 
-        subject = read_source(source.run, source.step, source.checkpoint, read)
-    model, about = subject.model, subject.about
+        evaluated = read_source(source.run, source.step, source.checkpoint, read)
+    model, about = evaluated.model, evaluated.about
     about |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": attention,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "settings": list(settings),
-        "config": _config_of(subject, settings),
+        "config": _config_of(evaluated, settings),
     }
     logger.info(
         "%s: %d parameters in %s, attention by %s on %s",
@@ -146,7 +148,7 @@ def load_subject(source: Source, settings: Sequence[str] = (), execution: Execut
         attention,
         about["device"],
     )
-    return subject
+    return evaluated
 
 
 def _device(name: str) -> torch.device:
@@ -185,11 +187,11 @@ def _checkpoints_model(
     return model_in_memory(checkpoint, config, hf_config, attention, device, dtype)
 
 
-def _config_of(subject: Subject, settings: Sequence[str]) -> dict[str, Any]:
+def _config_of(evaluated: EvaluatedModel, settings: Sequence[str]) -> dict[str, Any]:
     """Returns the scored configuration, for results.json."""
-    if isinstance(subject.model, TrainedModel):
-        assert subject.config is not None
-        config = with_settings(subject.config, settings)
+    if isinstance(evaluated.model, TrainedModel):
+        assert evaluated.config is not None
+        config = with_settings(evaluated.config, settings)
         return {section: dataclasses.asdict(getattr(config, section)) for section in ("model", "gsa")}
-    content: dict[str, Any] = subject.model.config.to_diff_dict()
+    content: dict[str, Any] = evaluated.model.config.to_diff_dict()
     return {name: value for name, value in content.items() if name != "transformers_version"}
