@@ -1,9 +1,9 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: work queues between the host and a CUDA device, 8 by default.
 
-With tensor parallelism megatron-core starts a collective and then the product that hides it, and relies on a
-single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run
-otherwise, except on Blackwell and later, which no longer need it, and with weights gathered layer by layer, which need
-several queues (its training/arguments.py).
+With tensor parallelism, megatron-core starts a collective and then the matrix product that hides it. It relies on a
+single queue for the collective to be scheduled first (its tensor_parallel/layers.py). Megatron-LM refuses to run with
+more than one queue, with two exceptions (its training/arguments.py): Blackwell and later GPUs no longer need a single
+queue, and weights gathered layer by layer need several.
 
 CUDA reads the variable at the first query for devices: set after `torch.cuda.is_available()`, it
 has no effect. So launchers set it before they import torch.

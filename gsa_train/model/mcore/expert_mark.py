@@ -1,4 +1,4 @@
-"""megatron-core's mark of expert parameters, whose replicas are on other ranks than the dense parameters' replicas."""
+"""How megatron-core marks expert parameters, which are replicated over different ranks than dense parameters."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ side by side (`delinearize` in its Utility.cpp, likewise for lanes). In the layo
 product they need not: with bits for rows, heads, rows, all heads are written to one place, and the sum holds one of
 them and what the memory held before. Which layout a product gets depends on the GPU.
 
-And `store_sums` of hopper/triton_backward_target.py, in assembly, adds what two lanes have of the same query, and
-says where it goes. That is right for one layout only.
+A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the two lanes' parts of each query
+and hard-codes where the sums go, which is right for one layout only.
 """
 
 from __future__ import annotations
