@@ -174,7 +174,7 @@ def _checkpoints_model(
 ) -> GSAForCausalLM | TrainedModel:
     """Load the transformers model; or, if that lacks a feature of the config, the model that training builds."""
     if problems := not_in_hf(config):
-        logger.info("the training's own model runs, without a cache: %s", "; ".join(problems))
+        logger.info("the training model runs, without a cache: %s", "; ".join(problems))
         return load_trained_model(
             checkpoint,
             with_settings(config, settings),

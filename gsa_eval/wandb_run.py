@@ -1,4 +1,4 @@
-"""Logs an evaluation as a separate W&B run, next to the training's run."""
+"""Logs an evaluation as a separate W&B run, next to the training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOB_TYPE = "evaluation"
 LINK = "training_run"
-"""Field of the W&B config: the id of the training's W&B run."""
+"""Field of the W&B config: the id of the training run's W&B run."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
-    """Log an evaluation; returns the W&B id, or None if W&B is disabled or did not start (logged). The training's run
+    """Log an evaluation; returns the W&B id, or None if W&B is disabled or did not start (logged). The training run
     stays closed.
 
-    It has the training's project, owner, group and tags, and the training's W&B id in its config.
+    It has the training run's project, owner, group and tags, and the training run's W&B id in its config.
 
     Args:
         results: content of results.json.

@@ -131,7 +131,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--wandb",
         default="",
         choices=("", "auto", "online", "offline", "disabled"),
-        help="(default: logging.wandb of the run) an evaluation is a W&B run of its own, in the training's group",
+        help="(default: logging.wandb of the run) an evaluation is a W&B run of its own, in the training run's group",
     )
     how = parser.add_argument_group("execution")
     how.add_argument("--device", default="", help="(default: cuda where there is one, else cpu)")

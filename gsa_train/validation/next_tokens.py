@@ -1,4 +1,4 @@
-"""The most probable next token after a position, by the training's own forward pass on any layout: no cache."""
+"""The most probable next token after a position, by the training model's forward pass on any layout: no cache."""
 
 from __future__ import annotations
 

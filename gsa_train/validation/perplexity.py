@@ -39,7 +39,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score every validation set, its sequences dealt over the replicas; every rank gets the result. Collective.
 
-    The training's state does not change: no random number is drawn, no moving average updated.
+    The training state does not change: no random number is drawn, no moving average updated.
 
     Args:
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.

@@ -1,6 +1,6 @@
 """Samples: the text that the model generates after fixed prompts, at each validation.
 
-Greedy, by the training's own forward pass over a sequence of the training's length, padded after the text: on any
+Greedy, by the training model's forward pass over a sequence of the length in training, padded after the text: on any
 layout, with the selection that training sees, and without a cache. Each token costs a forward pass over each prompt's
 sequence, on every replica.
 """
@@ -51,7 +51,7 @@ def generate_samples(
     parallel: Parallel,
     before_each: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Generate samples, the same on every rank. Collective. The training's state does not change, as in `evaluate`.
+    """Generate samples, the same on every rank. Collective. The training state does not change, as in `evaluate`.
 
     Args:
         prompts: result of `encode_prompts`

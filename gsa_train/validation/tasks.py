@@ -1,9 +1,9 @@
-"""Tasks between training steps: log-likelihoods of continuations, by the training's own forward pass.
+"""Tasks between training steps: log-likelihoods of continuations, by the training model's forward pass.
 
-Requests are packed into sequences of the training's length, each a document that sees no other. An
+Requests are packed into sequences of the training sequence length, each a document that sees no other. An
 indexer over groups of keys gets each in a separate sequence, as short as possible: its kernels take one document per
 sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
-validation: scores equal a single rank's, and the training's state does not change.
+validation: scores equal a single rank's, and the training state does not change.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class PlacedRequests:
-    """Requests in sequences of one length L: the training's, or a part of it."""
+    """Requests in sequences of one length L: the length in training, or a part of it."""
 
     blocks: NDArray[np.int32]
     """[n, L + 1]"""
@@ -141,8 +141,8 @@ def _needs_own_rows(config: Config) -> bool:
 
 
 def row_tokens(request: Request, config: Config) -> int:
-    """Returns L of a sequence with this request alone: the training's length, halved while the request fits and each
-    rank that holds a share of the sequence has whole groups of keys."""
+    """Returns L of a sequence with this request alone: the training sequence length, halved while the request fits and
+    each rank that holds a share of the sequence has whole groups of keys."""
     unit, length = config.gsa.indexer_pool * config.parallel.tensor, config.train.seq_len_tokens
     least = max(LEAST_ROW_TOKENS, len(request.tokens) - 1)  # the last token is only a label
     while length % (2 * unit) == 0 and length // 2 >= least:
