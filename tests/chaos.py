@@ -282,7 +282,7 @@ class Disturbed:
         """The line that says so; a fault that nothing noticed says that."""
         patterns = {
             "rank killed": rf"did not end by itself: .*without last words, as if killed: .*\brank {planned.rank}\b",
-            "torchrun killed": r"torchrun is gone",
+            "torchrun killed": r"stopped by the end of torchrun after step \d+|torchrun is gone",
             "SIGTERM": r"stopped by SIGTERM after step \d+",
             "checkpoint damaged": r"checkpoint \S+ is damaged: [^\n]*",
             "rank frozen": r"rank \d+ on \S+ \(process \d+\): [^\n]*<--",
