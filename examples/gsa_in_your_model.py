@@ -17,14 +17,21 @@ if torch.cuda.is_available():
 
     refuse_wrong_sums()  # Triton compiles some sums wrongly on some GPUs
     device = "cuda"
-SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 1, "head_dim": 32, "indexer_dim": 16}
-BUDGETS = {"k_base": 16, "k_min": 8, "k_max": 32}
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = GatedSparseAttention(**SIZES, **BUDGETS)
+        self.attention = GatedSparseAttention(
+            hidden_size=64,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=32,
+            indexer_dim=16,
+            k_base=16,
+            k_min=8,
+            k_max=32,
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
 
