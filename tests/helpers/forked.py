@@ -104,6 +104,9 @@ class ForkedRanks:
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
+            self._processes[0].join(
+                1.0
+            )  # torchrun asks the others to end: the main rank still says why it does
             self._end()
         if self._failed:
             return next(iter(self._failed.values()))
