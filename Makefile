@@ -14,7 +14,7 @@ TESTS ?= tests/unit tests/kernels tests/distributed tests/resume tests/e2e
 # Without GPUs, which have tests of their own: make test-gpu.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 # For what runs outside .venv, as on a GPU: the packages of this checkout.
-WITH_PACKAGES = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$$PYTHONPATH
+WITH_PACKAGES = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/data:$(CURDIR)/tests:$(CURDIR)/benchmarks:$$PYTHONPATH
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 

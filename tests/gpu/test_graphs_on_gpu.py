@@ -158,6 +158,6 @@ def test_a_killed_run_with_graphs_ends_as_one_without(tmp_path: Path) -> None:
     first.wait_until(lambda: len(first.steps()) >= 5)
     kill(first)
     resumed = start(tmp_path, *RUN, GRAPHS, name="graphs", real=True).wait()
-    assert "is a CUDA graph" in resumed.output
+    assert "pass as a CUDA graph" in resumed.output
     for key in ("loss", "indexer_kl", "grad_norm"):
         assert resumed.series(key) == without.series(key)

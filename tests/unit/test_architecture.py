@@ -64,3 +64,10 @@ def test_checkpoint_refuses_to_load_without_psutil() -> None:
     result = run_python("sys.modules['psutil'] = None; import gsa_train.checkpoint.load")
     assert result.returncode != 0
     assert "psutil" in result.stderr.splitlines()[-1]
+
+
+def test_what_make_starts_outside_pytest_finds_every_package_that_tests_find() -> None:
+    (listed,) = re.findall(r"^pythonpath = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (given,) = re.findall(r"^WITH_PACKAGES = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = {each or "." for each in re.findall(r"\$\(CURDIR\)/?([^:]*)", given)}
+    assert found == set(re.findall(r'"([^"]+)"', listed)) - {"tests/kernels"}  # test files alone import from it
