@@ -47,8 +47,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--forms",
         default=FORMS,
         metavar="FORM[,FORM...]",
-        help="q<queries that share a selection>k<keys selected as one>, hkv after it for a selection a key-value head "
-        f"(default: {FORMS})",
+        help="q<queries that share a selection>k<keys selected as one>, hkv after it for a selection a key-value head; "
+        f"'': the model's own attention alone (default: {FORMS})",
     )
     parser.add_argument(
         "--samples", type=samples, default=100, metavar="N", help="of each task (default: 100)"
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
     from gsa_eval.text import READING, words_of
 
-    forms = [Form.parse(each) for each in arguments.forms.split(",")]
+    forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(
         arguments.hf, dtype=DTYPES[arguments.dtype], trust_remote_code=False
