@@ -163,7 +163,9 @@ def write_efficiency(
     if benches:
         about = bullets(bench.about for bench in benches.values())
         parts += ["## Source", about, f"Steps of models with fewer layers are in [{NAME}.csv]({NAME}.csv)."]
-    parts.append("`python launch/results.py` writes the page except the verdict from the files of the benchmarks.")
+    parts.append(
+        "`python launch/results.py` writes the page except the verdict from the files of the benchmarks."
+    )
     said = write_with_verdict(path, parts)
     runs = f"{len(benches)} of {len(BENCHES)} benches"
     return Standing(path.name, TITLE, runs, said if benches else NOT_RUN), path
