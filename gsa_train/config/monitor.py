@@ -65,7 +65,7 @@ class MonitorConfig:
     save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
     """Reaction to different bits. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
-    `log`: record the event `corruption` and continue. Of a step computed twice the second result counts."""
+    `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
 
     @property
     def reach_steps(self) -> int | None:
