@@ -17,8 +17,7 @@ class ArmConfig:
     """Seeds of this arm's runs. Empty: the study's seeds."""
     initial_weights: str = ""
     """Arm with whose weights this arm begins, as with `checkpoint.initial_weights`. Each seed begins with the same
-    seed's weights and continues in the text. That arm is trained first, and once for all arms that name it. Empty:
-    none."""
+    seed's weights and continues in the text. It is trained first, once for all arms that name it. Empty: none."""
     initial_step: int = 0
     """Step of that arm: its last step, or a step that its `checkpoint.keep_every_steps` keeps. 0: its last step."""
 
@@ -75,8 +74,8 @@ class MetricConfig:
     median or the last value of the run's own records. `last` is for scores of tasks at the end."""
     at_tokens: list[int] = field(default_factory=list)
     """Trained tokens at which the value is read, interpolated linearly between two records. They include the training
-    of an arm whose weights it begins with. Empty: the largest number that all finished runs have. Runs that only
-    provide weights for other arms do not count."""
+    of an arm whose weights it begins with. Empty: the largest number that every finished run has, except runs that
+    only provide weights."""
     equal_time: bool = False
     """Also read the value at equal time, the longest training time that all finished runs have. Each step counts with
     the median time of its phase, without compilation, validation, saves and restarts."""
@@ -113,8 +112,7 @@ class StudyConfig:
     set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """Fields in which all arms differ from the base config. An arm's own `set` overrides them."""
     data_parallel: int = 1
-    """Data-parallel ranks of each run. A run takes this number times `parallel.tensor`, `context` and `pipeline`
-    devices."""
+    """Data-parallel ranks of each run. A run has this x `parallel.tensor` x `context` x `pipeline` ranks."""
     arms: list[ArmConfig] = field(default_factory=list)
     """The arms, in the order of the tables."""
     evaluations: list[EvaluationConfig] = field(default_factory=list)

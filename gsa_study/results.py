@@ -76,9 +76,8 @@ def page_parts(results: Results) -> list[str]:
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
-        "Cells have mean ± standard deviation over the seeds. "
-        f"All numbers: [{values.name}]({values.name}), [records](records). "
-        "`python launch/results.py` writes the page except the verdict.",
+        f"Cells have mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), "
+        "[records](records). `python launch/results.py` writes the page except the verdict.",
     ]
 
 

@@ -9,9 +9,9 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. It has text or conversations, tokens
-    of `prepare.py tokens`, or megatron-core's indexed datasets (`*.bin` and `*.idx`). Text and conversations are all
-    `*.jsonl`, `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or C4's `*.json.gz` if there are none of these."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text and conversations are all
+    `*.jsonl`, `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or C4's `*.json.gz` if there are none. It may
+    instead have tokens of `prepare.py tokens`, or megatron-core's `*.bin` and `*.idx`."""
     validation_dir: str = "data/sample/validation"
     """The same for validation: one set, named `validation`. It is not read if `validation_sets` names any set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -34,9 +34,8 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of shards and documents, and of the choice of documents that a source weight leaves out."""
     num_lanes: int = 8
-    """Interleaved streams of documents that fix the global order, at any number of data-parallel ranks. Fixed for a
-    run. Reading is cheapest if it is a multiple of ranks x workers. Otherwise readers share lanes, and each reads a
-    shared lane whole."""
+    """Interleaved streams of documents that fix the global order, at any number of ranks. Fixed for a run. Reading is
+    cheapest at a multiple of ranks x workers. Otherwise readers share lanes, and each reads a shared lane whole."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})

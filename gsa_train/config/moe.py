@@ -37,22 +37,21 @@ class MoEConfig:
     """Factor on the weighted sum of the routed experts. DeepSeek-V3 has 2.5."""
     balancing: Literal["none", "global_batch", "aux_free"] = "global_batch"
     """What balances the experts' loads. `global_batch`: a loss (arXiv 2501.11873) with the loads of the previous
-    step's global batch, which layout and micro-batches do not change. `aux_free`: with router_score=sigmoid, a bias of
-    each expert that affects only the choice of experts. After each step it moves against the expert's load (arXiv
+    step's global batch, independent of layout and micro-batches. `aux_free`: with router_score=sigmoid, a bias per
+    expert that affects only the choice of experts and moves against the expert's load after each step (arXiv
     2408.15664)."""
     balance_coeff: float = 1e-3
-    """Coefficient of the loss of `global_batch`. For each layer the loss adds experts x the sum of (share of the
-    choices x mean score), which is 1 if the loads are even, like megatron-core's `moe_aux_loss_coeff`. Transformers'
-    formula (`router_aux_loss_coef`) is `top_k` if even, and counts once for the mean of all layers. Its coefficient c
-    is c x `top_k` / layers here."""
+    """Coefficient of the loss of `global_batch`, like megatron-core's `moe_aux_loss_coeff`. Each layer adds experts x
+    the sum of (share of the choices x mean score), which is 1 if the loads are even. A coefficient c of transformers
+    (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
     bias_update_rate: float = 1e-3
     """Amount by which an update moves each bias of `aux_free`. DeepSeek-V3 has the same value."""
     z_loss_coeff: float = 1e-3
     """Coefficient of the mean squared log-sum-exp of the router's logits, which each layer adds to the loss. ST-MoE
     has 1e-3. 0: none."""
     capacity_factor: float = 0.0
-    """An expert takes at most this multiple of its even share, tokens x top_k / experts, from each sequence. It takes
-    the first tokens and drops later ones. 0: nothing is dropped."""
+    """An expert takes at most this multiple of its even share, tokens x top_k / experts, of each sequence, and drops
+    later tokens. 0: nothing is dropped."""
     experts_impl: Literal["grouped", "sequential"] = "grouped"
     """`grouped`: one grouped matrix product computes the experts of a rank. `sequential`: megatron-core's
     SequentialMLP computes one expert after the other."""

@@ -15,8 +15,7 @@ class PhaseConfig:
     attention: Literal["dense", "sparse"] = "sparse"
     """Attend to all causal keys, or to the selected keys."""
     train: Literal["all", "base", "indexer"] = "all"
-    """What learns. `indexer`: the indexer alone (indexer warm-up). `base`: everything except the indexer. `all`:
-    both."""
+    """What learns. `indexer`: the indexer alone (warm-up). `base`: everything except the indexer. `all`: both."""
     lr: float = 3e-4
     """Peak learning rate of the base, or of the indexer if `train` is `indexer`."""
     min_lr: float = 3e-5
