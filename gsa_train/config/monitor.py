@@ -31,8 +31,8 @@ class MonitorConfig:
     """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. Loss and norm must
     rise by at least half of the rise that a single step needs."""
     lasting_steps: int = 8
-    """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise up to 6 steps in
-    a row, because neighbouring batches come from the same shards."""
+    """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise the loss of up
+    to 6 steps in a row, because neighbouring batches come from the same shards."""
     loss_min_rise_nats: float = 0.2
     """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
