@@ -227,16 +227,16 @@ def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -
     lines = [
         "# Sparse attention on cudnn-frontend's grid",
         "",
-        "Attention over given selections, forward and forward + backward, without indexer and selection; milliseconds.",
+        "The table has times in ms of attention over given selections, without indexer and selection.",
         f"`make bench-table` writes this page. {harness.describe(environment)}.",
         "",
-        "An entry is a group of neighbouring keys. `random`: each query its own random entries, as in the grid.",
-        "`shared by 32`: one random selection for 32 queries; each reads its causal keys of it.",
-        "`dense`: cuDNN, all keys. r: different keys of 32 neighbouring queries together, over one query's keys.",
-        "After a time: the dense time over it.",
+        "An entry is a group of neighbouring keys. `random` means that each query has its own random entries.",
+        "`shared by 32` means that 32 queries share one random selection. `dense` is cuDNN with all keys.",
+        "r is the number of keys that any of 32 neighbouring queries selects, divided by the keys of one query.",
+        "The number in parentheses is the dense time divided by this time.",
         "",
-        "Random selections are the worst case of these kernels: 32 neighbouring queries read a tile of keys together,",
-        "and share some only by chance. Selections of trained layers have a smaller r",
+        "Random selections are the worst case of these kernels. 32 neighbouring queries read a tile of keys together,",
+        "and random selections have keys in common only by chance. Selections of trained layers have a smaller r",
         "([performance.md](performance.md#measured)).",
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows):

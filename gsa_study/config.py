@@ -11,83 +11,83 @@ class ArmConfig:
     name: str = ""
     """Name of the arm: letters, digits and _. Its runs are in the folders `<name>-seed<N>` of the study."""
     set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """What the arm has otherwise than the base config, `section.field: value`. A list, as all `phases`, is written as
-    YAML has it. Not `run.name`, `run.dir`, `run.seed` and `data.seed`, which the study sets."""
+    """Fields in which the arm differs from the base config, `section.field: value`. A list, such as all `phases`, is
+    written in YAML. The study itself sets `run.name`, `run.dir`, `run.seed` and `data.seed`."""
     seeds: list[int] = field(default_factory=list)
     """Seeds of this arm's runs. Empty: the study's seeds."""
     initial_weights: str = ""
-    """Arm with whose weights this one begins, as `checkpoint.initial_weights` does: seed by seed, and in the same text
-    where that one stopped reading. It is trained first, and once for all arms that name it. Empty: no arm."""
+    """Arm with whose weights this arm begins, as with `checkpoint.initial_weights`. Each seed begins with the same
+    seed's weights and continues in the text. It is trained first, once for all arms that name it. Empty: none."""
     initial_step: int = 0
-    """Step of that arm: its last one, or one that its `checkpoint.keep_every_steps` keeps. 0 = its last."""
+    """Step of that arm: its last step, or a step that its `checkpoint.keep_every_steps` keeps. 0: its last step."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     name: str = ""
     """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
-    of the run's folder, with `-L<length>` and `-k<k_base>` after the name where lengths and budgets are listed."""
+    of the run's folder. If lengths or budgets are listed, the name ends with `-L<length>` and `-k<k_base>`."""
     arms: list[str] = field(default_factory=list)
-    """Arms that are evaluated: each evaluation is a start of its own. Empty: all."""
+    """Arms that are evaluated, each in a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """Texts, `name: place`, as `--data` takes them. Empty: the run's validation sets, or nothing beside `tasks` and
+    """Texts, `name: place`, as for `--data`. Empty: the run's validation sets, or nothing if there are `tasks` or
     `ruler`."""
     validation: bool = False
-    """Beside `tasks` and `ruler` score the run's validation sets, too."""
+    """Also score the run's validation sets if there are `tasks` or `ruler`."""
     context_lengths: list[int] = field(default_factory=list)
-    """Context lengths in tokens, an evaluation for each. Empty: as in training."""
+    """Context lengths in tokens, each in its own evaluation. Empty: as in training."""
     k_base: list[int] = field(default_factory=list)
-    """Values of `gsa.k_base`, an evaluation for each, with `gsa.k_min` and `gsa.k_max` moved as far as needed; arms
+    """Values of `gsa.k_base`, each in its own evaluation. `gsa.k_min` and `gsa.k_max` change as far as needed. Arms
     without an indexer are evaluated once. Empty: as in training."""
     max_tokens: int = 0
-    """Tokens of each text; 0 = all of it (validation sets: the same number as in training)."""
+    """Tokens of each text. 0: all of it, or for validation sets the same number as in training."""
     tasks: list[str] = field(default_factory=list)
-    """Request files and tasks of lm-evaluation-harness, as `--tasks` takes them; a FILE.yaml runs the code it names."""
+    """Request files and tasks of lm-evaluation-harness, as for `--tasks`. A FILE.yaml runs the code that it names."""
     task_examples: int = 0
-    """Examples of each task; 0 = all."""
+    """Examples of each task. 0: all."""
     ruler: list[int] = field(default_factory=list)
     """Lengths of RULER's prompts in tokens. Empty: no RULER."""
     ruler_tasks: list[str] = field(default_factory=list)
-    """Tasks of RULER. Empty: all that need no questions."""
+    """Tasks of RULER. Empty: all tasks without questions."""
     ruler_samples: int = 50
     """Samples of each of its tasks and lengths."""
     ruler_gold: bool = False
-    """Score RULER's expected answers in bits per byte, instead of answers that the model writes."""
+    """Score RULER's expected answers in bits per byte instead of answers that the model writes."""
     settings: list[str] = field(default_factory=list)
-    """`key=value`, as `launch/evaluate.py` takes them."""
+    """`key=value`, as for `launch/evaluate.py`."""
 
 
 @dataclass(frozen=True)
 class MetricConfig:
     key: str = ""
-    """What is compared: a key of the records in metrics.jsonl (of scores of tasks `eval_bits_per_byte`, the mean over
-    the tasks, or `eval_bits_per_byte: piqa_val_rc_5shot`, of one), of summary.json, or of an evaluation's results.json,
-    there with a dot between the levels (`data.validation.loss`; of a list the number, from 0)."""
+    """Key that is compared, from metrics.jsonl, summary.json or an evaluation's results.json. `eval_bits_per_byte` is
+    the mean over the tasks, and `eval_bits_per_byte: piqa_val_rc_5shot` is one task. In results.json dots separate the
+    levels (`data.validation.loss`), and a number from 0 selects an item of a list."""
     label: str = ""
     """Heading of its column. Empty: the key."""
     source: Literal["training", "summary", "evaluation"] = "training"
-    """Which file has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
+    """File that has the key: metrics.jsonl (`training`), summary.json, or results.json of every evaluation."""
     evaluations: list[str] = field(default_factory=list)
     """With `source: evaluation`, the names of the evaluations. Empty: all."""
     statistic: Literal["value", "max", "median", "last"] = "value"
-    """What of the training records: the value at one point; or the largest, the median or the last of what a run has
-    logged, without what a run with whose weights it begins has. `last` is for scores of tasks, made at the end."""
+    """How the training records are reduced. `value`: the value at one point. `max`, `median`, `last`: the largest, the
+    median or the last value of the run's own records. `last` is for scores of tasks at the end."""
     at_tokens: list[int] = field(default_factory=list)
-    """Tokens trained on at which the value is read, between two records on the straight line between them. Empty: the
-    most that all finished runs have with whose weights no other one begins. An arm that begins with another's counts
-    that one's, too."""
+    """Trained tokens at which the value is read, interpolated linearly between two records. They include the training
+    of an arm whose weights it begins with. Empty: the largest number that every finished run has, except runs that
+    only provide weights."""
     equal_time: bool = False
-    """Read the value once more at equal time: at the longest training time that all finished runs have. It counts
-    each step with the median time of its phase's steps: without compilation, validation, saves and restarts."""
+    """Also read the value at equal time, the longest training time that all finished runs have. Each step counts with
+    the median time of its phase, without compilation, validation, saves and restarts."""
     paper: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """What the paper says of an arm, `arm: words`, for the page that `launch/results.py` makes."""
+    """What the paper reports for an arm, `arm: words`, for the page of `launch/results.py`."""
 
 
 @dataclass(frozen=True)
 class SelectionsConfig:
     seq_len_tokens: int = 0
-    """Save what each trained indexer makes of this number of tokens of validation text in `selections.pt` of the run's
-    folder, as `launch/export_indexer.py` does; 0 = do not."""
+    """Number of tokens of validation text for which each trained indexer's selection is saved in `selections.pt` of
+    the run's folder, as by `launch/export_indexer.py`. 0: none."""
     layers: list[int] = field(default_factory=lambda: [0])
     """Layers whose indexers are saved, from 0."""
     runs: list[str] = field(default_factory=list)
@@ -101,24 +101,24 @@ class StudyConfig:
     title: str = ""
     """Heading of the report. Empty: the name."""
     question: str = ""
-    """What the study asks. `launch/results.py` makes pages of the studies that have one."""
+    """Question that the study asks. `launch/results.py` makes pages of studies with a question."""
     dir: str = "runs/studies"
     """Folder that holds the folders of studies."""
     config: str = ""
-    """Base config: a file beside the study file, or what `launch/pretrain.py --config` takes."""
+    """Base config: a file in the folder of the study file, or a value of `launch/pretrain.py --config`."""
     seeds: list[int] = field(default_factory=lambda: [1])
-    """Seeds: each arm is trained once with each, as `run.seed` (initial weights) and `data.seed` (order of the text).
-    Arms with the same seed read the same text in the same order."""
+    """Seeds. Each arm is trained once with each seed, as `run.seed` (initial weights) and `data.seed` (order of the
+    text). Arms with the same seed read the same text in the same order."""
     set: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """What all arms have otherwise than the base config; an arm's own `set` comes after it."""
+    """Fields in which all arms differ from the base config. An arm's own `set` overrides them."""
     data_parallel: int = 1
-    """Data-parallel ranks of each run. It takes as many devices times `parallel.tensor`, `context` and `pipeline`."""
+    """Data-parallel ranks of each run. A run has this x `parallel.tensor` x `context` x `pipeline` ranks."""
     arms: list[ArmConfig] = field(default_factory=list)
     """The arms, in the order of the tables."""
     evaluations: list[EvaluationConfig] = field(default_factory=list)
-    """What is evaluated after each run. Empty: nothing."""
+    """Evaluations after each run. Empty: none."""
     metrics: list[MetricConfig] = field(default_factory=list)
-    """What is compared, in the order of the tables."""
+    """Metrics that are compared, in the order of the tables."""
     table: list[str] = field(default_factory=list)
     """Keys of the metrics that the page of results shows, each at its last point. Empty: all."""
     selections: SelectionsConfig = field(default_factory=SelectionsConfig)

@@ -29,10 +29,10 @@ from gsa_train.files import write_atomically
 NAME, TITLE = "efficiency", "Time and memory, 4K to 128K tokens"
 QUESTION = (
     "How much time and memory does GSA take, relative to the standard model or to dense attention? Below 1 GSA is "
-    "faster or smaller. Theory counts the operations of matrix products, as theorem 1 of the paper does; in decoding, "
-    f"the time to read weights and caches. The paper has {PAPER['step']} for a training step, and at 128K tokens "
-    f"{PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is the "
-    "number of keys that a tile of queries reads, over the number that one query selects."
+    "faster or smaller. `theory` counts the operations of matrix products, as theorem 1 of the paper does, or in "
+    f"decoding the time to read weights and caches. The paper has {PAPER['step']} for a training step. At 128K tokens "
+    f"it has {PAPER['prefill']} for prefill, {PAPER['decode']} for decoding and {PAPER['memory']} for memory. `r` is "
+    "the number of keys that a tile of queries reads, divided by the number that one query selects."
 )
 
 
@@ -163,7 +163,7 @@ def write_efficiency(
     if benches:
         about = bullets(bench.about for bench in benches.values())
         parts += ["## Source", about, f"Steps of models with fewer layers are in [{NAME}.csv]({NAME}.csv)."]
-    parts.append("`python launch/results.py` writes all but the verdict from the benches' files.")
+    parts.append("`python launch/results.py` writes the page except the verdict from the benches' files.")
     said = write_with_verdict(path, parts)
     runs = f"{len(benches)} of {len(BENCHES)} benches"
     return Standing(path.name, TITLE, runs, said if benches else NOT_RUN), path

@@ -76,8 +76,8 @@ def page_parts(results: Results) -> list[str]:
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),
         f"![The first metric of each arm, and losses by tokens and by training time]({study.config.name}.png)",
-        f"Mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), [records](records). "
-        "`python launch/results.py` writes all but the verdict.",
+        f"Cells have mean ± standard deviation over the seeds. All numbers: [{values.name}]({values.name}), "
+        "[records](records). `python launch/results.py` writes the page except the verdict.",
     ]
 
 
@@ -89,14 +89,14 @@ def setup(results: Results) -> str:
     )
     devices = ", ".join(sorted({device for each in finished for device in each.devices}))
     unrecorded = sum(not each.losses for each in finished)
-    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished: {of_each} tokens each"
-    said += f", on {devices}." if devices else "."
+    said = f"**Setup.** {len(finished)} of {len(results.runs)} runs are finished. Each trained on {of_each} tokens"
+    said += f" on {devices}." if devices else "."
     if any(each.run.source for each in finished):
-        said += " Tokens include the training of the arm with whose weights an arm begins."
+        said += " If an arm begins with another arm's weights, its tokens include that training."
     if unrecorded == len(finished):
-        said += " Their losses are not recorded: the figure is the one made from their folders."
+        said += " Their losses are not recorded, so the figure was made earlier from their folders."
     elif unrecorded:
-        said += f" The losses of {unrecorded} of them are not recorded, and not in the figure."
+        said += f" The figure lacks {unrecorded} of the runs, because their losses are not recorded."
     return said
 
 

@@ -23,17 +23,17 @@ from gsa_train.config.checks import ABOVE_ZERO, AT_LEAST_ZERO, FROM_ZERO_BELOW_O
 HEAD = """\
 # Configuration reference
 
-Every field that a config file or `section.field=value` on the command line can set. This page is made from the
-dataclasses in `gsa_train/config/` by `make docs`; a test holds it equal to them. [configuration.md](configuration.md)
-says how a config is read and checked.
+This page lists every field that a config file or `section.field=value` on the command line can set. `make docs` writes
+it from the dataclasses in `gsa_train/config/`. [configuration.md](configuration.md) says how a config is read and
+checked.
 """
 
 
 STUDY_HEAD = """\
 # Study files
 
-What the file of `launch/study.py --study FILE` can say: its own fields, then the fields of the sections inside it.
-[studies.md](../how_to/studies.md) says what is done with them.
+A file of `launch/study.py --study FILE` can set these fields: first its own fields, then the fields of its sections.
+[studies.md](../how_to/studies.md) says how to run a study.
 """
 
 

@@ -9,62 +9,63 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text or conversations: all `*.jsonl`,
-    `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or where there are none of these C4's `*.json.gz`. Or tokens
-    made of text by `prepare.py tokens`, or megatron-core's indexed datasets (`*.bin` and `*.idx`)."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text and conversations are all
+    `*.jsonl`, `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` below it, or C4's `*.json.gz` if there are none. It may
+    instead have tokens of `prepare.py tokens`, or megatron-core's `*.bin` and `*.idx`."""
     validation_dir: str = "data/sample/validation"
-    """The same for validation: one set, named `validation`. Not read where `validation_sets` names any."""
+    """The same for validation: one set, named `validation`. It is not read if `validation_sets` names any set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
-    """Several validation sets, `name: folder`, each scored by itself; they replace `validation_dir`. A name has
-    letters, digits and _. `validation_loss`, the statistics of attention and the n-gram baselines are of the first
+    """Several validation sets, `name: folder`, which replace `validation_dir`. Each is scored separately. A name has
+    letters, digits and _. `validation_loss`, the statistics of attention and the n-gram baselines use the first
     set."""
     tokenizer: str = "data/sample/tokenizer.model"
     """Sentencepiece model or Hugging Face tokenizer.json, also at an fsspec address."""
     eos_token: str = ""
-    """Token that ends each document. Empty: sentencepiece's EOS, or of a tokenizer.json `</s>`, `<|endoftext|>`,
-    ..."""
+    """Token that ends each document. Empty: sentencepiece's EOS, or `</s>`, `<|endoftext|>`, ... of a
+    tokenizer.json."""
     format: Literal["text", "chat"] = "text"
-    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`); only the
-    assistant's tokens count in the loss (extra `hf`). Fixed for a run."""
+    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`). Only the
+    assistant's tokens count in its loss (extra `hf`). Fixed for a run."""
     chat_template: str = ""
-    """Jinja file that says how a conversation is written, also at an fsspec address. Empty: `chat_template.jinja`, or
-    the template in `tokenizer_config.json`, beside `tokenizer`. Fixed for a run."""
+    """Jinja file that defines how a conversation is written, also at an fsspec address. Empty: `chat_template.jinja`,
+    or the template in `tokenizer_config.json`, in the folder of `tokenizer`. Fixed for a run."""
     text_field: str = "text"
-    """Field (of JSON lines) or column (of Parquet) that holds a document's text. Fixed for a run."""
+    """Field of JSON lines, or column of Parquet, that holds a document's text. Fixed for a run."""
     seed: int = 0
     """Seed of the order of shards and documents, and of the choice of documents that a source weight leaves out."""
     num_lanes: int = 8
-    """Interleaved streams of documents that fix the global order. Fixed for a run, at any number of data-parallel
-    ranks. Cheapest to read as a multiple of ranks x workers; else readers share lanes, and each reads a shared one
-    whole."""
+    """Interleaved streams of documents that fix the global order, at any number of ranks. Fixed for a run. Reading is
+    cheapest at a multiple of ranks x workers. Otherwise readers share lanes, and each reads a shared lane whole."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
-    """How often each document of a source (`meta.redpajama_set_name`; `unknown` where a line names none) comes in an
-    epoch: 0 never, 0.5 every other epoch, 2 twice; without a weight once. May change at a resume. For text and for
-    tokens of `prepare.py tokens`."""
+    """How often each document of a source (`meta.redpajama_set_name`, or `unknown`) appears in an epoch: 0 never, 0.5
+    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. They apply to
+    text and to tokens of `prepare.py tokens`."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
-    whole documents chosen to fill the sequence, so that only longer ones are cut. Fixed for a run."""
+    whole documents that fill the sequence best, so that only documents longer than a sequence are cut. Fixed for a
+    run."""
     packing_pool_documents: int = 128
     """Documents of each lane among which `best_fit` chooses. A resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
     """False: attention, selection and score variance stop at the start of the document, and an EOS predicts nothing.
     True: a sequence is one context."""
     num_workers: int = 0
-    """Reader processes per data-parallel rank; 0 reads in the training process."""
+    """Reader processes per data-parallel rank. 0: the training process reads."""
     prefetch_blocks: int = 64
-    """Sequences that the workers of a rank together read ahead."""
+    """Sequences that all workers of a rank together read ahead."""
     on_bad_shard: Literal["fail", "skip"] = "fail"
-    """What to do with a shard that is missing, unreadable, damaged, a copy of another, or too full of bad lines.
-    `fail`: stop the run. `skip`: leave out what is bad, log it, and count it in `data_skipped_shards`. Validation
-    always fails."""
+    """What to do with a shard that is missing, unreadable, damaged, a copy of another shard, or has too many bad
+    lines. `fail`: stop the run. `skip`: leave out the bad part, log it, and count it in `data_skipped_shards`.
+    Validation always fails."""
     max_bad_line_fraction: float = 0.01
-    """Lines without readable text are left out and counted. A shard with a larger share of them is a bad shard."""
+    """Largest share of lines without readable text. These lines are left out and counted. A shard with a larger share
+    is bad."""
     max_document_bytes: int = 33554432
-    """Documents of more bytes are left out and counted; a MiB takes a reader about a second."""
+    """Longer documents are left out and counted. A reader takes about a second per MiB."""
     read_retries: int = 5
-    """How often a read that failed or timed out is tried again, after 0.5, 1, 2, 4, ... seconds."""
+    """Number of retries of a read that failed or timed out, after 0.5, 1, 2, 4, ... seconds."""
     read_timeout_seconds: float = 60.0
     """Seconds without an answer after which a read, an opening or a listing has failed. All tries together must take
     less than `parallel.timeout_minutes`. A reader process that hangs ends the run a minute after its last try should

@@ -22,48 +22,47 @@ class GSAConfig:
     output_gate: bool = True
     """G1: O * sigmoid(h W + b), after attention, elementwise and head-specific (eq. 10)."""
     key_gate: bool = False
-    """G3: the same on K, before its rotary embedding. Positions and forms of gates follow arXiv 2505.06708."""
+    """G3: the same gate on K, before its rotary embedding. Positions and forms of gates follow arXiv 2505.06708."""
     query_gate: bool = False
-    """G4: the same on Q, before its rotary embedding."""
+    """G4: the same gate on Q, before its rotary embedding."""
     projection_gate: bool = False
-    """G5: the same on what W_O makes of attention's output, before the residual connection."""
+    """G5: the same gate on the output of W_O, before the residual connection."""
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
-    """`elementwise`: a gate for each channel of a head. `headwise`: one for all channels of a head."""
+    """`elementwise`: each channel of a head has a gate. `headwise`: all channels of a head share one gate."""
     gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
-    """`head_specific`: each head has gates of its own. `head_shared`: all heads have the same."""
+    """`head_specific`: each head has its own gates. `head_shared`: all heads share the gates."""
     gate_form: Literal["multiplicative", "additive"] = "multiplicative"
-    """What a gate g makes of y: y * g, or y + g."""
+    """How a gate g acts on y: y * g, or y + g."""
     gate_activation: Literal["sigmoid", "silu", "ns_sigmoid", "identity"] = "sigmoid"
-    """What makes a gate of its logits h W + b. `ns_sigmoid`: 0.5 + 0.5 sigmoid, which cannot close."""
+    """Function that computes a gate from its logits h W + b. `ns_sigmoid`: 0.5 + 0.5 sigmoid, which cannot close."""
     gate_input: Literal["query_dependent", "input_independent"] = "query_dependent"
-    """`input_independent`: the logits are b alone, the same for all tokens."""
+    """`input_independent`: the logits are b alone and are the same for all tokens."""
     gate_bias_init: float = 0.0
-    """Initial bias b of all gates; with 0 their mean opening is 0.5 (section 3.5 of the paper)."""
+    """Initial bias b of all gates. With 0 their mean value is 0.5 (section 3.5 of the paper)."""
     output_transform: Literal["none", "rms_norm", "silu"] = "none"
-    """In the place of G1, without a gate: RMSNorm of each head's attention output, one weight for all heads; or SiLU of
+    """Replaces G1. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads. `silu`: SiLU of
     it."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
     """Head size d_I of the indexer."""
     indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
-    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`, with unbounded head weights: DSA. `plain` is
-    `sigmoid` without head weights, `qsa` is `relu` without."""
+    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`: DSA, with unbounded head weights. `plain`:
+    `sigmoid` without head weights. `qsa`: `relu` without head weights."""
     indexer_norm: bool = False
-    """RMSNorm on each head's query and on the key of the indexer, before their rotary embedding."""
+    """Apply RMSNorm to each head's query and to the key of the indexer, before their rotary embedding."""
     indexer_rope: bool = False
-    """Rotary embedding on the indexer's queries and key, as DeepSeek's indexer has."""
+    """Apply a rotary embedding to the indexer's queries and key, as in DeepSeek's indexer."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
-    """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. 1 = the paper."""
+    """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
-    """Share of the queries, 1 / n, on which the indexer loss is computed in training: every n-th stretch of 128
-    queries, from an offset drawn for each micro-batch and layer. Over key lists a stretch is a list: 32 queries, or the
-    `selection_block` that share one. Of a sequence (or a chunk of it, under context parallelism) of fewer than n
-    stretches one is taken. The estimate has no bias. 1 = the paper; below 1 is cheaper and noisier. Validation uses all
-    queries."""
+    """Share of the queries, 1 / n, on which training computes the indexer loss. Every n-th stretch of 128 queries
+    counts, from an offset drawn for each micro-batch and layer. With key lists a stretch is 32 queries, or the
+    `selection_block` queries that share a selection. The estimate is unbiased. Below 1 it is cheaper and noisier.
+    Validation uses all queries. The paper has 1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    """Budget of keys of a query (eq. 8), with var the variance of its scores and ema their moving average: `inverse`
-    k_base * ema / var, `direct` k_base * var / ema, `off` k_base."""
+    """How a query's budget of keys is computed (eq. 8), with var the variance of its scores and ema the moving average
+    of var. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
     k_base: int = 2048
     """Keys per query before adaptation."""
     k_min: int = 256
@@ -71,38 +70,38 @@ class GSAConfig:
     k_max: int = 4096
     """Largest budget k_t, in keys per query."""
     dense_below: int = 0
-    """Queries that see fewer keys than this select all of them, whatever their budget: to them GSA is dense attention.
-    0: none."""
+    """A query with fewer causal keys than this selects all of them, whatever its budget. 0: none."""
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
-    """Number of latest keys that are always selected, beside the budget; 0 = the paper."""
+    """Number of latest keys that are always selected, in addition to the budget. The paper has 0."""
     selection_block: int = 1
-    """Queries in aligned blocks of this many share the selection of the first of them; 1 = the paper."""
+    """Number of neighbouring queries, in aligned blocks, that share the selection of the first of them. The paper has
+    1."""
     indexer_pool: int = 1
-    """The indexer scores the mean key of each group of this many neighbours, aligned in their document. Groups are
-    selected, within the same budget of keys; the query's own group is always read. The kernels take powers of two up to
-    32, one document per sequence, no window. 1 = the paper."""
+    """Number of neighbouring keys, aligned in their document, that the indexer scores as a group by their mean key.
+    Groups are selected within the same budget of keys. A query always reads its own group. The kernels support powers
+    of two up to 32, one document per sequence, and no window. The paper has 1."""
     selection_query: Literal["first", "previous_mean"] = "first"
     """What scores the keys for a block of `selection_block`: `first`, its first query; `previous_mean`, the mean of the
     indexer's queries and head weights over the block before it, as far as that is of the same document."""
     selection_reuse: int = 1
-    """Layers in groups of this many share the selection of the first of them; 1 = the paper."""
+    """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
     reuse_teacher: Literal["leader", "group"] = "leader"
     """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, its own layer's attention;
     `group`, in plain torch, the mean over the layers of the group."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
-    """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU where its
-    kernels can do what the config asks, else `reference`. The start of the run logs the choice."""
+    """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU if its
+    kernels support the config, otherwise `reference`. The start of the run logs the choice."""
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
-    """Which fused kernel attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
-    only the keys that any of 32 neighbouring queries selected, from key lists. `auto`: gathered above 32768 tokens;
-    masked below 16384, and from there on what the measured density of the selection favours; of shared selections
-    gathered where their budget, `k_base` and `local_window`, is less than 0.42 of the sequence."""
+    """Fused kernel that attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
+    only the keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below 16384 tokens,
+    `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection. For shared
+    selections `auto` is `gathered` if `k_base` + `local_window` is less than 0.42 of the sequence."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
-    """What runs dense attention where no indexer learns from it and the fused kernels are in use: our kernel
-    (`triton`), torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at the
-    borders of documents; the others may not repeat bit for bit. `auto` is `triton`."""
+    """Kernel for dense attention from which no indexer learns, if the fused kernels are in use: our kernel (`triton`),
+    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
+    others may not repeat bit for bit. `auto` is `triton`."""
 
 
 @dataclass(frozen=True)

@@ -14,60 +14,58 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MonitorConfig:
     action: Literal["log", "skip", "lower_lr", "rewind", "stop"] = "log"
-    """What to do about a spike. `log`: record it; only a loss or gradient that is not finite stops the run. The other
-    actions leave out the update of each spiking step. `skip`: nothing more. `lower_lr`: lower the learning rate for a
-    while. `rewind`: go back to an earlier checkpoint and on without the batches around the spike. `stop`: end with
-    exit code 13."""
+    """Reaction to a spike. `log`: record it. Only a non-finite loss or gradient stops the run. `skip`: leave out the
+    update of each spiking step, as the following actions also do. `lower_lr`: lower the learning rate for a while.
+    `rewind`: go back to an earlier checkpoint and continue without the batches around the spike. `stop`: end with exit
+    code 13."""
     detector: Literal["robust", "sigma"] = "robust"
-    """`robust`: loss and log of the gradient norm against running medians; smaller rises count where they last, or
-    where both rise. `sigma`: OLMo-core's rule, mean + `sigmas` standard deviations."""
+    """`robust`: compare the loss and the log of the gradient norm with running medians. Smaller rises count if they
+    last, or if both rise. `sigma`: OLMo-core's rule, mean + `sigmas` standard deviations."""
     window_steps: int = 128
-    """Steps of history against which a step is judged."""
+    """Steps of history with which a step is compared."""
     min_history_steps: int = 64
     """Steps of a phase before the first one is judged."""
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise, in standard deviations of the noise, that makes a spike when it lasts `lasting_steps`. Loss and norm must
-    rise by at least half of what a single step must."""
+    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. Loss and norm must
+    rise by at least half of the rise that a single step needs."""
     lasting_steps: int = 8
-    """Steps in a row above `lasting_sigmas` that make a spike of the last one. The text alone can raise up to 6 steps
-    in a row, since neighbouring batches come from the same shards."""
+    """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise the loss of up
+    to 6 steps in a row, because neighbouring batches come from the same shards."""
     loss_min_rise_nats: float = 0.2
-    """Smallest rise of the loss, in nats, that can be a spike, however little it varied before."""
+    """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
-    """Smallest factor by which a gradient norm rises in a spike. AdamW's second moment with beta 2 = 0.95 averages
-    about 20 steps, and a norm 20^0.5 = 4.5 times as large outweighs them; rare documents alone make factors of 3.
-    Where `train.grad_clip` scales the gradient down, a large norm by itself is a spike only from the square of this
-    factor on, or when it lasts."""
+    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. A factor of
+    4.5 outweighs the 20 steps that AdamW's second moment averages with beta 2 = 0.95. If `train.grad_clip` scales the
+    gradient down, a large norm alone is a spike only from the square of this factor on, or if it lasts."""
     patience_steps: int = 3
-    """Spiking steps in a row before lower_lr, rewind and stop act; their updates are left out."""
+    """Spiking steps in a row before lower_lr, rewind and stop act. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50
-    """Updates left out in a row after which skip and lower_lr stop the run."""
+    """Number of updates left out in a row after which skip and lower_lr stop the run."""
     lower_lr_factor: float = 0.5
-    """With lower_lr: factor on all learning rates after a spike."""
+    """With lower_lr, factor on all learning rates after a spike."""
     lower_lr_steps: int = 200
-    """With lower_lr: steps for which the factor holds; another spike restarts the count."""
+    """With lower_lr, steps for which the factor applies. Another spike restarts the count."""
     rewind_min_steps: int = 100
-    """With rewind: steps by which the checkpoint gone back to must be older than the spike's first step."""
+    """With rewind, number of steps by which the checkpoint must be older than the spike's first step."""
     rewind_skip_before_steps: int = 100
-    """With rewind: batches left out before the spike's first step, as far as they come after that checkpoint."""
+    """With rewind, batches left out before the spike's first step, if they come after the checkpoint."""
     rewind_skip_after_steps: int = 100
-    """With rewind: batches left out after the last spiking step."""
+    """With rewind, batches left out after the last spiking step."""
     max_rewinds: int = 3
-    """With rewind: number of rewinds; the next spike stops the run."""
+    """With rewind, number of rewinds. The next spike stops the run."""
     recheck_every_steps: int = 0
-    """Every this many steps, compute forward and backward twice; loss and each rank's gradients must be equal to the
-    last bit. 0 = never."""
+    """Steps between steps whose forward and backward pass is computed twice. Loss and each rank's gradients must be
+    equal bit for bit. 0: never."""
     recheck_spikes: bool = False
-    """Compute each spiking step twice before anything is done about it. The host then waits for the device at every
-    step."""
+    """Compute each spiking step twice before any reaction. The host then waits for the device at every step."""
     compare_replicas_every_steps: int = 0
-    """Steps between bit-for-bit comparisons of the data-parallel replicas' weights; also done before each save. 0 =
-    never."""
+    """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas, which also precede each
+    save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """What to do when bits differ. `stop`: end the run with exit code 14, to go on from the last checkpoint. `log`:
-    record it (event `corruption`) and go on; of a step computed twice the second result counts."""
+    """Reaction to different bits. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
+    `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
 
     @property
     def reach_steps(self) -> int | None:

@@ -24,28 +24,28 @@ class TrainConfig:
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
     fused_ops: Literal["auto", "triton", "none"] = "auto"
-    """`triton`: SwiGLU, cross-entropy, and split + rotary embedding + G2 (heads of 32, 64, 128 or 256, with
-    rotary_percent 1 and without qk_norm) as one kernel for each pass, and with bf16 weights gradients added in fp32 by
-    their matrix product. `none`: megatron-core's operations, one by one. `auto`: `triton` on GPUs."""
+    """`triton`: one kernel computes each pass of SwiGLU, of cross-entropy, and of split + rotary embedding + G2 (heads
+    of 32, 64, 128 or 256, with rotary_percent 1 and without qk_norm). With bf16 weights, matrix products also add
+    gradients in fp32. `none`: megatron-core's operations run one by one. `auto`: `triton` on GPUs."""
     cuda_graphs: bool = False
-    """Run the forward and backward pass over a micro-batch as a CUDA graph, so that the host's launches do not bind:
-    every bit is the same. Logged steps, validation and phases that train the indexer alone run without, and need the
-    memory of a pass beside the graph's. Not with tensor, context, pipeline or expert parallelism, nor with
-    recomputation."""
+    """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
+    speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,
+    and need the memory of a pass in addition to the graph's. Tensor, context, pipeline and expert parallelism and
+    recomputation are excluded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, the attention core (`selective`), or
     whole layers (`full`)."""
     recompute_num_layers: int = 1
-    """Layers that are recomputed together, with recompute=full."""
+    """With recompute=full, number of layers that are recomputed together."""
     linear_layers: str = "megatron"
-    """What multiplies by the matrices of attention and feed-forward layers: `megatron`, megatron-core's layers in the
-    working precision."""
+    """What computes the matrix products of attention and feed-forward layers. `megatron`: megatron-core's layers in
+    the working precision."""
     objective: str = "cross_entropy"
-    """Loss of a token in training: `cross_entropy`. Validation always scores the cross-entropy."""
+    """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
-    """What updates the weights: `adamw`."""
+    """Optimizer that updates the weights."""
     weight_decay: float = 0.1
-    """Weight decay of the optimizer; norms and biases have none."""
+    """Weight decay of the optimizer. Norms and biases have none."""
     adam_beta1: float = 0.9
     """AdamW: decay per step of the first moment."""
     adam_beta2: float = 0.95
@@ -53,10 +53,10 @@ class TrainConfig:
     adam_epsilon: float = 1e-8
     """AdamW: epsilon added to the root of the second moment."""
     grad_clip: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+    """Largest global gradient norm. Larger gradients are scaled down to this norm. 0 turns clipping off."""
     iterations_to_skip: list[int] = field(default_factory=list)
-    """Steps, counted from 1 as in the metrics, whose batches are read and not trained on. Step number and learning
-    rate go on."""
+    """Steps, counted from 1 as in the metrics, whose batches are read but not trained on. Step number and learning
+    rate continue."""
 
 
 def check_graphs(config: Config) -> list[str]:

@@ -92,7 +92,7 @@ def test_a_run_of_another_machine_joins_those_whose_folders_are_gone(folder: Pat
     finish(folder, "two", 2, 33.0, text="1f")
     assert main() == 0
     assert before.items() <= values(folder).items()
-    assert "4 of 4 runs are finished: 100 tokens each" in page.read_text()
+    assert "4 of 4 runs are finished. Each trained on 100 tokens" in page.read_text()
     (row,) = (each for each in page.read_text().splitlines() if "31.5 ± 2.1" in each)
     assert row.endswith("| 20.50 ± 0.71 | 31.5 ± 2.1 |")
     assert "- The text of 2 of the 4 finished runs is not recorded." in page.read_text()
@@ -157,7 +157,7 @@ def test_what_the_study_no_longer_asks_for_is_left_out(
     lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert lines == [said + each for each in ("two-seed1", "one-seed2", "val_loss (at the end)")]
     assert {run for run, _, _ in values(folder)} == {"one-seed1"}
-    assert "1 of 1 runs are finished:" in (folder / "out" / "small.md").read_text()
+    assert "1 of 1 runs are finished." in (folder / "out" / "small.md").read_text()
     assert main() == 0
     assert "left out" not in capsys.readouterr().out
 
@@ -176,11 +176,11 @@ def test_a_figure_stays_where_no_losses_are_recorded(
     assert figure.read_bytes() == b"as it was made of folders"
     assert "kept out/small.png: the losses of its runs are not recorded" in capsys.readouterr().out
     page = folder / "out" / "small.md"
-    assert "Their losses are not recorded: the figure is the one made from their folders." in page.read_text()
+    assert "Their losses are not recorded, so the figure was made earlier" in page.read_text()
     finish(folder, "two", 1, 30.0)
     assert main() == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert "The losses of 1 of them are not recorded, and not in the figure." in page.read_text()
+    assert "The figure lacks 1 of the runs, because their losses are not recorded." in page.read_text()
 
 
 @pytest.mark.parametrize(
