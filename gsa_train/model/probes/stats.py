@@ -49,8 +49,9 @@ MEANS = (
 docs/reference/monitoring.md tells which queries count in which statistic. Statistics of k_t, score variance, indexer KL
 and routers use all tokens. The others use a sample (query_sample.py): all queries of sequences up to 512 tokens, else 8
 chunks of 64 adjacent queries. Recall, random recall, overlap with the top keys, attention to the first token, gates and
-`indexer_saturated` use every 16th query of the sample. `adjacent_overlap` uses pairs and `union_ratio_32` groups of 32 adjacent queries within
-the sampled chunks; context-parallel ranks leave out pairs and groups that cross the boundary of a rank's chunk."""
+`indexer_saturated` use every 16th query of the sample. `adjacent_overlap` uses pairs and `union_ratio_32` groups of 32
+adjacent queries within the sampled chunks; context-parallel ranks leave out pairs and groups that cross the boundary of
+a rank's chunk."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Maxima over all ranks; `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
