@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from gsa_kernels import api
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.packed_mask import unpack_mask
-from gsa_kernels.reference import adjacent_overlap, union_ratio
+from gsa_kernels.reference import adjacent_overlap, sparse_attention, union_ratio
 from gsa_kernels.types import Implementation, Selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueries
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
@@ -78,19 +79,44 @@ def measure_attention(
     masks, q = few.position_masks & attended[:, None], q.index_select(1, rows)
     if chosen is None:
         return sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
-    other = few.causal_packed if sparse else chosen
-    sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
-    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
-    statistics = sink_statistics(by_position, few, first_head)
-    log_ratio = by_position.logsumexp(2) - of_other
-    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
-    leaves_out = (chosen != few.causal_packed).any(-1, keepdim=True)
-    statistics.average("recall", recall, leaves_out)
     selected = unpack_mask(chosen, queries.num_keys)
-    of_heads, of_mean = top_key_overlap(q, k, selected, few.causal, most_keys, tp_group)
-    statistics.average("overlap_heads", of_heads, leaves_out)
-    statistics.average("overlap_mean", of_mean, leaves_out)
+    found = top_key_overlap(q, k, selected, few.causal, most_keys, tp_group)
+    if implementation == "reference":
+        statistics = sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+        recall = _reference_recall(q, k, selected, few.causal) if sparse else found.recall_of_mean
+    else:
+        other = few.causal_packed if sparse else chosen
+        sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
+        by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
+        statistics = sink_statistics(by_position, few, first_head)
+        log_ratio = by_position.logsumexp(2) - of_other
+        recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    leaves_out = (selected != few.causal).any(-1, keepdim=True)
+    for name, values in (
+        ("recall", recall),
+        ("overlap_heads", found.of_heads),
+        ("overlap_mean", found.of_mean),
+    ):
+        statistics.average(name, values, leaves_out)
     return statistics
+
+
+def _reference_recall(
+    q: torch.Tensor, k: torch.Tensor, selected: torch.Tensor, causal: torch.Tensor
+) -> torch.Tensor:
+    """[B, T, n_h]"""
+    recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
+    assert recall is not None
+    return recall
+
+
+class TopKeyOverlap(NamedTuple):
+    of_heads: torch.Tensor
+    """Share of each of these heads' top keys that the selection holds, [B, T, n_h]."""
+    of_mean: torch.Tensor
+    """The same for the mean probability over the heads of all ranks, [B, T, 1]."""
+    recall_of_mean: torch.Tensor
+    """Share of the mean probability on the selection, [B, T, 1]."""
 
 
 @torch.no_grad()
@@ -101,17 +127,14 @@ def top_key_overlap(
     causal: torch.Tensor,
     most_keys: int,
     tp_group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of a query's n causal keys of highest attention probability that its selection of n keys holds.
+) -> TopKeyOverlap:
+    """Compare a query's selection of n keys with its n causal keys of highest attention probability.
 
     Args:
         q: [B, T, n_h, d_k]
         k: [B, L_k, n_kv, d_k]
         selected, causal: bool [B, T, L_k]
         most_keys: no selection that leaves keys out has more
-
-    Returns:
-        For each of these heads [B, T, n_h], and for the mean probability over the heads of all ranks [B, T, 1].
     """
     group, num_keys = q.shape[2] // k.shape[2], k.shape[1]
     sizes, depth = selected.sum(-1)[:, None], min(most_keys, num_keys)
@@ -131,7 +154,8 @@ def top_key_overlap(
         sums.append(probs.sum(1))
     head_sum = reduce(torch.add, sums)
     dist.all_reduce(head_sum, group=tp_group)
-    return torch.cat(of_heads, dim=2), overlap(head_sum[:, None])
+    recall = torch.where(selected, head_sum, 0).sum(-1, keepdim=True) / (q.shape[2] * tp_group.size())
+    return TopKeyOverlap(torch.cat(of_heads, dim=2), overlap(head_sum[:, None]), recall)
 
 
 @torch.no_grad()

@@ -146,13 +146,15 @@ def test_overlap_with_the_top_keys_matches_the_loops(monkeypatch: pytest.MonkeyP
         chosen, keys = set(selected[b, i].nonzero()[:, 0].tolist()), range(int(starts[b, t]), t + 1)
         probs = [(q[b, t, h] @ k[b, keys.start : t + 1, h // 2].T / 8**0.5).softmax(0) for h in range(4)]
         of_heads = [share(dict(zip(keys, each.tolist(), strict=True)), chosen) for each in probs]
-        assert found[0][b, i].tolist() == pytest.approx(of_heads)
+        assert found.of_heads[b, i].tolist() == pytest.approx(of_heads)
         of_mean = share(dict(zip(keys, sum(probs).tolist(), strict=True)), chosen)
-        assert found[1][b, i].tolist() == pytest.approx([of_mean])
-    assert 0.2 < found[0].mean() < 0.8
+        assert found.of_mean[b, i].tolist() == pytest.approx([of_mean])
+        recall = sum(sum(probs)[key - keys.start].item() for key in chosen) / 4
+        assert found.recall_of_mean[b, i].tolist() == pytest.approx([recall])
+    assert 0.2 < found.of_heads.mean() < 0.8
     monkeypatch.setattr(attention_statistics, "MOST_PROBABILITIES", 1)  # one key-value head at a time
     again = top_key_overlap(q[:, rows], k, selected, queries.causal, 40, tp_group)
-    assert all(map(torch.equal, again, found))
+    torch.testing.assert_close(again, found)
 
 
 def batch_of(documents: list[int], config: Config, filler: int = 0) -> MicroBatch:
@@ -228,6 +230,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
     ids, visible = batch.document_ids[0].tolist(), batch.causal_keys()[0].tolist()
     chooses = [len(chosen) < seen for chosen, seen in zip(sets, visible, strict=True)]
     assert 0 < sum(chooses) < LENGTH
+    assert max(map(len, sets)) <= one_sequence.gsa.most_selected_keys
     overlaps = [
         len(sets[t] & sets[t - 1]) / len(sets[t])
         for t in range(1, LENGTH)
