@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -46,13 +47,15 @@ def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> floa
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest
-    with a mean of at least `THRESHOLD`, or None. `needles`: score and depth of each single needle.
+    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, the standard errors of both (with one
+    sample NaN), and `effective_length`: the longest with a mean of at least `THRESHOLD`, or None. `needles`: score and
+    depth of each single needle.
 
     Raises:
         ValueError: an unknown task, one whose material is missing, or a length too short for one.
     """
     scores: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     needles: list[dict[str, Any]] = []
     for length, name, asked in _asked(tokenizer, options):
         task = TASKS[name]
@@ -67,12 +70,18 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
             if sample.depth is not None
         ]
         mean = scores.setdefault(str(length), {})[name] = 100 * sum(got) / len(got)
-        logger.info("RULER, %d tokens, %s: %.1f", length, name, mean)
+        error = 100 * statistics.stdev(got) / math.sqrt(len(got)) if len(got) > 1 else math.nan
+        errors.setdefault(str(length), {})[name] = error
+        logger.info("RULER, %d tokens, %s: %.1f +- %.1f", length, name, mean, error)
     means = {length: sum(each.values()) / len(each) for length, each in scores.items()}
     good = [int(length) for length, mean in means.items() if mean >= THRESHOLD]
     return {
         "scores": scores,
+        "standard_errors": errors,
         "mean": means,
+        "mean_standard_error": {
+            length: math.hypot(*each.values()) / len(each) for length, each in errors.items()
+        },
         "effective_length": max(good, default=None),
         "needles": needles,
         "tasks": list(options.tasks),

@@ -21,7 +21,7 @@ from gsa_study.efficiency_cases import (
     selections,
     steps,
 )
-from gsa_study.results import NOT_RUN, Standing, write_with_verdict
+from gsa_study.results import Standing, write_with_verdict
 from gsa_study.tables import VALUES_HEAD, bullets, csv_text, markdown_table
 from gsa_train.config import Config, ConfigError
 from gsa_train.files import write_atomically
@@ -157,7 +157,7 @@ def write_efficiency(
     path = out / f"{NAME}.md"
     parts = [f"# {TITLE}", QUESTION]
     if not benches:
-        parts.append(f"{NOT_RUN.capitalize()}: `make bench` and `make bench-models`.")
+        parts.append("Not run yet: `make bench` and `make bench-models`.")
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.rows())]
     if benches:
@@ -166,4 +166,4 @@ def write_efficiency(
     parts.append("`python launch/results.py` writes the page except the verdict from the benches' files.")
     said = write_with_verdict(path, parts)
     runs = f"{len(benches)} of {len(BENCHES)} benches"
-    return Standing(path.name, TITLE, runs, said if benches else NOT_RUN), path
+    return Standing(path.name, TITLE, runs, said if benches else "not run yet"), path

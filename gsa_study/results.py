@@ -17,7 +17,6 @@ from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, n
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 
-NOT_RUN = "not run yet"
 NO_VERDICT = "No verdict yet."
 VERDICT, STUDIES = "## Verdict", "## Studies"
 
@@ -44,10 +43,9 @@ def write_figure(results: Results, out: Path) -> Path | None:
 
 
 def write_page(results: Results, out: Path) -> tuple[Standing, Path]:
-    study, finished = results.study, len(results.finished)
-    path, runs = out / f"{study.config.name}.md", f"{finished} of {len(results.runs)}"
+    study, path = results.study, out / f"{results.study.config.name}.md"
     said = write_with_verdict(path, page_parts(results))
-    return Standing(path.name, study.title, runs, said if finished else NOT_RUN), path
+    return Standing(path.name, study.title, f"{len(results.finished)} of {len(results.runs)}", said), path
 
 
 def write_with_verdict(path: Path, parts: Sequence[str]) -> str:
@@ -64,14 +62,12 @@ def write_text(path: Path, parts: Sequence[str]) -> None:
 
 
 def page_parts(results: Results) -> list[str]:
-    """The text above the verdict: without numbers where no run is finished."""
+    """The text above the verdict."""
     study = results.study
-    head = [f"# {study.title}", study.config.question.strip()]
-    if not results.finished:
-        return [*head, f"{NOT_RUN.capitalize()}: `python launch/study.py --study {study.path}`."]
     values = files_of(study, Path()).values
     return [
-        *head,
+        f"# {study.title}",
+        study.config.question.strip(),
         setup(results),
         bullets(origins(results)),
         markdown_table(narrow(with_paper(on_page(results)))),

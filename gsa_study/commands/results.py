@@ -3,10 +3,10 @@
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
 First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
-for each study file in `--studies` that has a `question`, a page of time and memory from what the benches wrote, and
-README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no losses are recorded.
-Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
-bench, or no room.
+for each study file in `--studies` that has a `question` and a finished run, a page of time and memory from what the
+benches wrote, and README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no
+losses are recorded. Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a bench, or no
+room.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ def main() -> int:
         for study in studies:
             files_of_record, left_out = update_record(study, arguments.out)
             print("".join(f"{line}\n" for line in left_out), end="")
+            written += files_of_record
             results = recorded_results(study, arguments.out)
-            figure = write_figure(results, arguments.out) if results.finished else None
+            if not results.finished:
+                continue
+            figure = write_figure(results, arguments.out)
             standing, page = write_page(results, arguments.out)
             standings.append(standing)
-            written += [*files_of_record, page, *filter(None, [figure])]
-            if results.finished and figure is None:
+            written += [page, *filter(None, [figure])]
+            if figure is None:
                 print(
                     f"kept {arguments.out / study.config.name}.png: the losses of its runs are not recorded"
                 )

@@ -103,6 +103,11 @@ class GSAConfig:
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
     others may not repeat bit for bit. `auto` is `triton`."""
 
+    @property
+    def most_selected_keys(self) -> int:
+        """The largest selection of a query that leaves keys out: in a block the first query may select densely."""
+        return max(self.k_max, self.dense_below) + self.local_window + self.indexer_pool
+
 
 @dataclass(frozen=True)
 class Scores:

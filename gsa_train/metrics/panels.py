@@ -80,6 +80,7 @@ TITLES = {
 }
 KEYS = {"causal_keys": "causal", "selected_keys": "selected"}
 RECALL = {"recall": "indexer", "validation_recall": "validation", "random_recall": "random choice"}
+OVERLAP = {"overlap_heads": "of each head", "overlap_mean": "of the mean of heads"}
 GATES = {"value_gate_mean": "value gate", "output_gate_mean": "output gate"}
 LOW_GATES = {"value_gate_low": "value gate", "output_gate_low": "output gate"}
 HIGH_GATES = {"value_gate_high": "value gate", "output_gate_high": "output gate"}
@@ -142,6 +143,7 @@ PANELS = (
     ),
     Panel("gsa", "indexer", "indexer loss: KL (nats)", {"indexer_kl": "indexer KL"}),
     Panel("gsa", "indexer", "recall of attention mass", RECALL, "share"),
+    Panel("gsa", "indexer", "overlap with the query's own top keys", OVERLAP, "share"),
     Panel("gsa", "indexer", "saturated indexer activations", {"indexer_saturated": "saturated"}, "percent"),
     Panel("gsa", "budget", "budget k_t (keys)", {"k_mean": "mean"}, "count", band=("k_min", "k_max")),
     Panel("gsa", "budget", "keys per query", KEYS, "log"),
@@ -263,6 +265,7 @@ BEST = {
     "indexer_kl": "min",
     "recall": "max",
     "validation_recall": "max",
+    "overlap_heads": "max",
     "grad_norm": "max",
     "max_activation": "max",
     "tokens_per_second": "max",

@@ -28,15 +28,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return study_files(tmp_path, monkeypatch)
 
 
-def test_before_a_run_the_pages_say_so(folder: Path) -> None:
+def test_a_study_without_a_finished_run_has_no_page(folder: Path) -> None:
     assert main() == 0
-    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "small.md", "efficiency.md"}
-    page = (folder / "out" / "small.md").read_text()
-    assert page.splitlines()[:3] == ["# Two models", "", "Which is better?"]
-    assert "Not run yet: `python launch/study.py --study studies/small.yaml`." in page
-    assert lines_of(folder / "out" / "README.md", "| [Two") == [
-        "| [Two models](small.md) | 0 of 4 | not run yet |"
-    ]
+    assert {path.name for path in (folder / "out").iterdir()} == {"README.md", "efficiency.md"}
+    assert lines_of(folder / "out" / "README.md", "| [Two") == []
     assert (
         "Not run yet: `make bench` and `make bench-models`." in (folder / "out" / "efficiency.md").read_text()
     )

@@ -182,6 +182,7 @@ class CoreOverChunks:
                     measured,
                     self.core.implementation,
                     self.core.settings.tp_group,
+                    self.gsa.most_selected_keys,
                 )
                 self.runtime.stats.record(self.layer, statistics)
             target_sum = None if group_target is None else group_target.sum_of(chunk)

@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
 from gsa_kernels import api
+from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.reference import adjacent_overlap, sparse_attention, union_ratio
 from gsa_kernels.types import Implementation, Selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueries
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
+
+MOST_PROBABILITIES = 1 << 24
+"""Attention probabilities in memory at once, if a key-value head has fewer."""
 
 
 @torch.no_grad()
@@ -52,8 +59,10 @@ def measure_attention(
     queries: MeasuredQueries,
     implementation: Implementation,
     tp_group: dist.ProcessGroup,
+    most_keys: int,
 ) -> Statistics:
-    """Measure the sparse queries of the sample: recall, and attention probability by position in the document.
+    """Measure the sparse queries of the sample: recall and overlap of the selection, and attention probability by
+    position in the document.
 
     Separate launches compute them, so that measuring does not change the results of the pass.
 
@@ -61,6 +70,7 @@ def measure_attention(
         q, k: of all queries and keys of the chunk, with this rank's heads
         selection: if there is one
         sparse: the layer attends to the selection, not to all causal keys
+        most_keys: no selection that leaves keys out has more
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -69,39 +79,83 @@ def measure_attention(
     masks, q = few.position_masks & attended[:, None], q.index_select(1, rows)
     if chosen is None:
         return sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
+    selected = unpack_mask(chosen, queries.num_keys)
+    found = top_key_overlap(q, k, selected, few.causal, most_keys, tp_group)
     if implementation == "reference":
         statistics = sink_statistics(log_sums(q, k, masks, implementation), few, first_head)
-        selected = unpack_mask(chosen, queries.num_keys)
-        recall = _reference_recall(q, k, selected, sparse, few.causal, tp_group)
-        statistics.average("recall", recall, (selected != few.causal).any(-1, keepdim=True))
-        return statistics
-    other = few.causal_packed if sparse else chosen
-    sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
-    by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
-    statistics = sink_statistics(by_position, few, first_head)
-    log_ratio = by_position.logsumexp(2) - of_other
-    recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
-    statistics.average("recall", recall, (chosen != few.causal_packed).any(-1, keepdim=True))
+        recall = _reference_recall(q, k, selected, few.causal) if sparse else found.recall_of_mean
+    else:
+        other = few.causal_packed if sparse else chosen
+        sums = log_sums(q, k, torch.cat([masks, other[:, None]], dim=1), implementation)
+        by_position, of_other = sums[:, :, :-1], sums[:, :, -1]
+        statistics = sink_statistics(by_position, few, first_head)
+        log_ratio = by_position.logsumexp(2) - of_other
+        recall = (log_ratio if sparse else -log_ratio).exp().transpose(1, 2)
+    leaves_out = (selected != few.causal).any(-1, keepdim=True)
+    for name, values in (
+        ("recall", recall),
+        ("overlap_heads", found.of_heads),
+        ("overlap_mean", found.of_mean),
+    ):
+        statistics.average(name, values, leaves_out)
     return statistics
 
 
 def _reference_recall(
+    q: torch.Tensor, k: torch.Tensor, selected: torch.Tensor, causal: torch.Tensor
+) -> torch.Tensor:
+    """[B, T, n_h]"""
+    recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
+    assert recall is not None
+    return recall
+
+
+class TopKeyOverlap(NamedTuple):
+    of_heads: torch.Tensor
+    """Share of each of these heads' top keys that the selection holds, [B, T, n_h]."""
+    of_mean: torch.Tensor
+    """The same for the mean probability over the heads of all ranks, [B, T, 1]."""
+    recall_of_mean: torch.Tensor
+    """Share of the mean probability on the selection, [B, T, 1]."""
+
+
+@torch.no_grad()
+def top_key_overlap(
     q: torch.Tensor,
     k: torch.Tensor,
     selected: torch.Tensor,
-    sparse: bool,
     causal: torch.Tensor,
+    most_keys: int,
     tp_group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """[B, T, n_h]; in dense passes the mean over the heads of all ranks, [B, T, 1]."""
-    if sparse:
-        recall = sparse_attention(q, k, k, selected, recall_among=causal).recall
-        assert recall is not None
-        return recall
-    probs = sparse_attention(q, k, k, causal, return_probs=True).head_sum_probs
-    assert probs is not None
-    dist.all_reduce(probs, group=tp_group)
-    return torch.where(selected, probs, 0).sum(-1, keepdim=True) / (q.shape[2] * tp_group.size())
+) -> TopKeyOverlap:
+    """Compare a query's selection of n keys with its n causal keys of highest attention probability.
+
+    Args:
+        q: [B, T, n_h, d_k]
+        k: [B, L_k, n_kv, d_k]
+        selected, causal: bool [B, T, L_k]
+        most_keys: no selection that leaves keys out has more
+    """
+    group, num_keys = q.shape[2] // k.shape[2], k.shape[1]
+    sizes, depth = selected.sum(-1)[:, None], min(most_keys, num_keys)
+    within = torch.arange(depth, device=q.device) < sizes[..., None]
+
+    def overlap(probs: torch.Tensor) -> torch.Tensor:
+        """[B, heads, T, L_k] -> [B, T, heads]"""
+        top = probs.topk(depth, dim=-1).indices
+        held = selected[:, None].expand_as(probs).gather(-1, top) & within
+        return (held.sum(-1) / sizes).transpose(1, 2)
+
+    at_once = max(1, MOST_PROBABILITIES // (group * selected.numel()))  # key-value heads
+    of_heads, sums = [], []
+    for queries, keys in zip(q.split(at_once * group, 2), k.split(at_once, 2), strict=True):
+        probs = attention_probs(queries, keys, causal)
+        of_heads.append(overlap(probs))
+        sums.append(probs.sum(1))
+    head_sum = reduce(torch.add, sums)
+    dist.all_reduce(head_sum, group=tp_group)
+    recall = torch.where(selected, head_sum, 0).sum(-1, keepdim=True) / (q.shape[2] * tp_group.size())
+    return TopKeyOverlap(torch.cat(of_heads, dim=2), overlap(head_sum[:, None]), recall)
 
 
 @torch.no_grad()

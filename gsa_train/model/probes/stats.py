@@ -19,6 +19,8 @@ MEANS = (
     "indexer_kl",
     "recall",
     "random_recall",
+    "overlap_heads",
+    "overlap_mean",
     "k_mean",
     "dense_query_share",
     "selected_keys",
@@ -42,13 +44,8 @@ MEANS = (
     "dropped_share",
     "expert_bias_range",
 )
-"""Averages over tokens (and heads): sums and counts are added over all ranks.
-
-docs/reference/monitoring.md tells which queries count in which statistic. Statistics of k_t, score variance, indexer KL
-and routers use all tokens. The others use a sample (query_sample.py): all queries of sequences up to 512 tokens, else 8
-chunks of 64 adjacent queries. Recall, random recall, attention to the first token, gates and `indexer_saturated` use
-every 16th query of the sample. `adjacent_overlap` uses pairs and `union_ratio_32` groups of 32 adjacent queries within
-the sampled chunks; context-parallel ranks leave out pairs and groups that cross the boundary of a rank's chunk."""
+"""Averages over tokens (and heads): sums and counts are added over all ranks. docs/reference/monitoring.md tells which
+queries count in which statistic, and which statistics use the sample of query_sample.py."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Maxima over all ranks; `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""

@@ -1,5 +1,6 @@
 """RULER: prompts that fit and hold their answers, scores, and models that find all or nothing by construction."""
 
+import itertools
 import json
 import math
 import random
@@ -89,6 +90,14 @@ def test_a_model_that_reads_scores_100_and_one_that_does_not_0(tokenizer, materi
     found = score_ruler(lambda asked, _: ["I do not know"] * len(asked), tokenizer, options)
     assert found["scores"][str(LENGTH)] == dict.fromkeys(TASKS, 0.0)
     assert found["effective_length"] is None
+
+    turns = itertools.cycle([reader, lambda asked, _: [""] * len(asked)])
+    options = RulerOptions([LENGTH], ["niah_single_1", "vt"], samples=4, material=material)
+    found = score_ruler(lambda asked, _: [next(turns)([each], 0)[0] for each in asked], tokenizer, options)
+    assert found["scores"][str(LENGTH)] == {"niah_single_1": 50.0, "vt": 50.0}
+    error = 100 * (1 / 3) ** 0.5 / 2  # two of four samples are right
+    assert found["standard_errors"][str(LENGTH)] == pytest.approx({"niah_single_1": error, "vt": error})
+    assert found["mean_standard_error"][str(LENGTH)] == pytest.approx(error / 2**0.5)
 
 
 def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch):

@@ -103,7 +103,7 @@ def test_a_sample_has_the_values_of_its_queries(phase: PhaseConfig, monkeypatch:
     assert every.keys() == some.keys()
     assert torch.equal(some["selected_keys"], every["selected_keys"][:, rows])
     sparse = torch.tensor([4, 7, 16, 19])
-    for name in ("recall", "sequence_start_attention", "random_recall"):
+    for name in ("recall", "overlap_heads", "overlap_mean", "sequence_start_attention", "random_recall"):
         assert torch.equal(some[name], every[name][:, sparse]), name
     assert 0 < every["recall"][every["recall"] > 0].min() < 0.9  # keys are left out
     for gate in ("value_gate", "output_gate"):

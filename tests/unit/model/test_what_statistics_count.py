@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -17,8 +18,8 @@ from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.metrics.record import attention_metrics
 from gsa_train.model.gates import gate_bins, gate_statistics
 from gsa_train.model.mcore.build import Model
-from gsa_train.model.probes import measured_queries, query_sample
-from gsa_train.model.probes.attention_statistics import log_sums, sink_statistics
+from gsa_train.model.probes import attention_statistics, measured_queries, query_sample
+from gsa_train.model.probes.attention_statistics import log_sums, sink_statistics, top_key_overlap
 from gsa_train.model.probes.massive_activations import largest_activation, token_kinds
 from gsa_train.model.probes.measured_queries import SparseQueries
 from gsa_train.model.probes.stats import (
@@ -128,6 +129,34 @@ def test_probability_by_position_matches_the_loops() -> None:
     assert positions.counts.tolist() == [4 * count] * len(POSITIONS)
 
 
+def test_overlap_with_the_top_keys_matches_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(6)
+    q, k = torch.randn(2, 40, 4, 8, generator=generator), torch.randn(2, 40, 2, 8, generator=generator)
+    starts, rows = document_starts(torch.tensor([[0] * 23 + [1] * 17, [0] + [1] * 39]).int()), [7, 22, 23, 39]
+    queries = SparseQueries(torch.tensor(rows), starts[:, rows], 40)
+    selected = (torch.rand(2, len(rows), 40, generator=generator) < 0.4) & queries.causal
+    selected[..., rows] |= torch.eye(len(rows), dtype=torch.bool)
+    tp_group = single_rank().groups.tp
+    found = top_key_overlap(q[:, rows], k, selected, queries.causal, int(selected.sum(-1).max()), tp_group)
+
+    def share(probs: dict[int, float], chosen: set[int]) -> float:
+        return len(chosen & set(sorted(probs, key=probs.__getitem__)[-len(chosen) :])) / len(chosen)
+
+    for b, (i, t) in itertools.product(range(2), enumerate(rows)):
+        chosen, keys = set(selected[b, i].nonzero()[:, 0].tolist()), range(int(starts[b, t]), t + 1)
+        probs = [(q[b, t, h] @ k[b, keys.start : t + 1, h // 2].T / 8**0.5).softmax(0) for h in range(4)]
+        of_heads = [share(dict(zip(keys, each.tolist(), strict=True)), chosen) for each in probs]
+        assert found.of_heads[b, i].tolist() == pytest.approx(of_heads)
+        of_mean = share(dict(zip(keys, sum(probs).tolist(), strict=True)), chosen)
+        assert found.of_mean[b, i].tolist() == pytest.approx([of_mean])
+        recall = sum(sum(probs)[key - keys.start].item() for key in chosen) / 4
+        assert found.recall_of_mean[b, i].tolist() == pytest.approx([recall])
+    assert 0.2 < found.of_heads.mean() < 0.8
+    monkeypatch.setattr(attention_statistics, "MOST_PROBABILITIES", 1)  # one key-value head at a time
+    again = top_key_overlap(q[:, rows], k, selected, queries.causal, 40, tp_group)
+    torch.testing.assert_close(again, found)
+
+
 def batch_of(documents: list[int], config: Config, filler: int = 0) -> MicroBatch:
     """One sequence of documents of these lengths, EOS included, and filler."""
     generator = torch.Generator().manual_seed(len(documents))
@@ -201,6 +230,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
     ids, visible = batch.document_ids[0].tolist(), batch.causal_keys()[0].tolist()
     chooses = [len(chosen) < seen for chosen, seen in zip(sets, visible, strict=True)]
     assert 0 < sum(chooses) < LENGTH
+    assert max(map(len, sets)) <= one_sequence.gsa.most_selected_keys
     overlaps = [
         len(sets[t] & sets[t - 1]) / len(sets[t])
         for t in range(1, LENGTH)
