@@ -32,11 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qsa and lists": {"indexer_activation": "qsa", "adaptive_k": "off", "attention_kernel": "gathered"},
     "learned temperature": {"indexer_temperature": "learned"},
     "lists": {"attention_kernel": "gathered", "local_window": 3},
-    "mean of the block before": {
-        "selection_block": 16,
-        "local_window": 16,
-        "selection_query": "previous_mean",
-    },
     "blocks": {
         "selection_block": 16,
         "local_window": 17,

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from gsa_kernels.types import Geometry, Implementation, Indexer, RowSample, Selection
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.group_target import TargetSum
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class AttentionCore(Protocol):
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         """Compute gated attention and the indexer loss.
 
@@ -77,6 +75,5 @@ class AttentionCore(Protocol):
         Args:
             selection: S_t, possibly an earlier layer's; None without an indexer.
             loss: None if the indexer loss is not needed.
-            target_sum: accumulates probabilities over layers as the loss's target; None: this layer's alone.
         """
         ...

@@ -14,7 +14,6 @@ from gsa_kernels import api
 from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
 from gsa_kernels.types import BudgetRule, Geometry, Selection
-from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
 from gsa_train.distributed.loss_injection import differentiate_indexer_loss
@@ -22,7 +21,6 @@ from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
 from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
-from gsa_train.model.group_target import GroupTarget
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.probes.attention_statistics import measure_attention, measure_selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries
@@ -102,7 +100,7 @@ class CoreOverChunks:
             geometry = self._geometry(document_ids, chunk)
             fused = self.core.implementation == "triton"
             selection = api.select(
-                self._of_blocks(applied, geometry),
+                applied.of_block_leaders(self.gsa.selection_block),
                 self.rule,
                 variance.ema,
                 geometry,
@@ -145,8 +143,6 @@ class CoreOverChunks:
         Recomputation repeats the all-gathers of this method instead of keeping their results."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
-        group_target = self._group_target(indexer, indexed, attention_pass)
-        ends_group = (self.layer + 1) % self.gsa.selection_reuse == 0
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
             inputs = AttentionInputs(
@@ -161,11 +157,7 @@ class CoreOverChunks:
             with attention_pass.indexer_graph():
                 if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    if group_target is None:
-                        loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
-                if group_target is not None and ends_group:
-                    taught = group_target.indexed.of(chunk)
-                    loss = self._loss_inputs(group_target.indexer, taught, geometry, measured, attention_pass)
+                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
             selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
@@ -184,20 +176,13 @@ class CoreOverChunks:
                     self.core.settings.tp_group,
                 )
                 self.runtime.stats.record(self.layer, statistics)
-            target_sum = None if group_target is None else group_target.sum_of(chunk)
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, target_sum)
+            result = self.core.attend(inputs, selection, geometry, loss, attention_pass)
             if measured is not None and result.kl is not None:
                 # A query with one causal key has KL 0, except for rounding.
-                of_layer, counted = (
-                    self.layer if group_target is None else group_target.layer,
-                    measured.number_with_choice,
-                )
-                self.runtime.stats.add("indexer_kl", of_layer, result.kl, counted)
+                self.runtime.stats.add("indexer_kl", self.layer, result.kl, measured.number_with_choice)
             outputs.append(result.out)
             if result.indexer_loss is not None:
                 losses.append(result.indexer_loss)
-        if ends_group:
-            self.runtime.group_target = None
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
@@ -206,16 +191,6 @@ class CoreOverChunks:
             return differentiate_indexer_loss(
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
-
-    def _group_target(
-        self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
-    ) -> GroupTarget | None:
-        """Return the target of this layer's group; None if the indexer learns from its own layer, or not at all."""
-        if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
-            needed = attention_pass.needs_indexer_loss
-            self.runtime.group_target = GroupTarget(indexer, indexed, self.layer) if needed else None
-        group_target: GroupTarget | None = self.runtime.group_target
-        return group_target
 
     def _candidates(
         self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
@@ -289,18 +264,10 @@ class CoreOverChunks:
         gsa = self.gsa
         return Geometry(starts, chunk.start, gsa.selection_block, gsa.local_window, gsa.indexer_pool)
 
-    def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
-        """Reduce the queries to one row per block that shares a selection (`gsa.selection_query`)."""
-        if self.gsa.selection_query == "first":
-            return indexer.of_block_leaders(self.gsa.selection_block)
-        assert geometry.query_start == 0
-        return indexer.of_previous_blocks(self.gsa.selection_block, geometry.document_starts)
-
     def _loss_inputs(
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
-        geometry: Geometry,
         measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
     ) -> IndexerLossInputs | None:
@@ -312,7 +279,7 @@ class CoreOverChunks:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
         return IndexerLossInputs(
-            self._of_blocks(indexer.applied(indexed), geometry),
+            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
             self.runtime.draw_rows(attention_pass, self.layer),
             on_rows,
         )

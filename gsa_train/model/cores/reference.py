@@ -1,7 +1,7 @@
 """The attention core in plain torch with L x L_k tensors: the reference for the fused core.
 
 Equations 7, 10, 11, 12, 14 and 15 of the paper. Unlike `gsa_kernels.operations_reference` it keeps attention's
-probabilities for the indexer loss, the sum over a group's layers included (group_target.py).
+probabilities for the indexer loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from gsa_train.model.cores.interface import (
     CoreSettings,
     IndexerLossInputs,
 )
-from gsa_train.model.group_target import TargetSum
 from gsa_train.profiling.trace_spans import trace_span
 
 
@@ -47,17 +46,14 @@ class ReferenceCore:
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
         q, k, v = inputs.q, inputs.k, inputs.v
         assert selection is not None or not attention_pass.sparse
         attended = attended_keys(selection if attention_pass.sparse else None, geometry, q, k)
-        wants_probs = loss is not None or target_sum is not None
-        attention = sparse_attention(q, k, v, attended, return_probs=wants_probs)
+        attention = sparse_attention(q, k, v, attended, return_probs=loss is not None)
         out, target = attention.out, attention.head_sum_probs
         if target is not None:
             dist.all_reduce(target, group=self.settings.tp_group)  # the target averages all ranks' heads
-            target = target if target_sum is None else target_sum.add(target)
         if inputs.output_gate is not None:
             out = sigmoid_gate(out, inputs.output_gate.flatten(2, 3))  # eq. 10
         if loss is None:

@@ -20,7 +20,6 @@ from gsa_train.model.cores.interface import (
     IndexerLossInputs,
 )
 from gsa_train.model.dense_attention import build_dense_attention
-from gsa_train.model.group_target import TargetSum
 from gsa_train.profiling.trace_spans import trace_span
 
 logger = logging.getLogger(__name__)
@@ -54,9 +53,7 @@ class TritonCore:
         geometry: Geometry,
         loss: IndexerLossInputs | None,
         attention_pass: AttentionPass,
-        target_sum: TargetSum | None = None,
     ) -> AttentionResult:
-        assert target_sum is None  # kernel_checks.py refuses it
         q, k, v, output_gate = inputs.q, inputs.k, inputs.v, inputs.output_gate
         attended = selection if attention_pass.sparse else None  # None: all causal keys
         assert attended is not None or not attention_pass.sparse

@@ -44,7 +44,6 @@ CASES = [  # each option once: the interpreter is slow
     ("blocks", WARM_UP),
     ("plain and norm", SPARSE),
     ("qsa and lists", SPARSE),
-    ("mean of the block before", SPARSE),
     ("blocks under a mask", SPARSE),
 ]
 
