@@ -22,13 +22,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.types import Implementation
 from gsa_train.config.gates import fuses_gates, has_paper_form
+from gsa_train.model.attention import AttentionOverChunks, Projected
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
-from gsa_train.model.cores.build import build_core
-from gsa_train.model.cores.interface import CoreSettings
-from gsa_train.model.cores.over_chunks import CoreOverChunks, Projected
 from gsa_train.model.gate_variants import HeadNorm, ReplicatedGate, apply_gate
 from gsa_train.model.gates import (
     GateLogits,
@@ -53,10 +52,9 @@ class AttentionContext:
     """What all layers share; passed through the params of the layer spec."""
 
     runtime: AttentionRuntime
-    implementation: str
-    """Name of the attention core (cores/build.py)."""
+    implementation: Implementation
     dense_attention: str
-    """Name of the dense attention of the `triton` core (dense_attention.py)."""
+    """Name of the dense attention beside `triton` (dense_attention.py)."""
     recompute_core: bool
     """Recompute the attention core in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
@@ -137,10 +135,15 @@ class GSASelfAttention(MegatronModule):
         self.indexer = Indexer(config, pg_collection, context.indexer_rotary) if has_indexer else None
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
-        settings = CoreSettings(pg_collection.tp, self.layer)
-        core = build_core(settings, context.implementation, context.dense_attention)
-        self.over_chunks = CoreOverChunks(
-            core, self.gsa, self.cut, pg_collection.cp, self.runtime, self.layer
+        self.over_chunks = AttentionOverChunks(
+            self.gsa,
+            context.implementation,
+            context.dense_attention,
+            self.cut,
+            pg_collection.tp,
+            pg_collection.cp,
+            self.runtime,
+            self.layer,
         )
 
     def forward(

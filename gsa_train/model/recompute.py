@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gsa_train.model.attention import Projected
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.cores.over_chunks import Projected
 
 
 class RecomputedAttention:

@@ -11,7 +11,6 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import QueryChunk
-from gsa_train.model.cores.triton import TritonCore
 from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,7 +68,7 @@ def one_step(
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
-            attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+            attention.over_chunks.implementation = "triton"
             attention.heads_op = prologue_op.fused_split_rotate_gate
             indexer = attention.indexer
             if indexer is not None and indexer.splits_alone:
