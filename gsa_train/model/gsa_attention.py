@@ -64,7 +64,7 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 in the paper's form; other forms of G1 are applied after the core.
+    `AttentionOverChunks` applies G1 in the paper's form; other forms are applied to its result.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.

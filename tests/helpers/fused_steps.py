@@ -1,4 +1,4 @@
-"""One step of a tiny model on the fused core or on the reference core, and how the two are compared."""
+"""One step of a tiny model by the kernels or in plain torch, and how the two are compared."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -57,7 +57,7 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and moving averages of a step, on the fused or the reference core."""
+    """Loss, gradients, statistics and moving averages of a step, by the kernels if `fused`, or in plain torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],

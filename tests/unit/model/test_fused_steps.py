@@ -1,4 +1,4 @@
-"""The fused core trains what the reference core trains: loss, every gradient, every statistic."""
+"""The kernels train what plain torch trains: loss, every gradient, every statistic."""
 
 from __future__ import annotations
 
