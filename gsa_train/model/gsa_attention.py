@@ -9,7 +9,7 @@ Activations of megatron-core are [L, B, ...]; from the indexer to G1 tensors are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,6 @@ from gsa_train.model.gates import (
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
-from gsa_train.model.recompute import RecomputedAttention
 from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
@@ -54,7 +53,7 @@ class AttentionContext:
     runtime: AttentionRuntime
     implementation: Implementation
     dense_attention: str
-    """Name of the dense attention beside `triton` (dense_attention.py)."""
+    """Name of the dense attention with `triton` (dense_attention.py)."""
     recompute_core: bool
     """Recompute the attention core in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
@@ -197,7 +196,7 @@ class GSASelfAttention(MegatronModule):
 
         attend = partial(self.over_chunks.attend, indexer=self.indexer)
         if self.recompute_core and attention_pass.has_graph:
-            twice = RecomputedAttention(attend, selections, attention_pass)
+            twice = _RecomputedAttention(attend, selections, attention_pass)
             out = tensor_parallel.checkpoint(twice, False, *projected)
         else:
             out = attend(projected, selections=selections, attention_pass=attention_pass)
@@ -280,6 +279,24 @@ class GSASelfAttention(MegatronModule):
             queries, keys, head_weight_logits = indexer(hidden, firsts)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
+
+
+class _RecomputedAttention:
+    """`attend` for activation checkpointing: called without a graph in the forward pass, again in the backward pass.
+
+    The second call drops the selections, because the checkpoint's autograd node lives until the schedule drops the
+    micro-batch's loss.
+    """
+
+    def __init__(
+        self, attend: Callable[..., torch.Tensor], selections: list[Any] | None, attention_pass: AttentionPass
+    ) -> None:
+        first = replace(attention_pass, will_recompute=True)
+        self._attend, self._calls = attend, [(selections, first), (selections, attention_pass)]
+
+    def __call__(self, *projected: torch.Tensor) -> torch.Tensor:
+        selections, attention_pass = self._calls.pop(0)
+        return self._attend(Projected(*projected), selections=selections, attention_pass=attention_pass)
 
 
 def _fused_heads_op() -> Callable[..., Any]:
