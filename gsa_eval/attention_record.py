@@ -170,8 +170,7 @@ def indexer_scores(attention: Any, hidden: torch.Tensor, given: dict[str, Any]) 
     tokens = indexer(hidden, given["indexer_embeddings"])
     if indexer.block_size > 1:
         leaders = torch.arange(hidden.shape[1], device=hidden.device) - positions % indexer.block_size
-    rows, in_first_block = indexer.cache_row(tokens), positions < indexer.block_size
-    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, rows, leaders, in_first_block))
+    scores: torch.Tensor = indexer.scores(indexer.from_cache(tokens, indexer.cache_row(tokens), leaders))
     return scores
 
 

@@ -187,7 +187,7 @@ class GSAAttention(nn.Module):
             return result, None, call.selection, call.loss
 
         assert attention_mask is not None
-        loss = first = leaders = None
+        loss = leaders = None
         attended = attention_mask
         if self.indexer is not None and not output_indexer_loss and k.shape[2] < self.config.dense_below:
             selection = attention_mask[:, 0]
@@ -198,11 +198,10 @@ class GSAAttention(nn.Module):
             if max(self.config.selection_block, self.config.indexer_pool) > 1:
                 order = token_order(attention_mask[:, 0], slots)
             if order is not None and self.config.selection_block > 1:
-                first = (order.numbers[:, slots] - position_ids % self.config.selection_block).clamp(min=0)
-                leaders = order.slots_of(first)
+                numbers = order.numbers[:, slots] - position_ids % self.config.selection_block
+                leaders = order.slots_of(numbers.clamp(min=0))
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
-                in_first_block = position_ids < self.config.selection_block
-                selecting = self.indexer.from_cache(tokens, rows, first, in_first_block, order)
+                selecting = self.indexer.from_cache(tokens, rows, leaders)
                 groups = None
                 if order is not None and self.config.indexer_pool > 1:
                     groups = key_groups(self.config.indexer_pool, slots, position_ids, order)

@@ -39,10 +39,11 @@ RENAMED = {
     "index_temperature": "indexer_temperature",
     "index_local_window": "local_window",
     "index_block_size": "selection_block",
-    "index_block_query": "selection_query",
     "index_pool": "indexer_pool",
 }
 """Name before -> name now, which is the name in training. Names that transformers has for other models stay its own."""
+REMOVED = {"selection_query": "first", "index_block_query": "first"}
+"""Removed field -> its default, the only value that still loads."""
 
 
 @strict
@@ -123,9 +124,6 @@ class GSAConfig(PreTrainedConfig):
             Latest keys that are always selected, beside the budget.
         selection_block (`int`, *optional*, defaults to 1):
             Queries in aligned blocks of this many share the selection of the first of them.
-        selection_query (`str`, *optional*, defaults to `"first"`):
-            What scores the keys for a block: its `"first"` query, or `"previous_mean"`, the mean of the queries and
-            head weights over the block before it.
         indexer_pool (`int`, *optional*, defaults to 1):
             Keys in groups of this many, counted from the beginning of their document: the indexer scores the mean of a
             group, and the budget is spent on whole groups before the query's own, which it reads up to itself.
@@ -198,7 +196,6 @@ class GSAConfig(PreTrainedConfig):
     indexer_temperature: float | int | str = 1.0
     local_window: int = 0
     selection_block: int = 1
-    selection_query: Literal["first", "previous_mean"] = "first"
     indexer_pool: int = 1
     index_topk_freq: int = 1
     indexer_loss_coef: float | int = 0.0
@@ -206,6 +203,11 @@ class GSAConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if renamed := [f"{old} is now {new}" for old, new in RENAMED.items() if old in kwargs]:
             raise ValueError(f"{'; '.join(renamed)}: rename it in config.json or in the call")
+        for name in REMOVED.keys() & kwargs.keys():
+            if (value := kwargs.pop(name)) != REMOVED[name]:
+                raise ValueError(
+                    f"{name} is {value!r}: removed; pass {REMOVED[name]!r}, or use release studies-0.1"
+                )
         if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype is {self.dtype!r}; pass one of torch, such as 'bfloat16' or 'float32'")
         if self.layer_types is None:
@@ -319,10 +321,6 @@ def validate_indexer(config: Any) -> None:
         raise ValueError(
             f"local_window is {config.local_window}; pass at least selection_block "
             f"{config.selection_block}, so that each query attends to the keys of its own block"
-        )
-    if config.selection_query != "first" and config.selection_block == 1:
-        raise ValueError(
-            f"selection_query is {config.selection_query!r} with selection_block 1; pass 'first', or a block"
         )
     temperature = config.indexer_temperature
     if temperature != "learned" and (isinstance(temperature, str) or not temperature > 0):

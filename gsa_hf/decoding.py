@@ -66,7 +66,7 @@ adapters, quantisation and parametrisation put in its place, or derive from it, 
 def not_fused(model: GSAForCausalLM) -> str | None:
     """Returns a feature of the model that fused steps lack, as `field is value`; None if there is none."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False, "selection_query": "first", "indexer_pool": 1}
+    other = {"num_experts": 0, "sandwich_norm": False, "indexer_pool": 1}
     for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"

@@ -111,7 +111,6 @@ class GSAIndexer(nn.Module):
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.activation = "sigmoid" if config.indexer_activation in ("sigmoid", "plain") else "relu"
         self.block_size, self.temperature = config.selection_block, config.indexer_temperature
-        self.by_previous_block = config.selection_query == "previous_mean"
         self.weight_logit = WEIGHT_LOGITS.get(config.indexer_activation)
         biased = self.activation == "sigmoid"
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
@@ -212,37 +211,18 @@ class GSAIndexer(nn.Module):
         return torch.cat([*parts, keys.new_zeros(*keys.shape[:2], padding)], -1)
 
     def from_cache(
-        self,
-        tokens: IndexedTokens,
-        rows: torch.Tensor,
-        leaders: torch.Tensor | None,
-        in_first_block: torch.Tensor | None = None,
-        order: TokenOrder | None = None,
+        self, tokens: IndexedTokens, rows: torch.Tensor, leaders: torch.Tensor | None
     ) -> IndexedTokens:
         """Returns the keys in the cache's rows [B, Lk, width], and the projections with which each query selects.
 
         Args:
             tokens: of this forward pass
-            leaders: int64 [B, L], number of the first query of each query's block; None without blocks
-            in_first_block: bool [B, L], of a sequence; for `selection_query: previous_mean`
-            order: of the tokens; None: their numbers are their slots
+            leaders: int64 [B, L], slot of the first query of each query's block; None without blocks
         """
         if leaders is None:
             return tokens._replace(keys=rows)
         first, size = self.head_dim, self.heads * self.head_dim
-
-        def rows_of(numbers: torch.Tensor) -> torch.Tensor:
-            slots = numbers if order is None else order.slots_of(numbers)
-            return rows.gather(1, slots[..., None].expand(-1, -1, rows.shape[-1]))
-
-        of_leaders = rows_of(leaders)
-        if self.by_previous_block:
-            assert in_first_block is not None
-            total = torch.zeros_like(of_leaders, dtype=torch.float32)
-            for back in range(self.block_size, 0, -1):
-                total = total + rows_of((leaders - back).clamp(min=0)).float()
-            mean = (total / self.block_size).to(rows.dtype)
-            of_leaders = torch.where(in_first_block[..., None], of_leaders, mean)
+        of_leaders = rows.gather(1, leaders[..., None].expand(-1, -1, rows.shape[-1]))
         queries = of_leaders[..., first : first + size].unflatten(-1, (self.heads, self.head_dim))
         weights = of_leaders[..., first + size : first + size + self.heads]
         return IndexedTokens(queries, rows[..., :first], weights)

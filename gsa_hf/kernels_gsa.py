@@ -76,9 +76,6 @@ def _attend(
             keys=rows[..., : config.index_head_dim],
             weights=place.arranged(call.tokens.weights)[:, ::block],
         )
-        if module.indexer.by_previous_block and block > 1:
-            leaders = torch.arange(place.past, end, block, device=rows.device).expand(len(rows), -1)
-            tokens = module.indexer.from_cache(tokens, rows, leaders, leaders == 0)
         applied = applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
@@ -158,7 +155,7 @@ def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor,
     else:
         call.selection = place.memory.selection(len(first), keys, rows.device)
     slots = first if place.starts is None else first + place.starts
-    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None], (first == 0)[:, None])
+    tokens = module.indexer.from_cache(call.tokens, rows, slots.long()[:, None])
     return lengths, applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
 
 

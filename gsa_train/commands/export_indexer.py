@@ -49,11 +49,6 @@ def export_indexer(
             indexer, the model differs from the config's, or there is too little validation text.
         OSError: `out` cannot be written.
     """
-    if config.gsa.selection_query != "first":
-        raise ValueError(
-            f"gsa.selection_query = {config.gsa.selection_query}: the benches score by the first query of a block; "
-            "give a run with first"
-        )
     checkpoint = find_checkpoint(checkpoint_folder)
     if checkpoint is None:
         raise ValueError(

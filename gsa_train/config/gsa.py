@@ -82,14 +82,8 @@ class GSAConfig:
     """Number of neighbouring keys, aligned in their document, that the indexer scores as a group by their mean key.
     Groups are selected within the same budget of keys. A query always reads its own group. The kernels support powers
     of two up to 32, one document per sequence, and no window. The paper has 1."""
-    selection_query: Literal["first", "previous_mean"] = "first"
-    """What scores the keys for a block of `selection_block`: `first`, its first query; `previous_mean`, the mean of the
-    indexer's queries and head weights over the block before it, as far as that is of the same document."""
     selection_reuse: int = 1
     """Number of neighbouring layers that share the selection of the first of them. The paper has 1."""
-    reuse_teacher: Literal["leader", "group"] = "leader"
-    """Whose attention the indexer of a group of `selection_reuse` layers learns: `leader`, its own layer's attention;
-    `group`, in plain torch, the mean over the layers of the group."""
     attention_impl: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU if its
     kernels support the config, otherwise `reference`. The start of the run logs the choice."""
@@ -170,12 +164,8 @@ def check_selection(config: Config) -> list[str]:
                 f"set gsa.local_window to {gsa.selection_block} or more",
             )
         )
-    if gsa.selection_query == "previous_mean":
-        lines += _check_previous_mean(config)
     if gsa.indexer_pool > 1:
         lines += _check_pool(config)
-    if gsa.reuse_teacher == "group":
-        lines += _check_group_teacher(config)
     share = gsa.indexer_loss_row_fraction
     # To one percent, as `gsa_kernels.sampling` has it: 0.3333 is a third.
     if not 0 < share <= 1 or math.isinf(1 / share) or abs(share * round(1 / share) - 1) > 0.01:
@@ -205,17 +195,6 @@ def check_selection(config: Config) -> list[str]:
     return lines
 
 
-def _check_previous_mean(config: Config) -> list[str]:
-    field, lines = "gsa.selection_query", []
-    if config.gsa.selection_block == 1:
-        wrong, remedy = "there are no blocks with gsa.selection_block = 1", "set it to first, or give a block"
-        lines.append(problem_line(field, "previous_mean", wrong, remedy))
-    if config.parallel.context > 1:
-        wrong = f"the block before may be another rank's, with parallel.context = {config.parallel.context}"
-        lines.append(problem_line(field, "previous_mean", wrong, "set it to first, or parallel.context to 1"))
-    return lines
-
-
 def _check_pool(config: Config) -> list[str]:
     gsa, field, lines = config.gsa, "gsa.indexer_pool", []
     if gsa.indexer_pool > gsa.k_min:
@@ -229,20 +208,4 @@ def _check_pool(config: Config) -> list[str]:
     if config.parallel.context > 1:
         wrong = f"a group's keys may be on two ranks, with parallel.context = {config.parallel.context}"
         lines.append(problem_line(field, gsa.indexer_pool, wrong, "set one of them to 1"))
-    return lines
-
-
-def _check_group_teacher(config: Config) -> list[str]:
-    field, lines = "gsa.reuse_teacher", []
-    if config.gsa.selection_reuse == 1:
-        wrong = "there are no groups with gsa.selection_reuse = 1"
-        lines.append(problem_line(field, "group", wrong, "set it to leader, or give a group"))
-    if config.train.recompute != "none":
-        wrong = f"recomputed layers come one by one, and train.recompute = {config.train.recompute}"
-        lines.append(problem_line(field, "group", wrong, "set it to leader, or train.recompute to none"))
-    if config.parallel.strategy == "deepspeed":
-        wrong = "the loss reads the indexer's weights in another layer, and parallel.strategy = deepspeed"
-        lines.append(
-            problem_line(field, "group", wrong, "set it to leader, or parallel.strategy to megatron")
-        )
     return lines

@@ -38,8 +38,6 @@ def unsupported_by_kernels(config: Config) -> list[str]:
         )
     if gsa.indexer_pool > 1:
         reasons += _unsupported_pool(config)
-    if gsa.reuse_teacher == "group":
-        reasons.append("gsa.reuse_teacher = group: an indexer of the kernels learns from one layer")
     if gsa.indexer_heads not in limits.INDEXER_HEADS:
         reasons.append(
             f"gsa.indexer_heads = {gsa.indexer_heads}: the kernels have {_range(limits.INDEXER_HEADS)}"

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from gsa_data.whole_files import read_whole
-from gsa_train.config.other_names import FIELD_OF
+from gsa_train.config.other_names import FIELD_OF, REMOVED, REMOVED_AFTER
 from gsa_train.config.text_yaml import TextLoader
 
 Built = TypeVar("Built")
@@ -260,7 +260,10 @@ def build(cls: type[Built], tree: object, problems: Problems, where: str = "") -
     for key, value in tree.items():
         field = f"{where}.{key}" if where else str(key)
         hint = hints.get(key)
-        if hint is None:
+        if field in REMOVED:
+            if value != REMOVED[field]:
+                problems.add(field, value, REMOVED_AFTER, "use that release, or remove the field")
+        elif hint is None:
             _add_unknown(cls, str(key), value, where, problems)
         elif _is_section(hint):
             values[key] = build(hint, value, problems, field)

@@ -1,6 +1,6 @@
-"""What Megatron-LM, torchtitan, nanochat and transformers call the fields of a config.
+"""Names in a config that are no fields: of Megatron-LM, torchtitan, nanochat and transformers, or of removed fields.
 
-Only for messages: a config that has such a name is refused with the field's name here.
+Only for messages: a config that has such a name is refused, with the name of the field here if there is one.
 """
 
 from __future__ import annotations
@@ -58,3 +58,8 @@ OTHER_NAMES = {
 
 FIELD_OF = {other: field for field, names in OTHER_NAMES.items() for other in names.split()}
 """Name elsewhere -> the field. Of a phase it is the first one's."""
+
+REMOVED = {"gsa.selection_query": "first", "gsa.reuse_teacher": "leader"}
+"""Removed field -> its default. A config with this value loads, so that earlier runs and checkpoints stay usable."""
+REMOVED_AFTER = "removed after release studies-0.1"
+"""What is wrong with another value."""

@@ -41,7 +41,7 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
 
 
 def build_dense_attention(name: str) -> DenseAttention | None:
-    """Return the function of this name; None for `triton`, which the attention core runs itself."""
+    """Return the function of this name; None for `triton`, the kernels of sparse attention."""
     if name == "triton":
         return None
     if name == "flash_attn":

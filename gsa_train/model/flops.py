@@ -178,12 +178,10 @@ def flops_per_token(
     # The indexer runs to select or to train; its queries are the first of each selection block, or all.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
-    teachers = indexers * (gsa.selection_reuse if gsa.reuse_teacher == "group" else 1)
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
     query_share = -(-tokens // gsa.selection_block) / tokens
-    projected = query_share if gsa.selection_query == "first" else 1.0
     weighted = SCORES[gsa.indexer_activation].learns_head_weights * heads
-    indexer_projections = 2 * d * (projected * (heads * dim + weighted) + dim)
+    indexer_projections = 2 * d * (query_share * (heads * dim + weighted) + dim)
     per_score = 2 * heads * (dim + 1)  # q . k for each head, then the weighted or plain sum over heads
     scored = mean_scored_keys(gsa, tokens, visible)
     row_share = sampled_row_share(gsa, tokens) if learns else 0.0
@@ -199,7 +197,7 @@ def flops_per_token(
         attention=base_passes * layers * 4 * query * attended,
         indexer_projections=indexers * (3 if learns else 1) * indexer_projections,
         indexer_scores=indexers * per_score * (scored + 2 * learned),
-        kl_target=teachers * 2 * query * attended * row_share,
+        kl_target=indexers * 2 * query * attended * row_share,
         dense_equivalent=3
         * (projections + gates + mlp + router + experts + output + layers * 4 * query * visible),
     )

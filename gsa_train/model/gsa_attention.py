@@ -9,7 +9,7 @@ Activations of megatron-core are [L, B, ...]; from the indexer to G1 tensors are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.types import Implementation
 from gsa_train.config.gates import fuses_gates, has_paper_form
+from gsa_train.model.attention import AttentionOverChunks, Projected
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
-from gsa_train.model.cores.build import build_core
-from gsa_train.model.cores.interface import CoreSettings
-from gsa_train.model.cores.over_chunks import CoreOverChunks, Projected
 from gsa_train.model.gate_variants import HeadNorm, ReplicatedGate, apply_gate
 from gsa_train.model.gates import (
     GateLogits,
@@ -42,7 +41,6 @@ from gsa_train.model.gates import (
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.config import GSATransformerConfig
 from gsa_train.model.mcore.norm import RMSNorm
-from gsa_train.model.recompute import RecomputedAttention
 from gsa_train.model.rotary import LocalRotaryEmbedding, context_sharding
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
@@ -53,10 +51,9 @@ class AttentionContext:
     """What all layers share; passed through the params of the layer spec."""
 
     runtime: AttentionRuntime
-    implementation: str
-    """Name of the attention core (cores/build.py)."""
+    implementation: Implementation
     dense_attention: str
-    """Name of the dense attention of the `triton` core (dense_attention.py)."""
+    """Name of the dense attention with `triton` (dense_attention.py)."""
     recompute_core: bool
     """Recompute the attention core in the backward pass instead of keeping its L x L tensors."""
     indexer_rotary: LocalRotaryEmbedding | None
@@ -66,7 +63,7 @@ class AttentionContext:
 class GSASelfAttention(MegatronModule):
     """One layer's attention: dense or sparse, with or without gates and indexer, as `config.gsa` says.
 
-    The core applies G1 in the paper's form; other forms of G1 are applied after the core.
+    `AttentionOverChunks` applies G1 in the paper's form; other forms are applied to its result.
 
     The parameters `linear_qkv` and `linear_proj` have megatron-core's names and layout (per key-value head:
     its query heads, the key, the value), so that its checkpoint tools apply.
@@ -137,10 +134,15 @@ class GSASelfAttention(MegatronModule):
         self.indexer = Indexer(config, pg_collection, context.indexer_rotary) if has_indexer else None
         fused = context.implementation == "triton"
         self.variance = VarianceTracker(self.linear_qkv.weight.device, fused) if has_indexer else None
-        settings = CoreSettings(pg_collection.tp, self.layer)
-        core = build_core(settings, context.implementation, context.dense_attention)
-        self.over_chunks = CoreOverChunks(
-            core, self.gsa, self.cut, pg_collection.cp, self.runtime, self.layer
+        self.over_chunks = AttentionOverChunks(
+            self.gsa,
+            context.implementation,
+            context.dense_attention,
+            self.cut,
+            pg_collection.tp,
+            pg_collection.cp,
+            self.runtime,
+            self.layer,
         )
 
     def forward(
@@ -194,7 +196,7 @@ class GSASelfAttention(MegatronModule):
 
         attend = partial(self.over_chunks.attend, indexer=self.indexer)
         if self.recompute_core and attention_pass.has_graph:
-            twice = RecomputedAttention(attend, selections, attention_pass)
+            twice = _RecomputedAttention(attend, selections, attention_pass)
             out = tensor_parallel.checkpoint(twice, False, *projected)
         else:
             out = attend(projected, selections=selections, attention_pass=attention_pass)
@@ -277,6 +279,24 @@ class GSASelfAttention(MegatronModule):
             queries, keys, head_weight_logits = indexer(hidden, firsts)
             keys = gather_tokens(keys, self.cut, self.groups.cp)
         return IndexerProjections(queries, keys, head_weight_logits)
+
+
+class _RecomputedAttention:
+    """`attend` for activation checkpointing: called without a graph in the forward pass, again in the backward pass.
+
+    The second call drops the selections, because the checkpoint's autograd node lives until the schedule drops the
+    micro-batch's loss.
+    """
+
+    def __init__(
+        self, attend: Callable[..., torch.Tensor], selections: list[Any] | None, attention_pass: AttentionPass
+    ) -> None:
+        first = replace(attention_pass, will_recompute=True)
+        self._attend, self._calls = attend, [(selections, first), (selections, attention_pass)]
+
+    def __call__(self, *projected: torch.Tensor) -> torch.Tensor:
+        selections, attention_pass = self._calls.pop(0)
+        return self._attend(Projected(*projected), selections=selections, attention_pass=attention_pass)
 
 
 def _fused_heads_op() -> Callable[..., Any]:

@@ -26,8 +26,6 @@ class AttentionRuntime:
     shared_selection: Any = field(default=None, repr=False)
     """Selections of the layer with the indexer, one per chunk of queries, for the other layers of its group
     (`selection_reuse`)."""
-    group_target: Any = field(default=None, repr=False)
-    """The target that the layers of a group accumulate for their indexer loss (group_target.py), or None."""
 
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
     """Per layer: number of losses in this step that have sampled rows."""
@@ -47,7 +45,7 @@ class AttentionRuntime:
         try:
             yield
         finally:
-            self.attention_pass, self.shared_selection, self.group_target = before, None, None
+            self.attention_pass, self.shared_selection = before, None
             self._documents, self._made = None, {}
 
     def pass_of_this_forward(self) -> AttentionPass:

@@ -18,6 +18,7 @@ from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
 from gsa_train.checkpoint.load import RunState, read_run_state, restore_rng
 from gsa_train.config import Config, TrainConfig, saved_sections
+from gsa_train.config.other_names import REMOVED, REMOVED_AFTER
 from gsa_train.data.batches import TrainBatches
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.phases import PhaseRange
@@ -354,6 +355,11 @@ def _check_same_model(config: Config, state: RunState, checkpoint: Path) -> None
             before = saved.get(section, {}).get(name, younger[name])
             if before != value and name not in may_change:
                 lines.append(f"  {section}.{name} = {value}: the checkpoint has {before}")
+    for field, default in REMOVED.items():
+        section, name = field.split(".")
+        before = saved.get(section, {}).get(name, default)
+        if before != default:
+            lines.append(f"  {field} = {before} in the checkpoint: {REMOVED_AFTER}")
     if lines:
         raise ResumeError(
             f"{checkpoint} holds another model:\n" + "\n".join(lines) + "\nSet these fields as they were, or "

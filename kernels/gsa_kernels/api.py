@@ -98,7 +98,7 @@ def sparse_attention(
 
     Returns:
         out: [B, L, H, D], in the dtype of q
-        lse: fp32 [B, H, L], log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), without gradient
+        lse: fp32 [B, H, L] (fp64 for fp64 inputs), log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), without gradient
     """
     _check_selection(selection, geometry, q, k)
     return _operations(implementation).sparse_attention(q, k, v, selection, geometry, gate_logits)

@@ -68,39 +68,6 @@ class Indexer:
             head_weight_logits=self.head_weight_logits[:, ::selection_block],
         )
 
-    def of_previous_blocks(
-        self, selection_block: int, document_starts: torch.Tensor | None = None
-    ) -> Indexer:
-        """For each aligned block the mean row of the previous block, from an indexer with a row per query.
-
-        Differentiable. The mean covers queries in the document of the block's first query; if there are none, as for
-        the first block, the row of that first query is used.
-
-        Args:
-            document_starts: int32 [B, L], as in `Geometry`
-        """
-        check_at_least("selection_block", selection_block, 1)
-        length, rows = self.queries.shape[1], -(-self.queries.shape[1] // selection_block)
-        positions = torch.arange((rows - 1) * selection_block, device=self.queries.device)
-        before = positions.unflatten(0, (rows - 1, selection_block))
-        starts = torch.zeros(1, rows - 1, 1, dtype=torch.int32, device=positions.device)
-        if document_starts is not None:
-            check_shape("document_starts", document_starts, "[B, L]", (len(self.queries), length))
-            starts = document_starts[:, selection_block::selection_block, None]
-        counts = before >= starts  # [B or 1, R - 1, b]
-
-        def mean(x: torch.Tensor) -> torch.Tensor:
-            leaders = x[:, ::selection_block]
-            blocks = x[:, : len(positions)].unflatten(1, (rows - 1, selection_block))
-            shape = (*counts.shape, *(1,) * (x.ndim - 2))
-            weights = counts.view(shape).to(torch.promote_types(x.dtype, torch.float32))
-            number = weights.sum(2)
-            means = (blocks * weights).sum(2) / number.clamp(min=1)
-            of_rows = torch.where(number > 0, means.to(x.dtype), leaders[:, 1:])
-            return torch.cat([leaders[:, :1], of_rows], dim=1)
-
-        return replace(self, queries=mean(self.queries), head_weight_logits=mean(self.head_weight_logits))
-
 
 @dataclass(frozen=True)
 class BudgetRule:

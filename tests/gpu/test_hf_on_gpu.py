@@ -42,12 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
     "blocks": {"selection_block": 32, "local_window": 32, "indexer_rope": True},
-    "previous-mean": {
-        "selection_block": 32,
-        "local_window": 32,
-        "indexer_rope": True,
-        "selection_query": "previous_mean",
-    },
     "gates": {
         "indexer_rope": True,
         "key_gate": True,

@@ -95,21 +95,11 @@ gsa.attention_impl=triton ; gsa.indexer_dim=8 ->
     gsa.attention_impl = triton | gsa.indexer_dim = 8 | 16 to 128 | use reference
 gsa.selection_reuse=3 -> gsa.selection_reuse = 3 | 8 layers of a stage
 gsa.selection_reuse=8 ; parallel.pipeline=2 -> gsa.selection_reuse = 8 | 4 layers of a stage
-gsa.selection_query=previous_mean -> gsa.selection_query = previous_mean | gsa.selection_block = 1
-gsa.selection_query=previous_mean ; gsa.selection_block=16 ; gsa.local_window=16 ; parallel.context=2 ->
-    gsa.selection_query = previous_mean | parallel.context = 2 | set it to first
 gsa.indexer_pool=4 ; gsa.k_min=2 -> gsa.indexer_pool = 4 | gsa.k_min = 2 | set gsa.k_min to 4 or more
 gsa.indexer_pool=4 ; gsa.selection_block=16 ; gsa.local_window=16 ->
     gsa.indexer_pool = 4 | gsa.selection_block = 16 | set one of them to 1
 gsa.indexer_pool=4 ; parallel.context=2 -> gsa.indexer_pool = 4 | parallel.context = 2
 gsa.indexer_pool=4 ; gsa.attention_impl=triton -> gsa.attention_impl = triton | gsa.indexer_pool = 4 | use reference
-gsa.reuse_teacher=group -> gsa.reuse_teacher = group | gsa.selection_reuse = 1
-gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; train.recompute=selective ->
-    gsa.reuse_teacher = group | train.recompute = selective | to none
-gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; parallel.strategy=deepspeed ->
-    gsa.reuse_teacher = group | parallel.strategy = deepspeed | to megatron
-gsa.reuse_teacher=group ; gsa.selection_reuse=2 ; gsa.attention_impl=triton ->
-    gsa.attention_impl = triton | gsa.reuse_teacher = group | use reference
 gsa.indexer_temperature=0 -> gsa.indexer_temperature = 0.0 | learned
 gsa.indexer_temperature=warm -> gsa.indexer_temperature = warm | learned
 gsa.indexer_loss_row_fraction=0 -> gsa.indexer_loss_row_fraction | not 1 / n

@@ -39,14 +39,6 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         "gsa": {"indexer_pool": 3, "k_min": 3, "local_window": 2, "indexer_rope": True, "dense_below": 5}
     },
     "groups of keys, with norms": {"gsa": {"indexer_pool": 2, "indexer_norm": True, "selection_reuse": 2}},
-    "previous mean": {
-        "gsa": {
-            "selection_block": 4,
-            "local_window": 4,
-            "selection_query": "previous_mean",
-            "indexer_rope": True,
-        }
-    },
     "all gates, of SiLU": {
         "model": {"sandwich_norm": True, "qk_norm": True},
         "gsa": {"key_gate": True, "query_gate": True, "projection_gate": True, "gate_activation": "silu"},

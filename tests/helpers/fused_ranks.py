@@ -17,7 +17,6 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import Config
 from gsa_train.distributed.parallel import init_parallel, leave_layout, shutdown_parallel
-from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.mcore.build import Model
 from helpers.interpreter import mend_interpreter
 from helpers.many_layouts import train_case
@@ -57,7 +56,7 @@ def case_config(name: str, parallel: dict[str, Any]) -> Config:
 
 def fuse(model: Model) -> None:
     for attention in model.attentions:
-        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+        attention.over_chunks.implementation = "triton"
         attention.heads_op = fused_split_rotate_gate
         assert attention.indexer is not None
         attention.indexer.split_op = split_projection

@@ -1,4 +1,4 @@
-"""One step of a tiny model on the fused core or on the reference core, and how the two are compared."""
+"""One step of a tiny model by the kernels or in plain torch, and how the two are compared."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,6 @@ from gsa_kernels.fused.split_rotate_gate import op as prologue_op
 from gsa_kernels.indexer.split_op import split_projection
 from gsa_train.config import PhaseConfig
 from gsa_train.distributed.context_sharding import QueryChunk
-from gsa_train.model.cores.triton import TritonCore
 from helpers.single_rank import random_batches, read_stats, step_gradients, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,11 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qsa and lists": {"indexer_activation": "qsa", "adaptive_k": "off", "attention_kernel": "gathered"},
     "learned temperature": {"indexer_temperature": "learned"},
     "lists": {"attention_kernel": "gathered", "local_window": 3},
-    "mean of the block before": {
-        "selection_block": 16,
-        "local_window": 16,
-        "selection_query": "previous_mean",
-    },
     "blocks": {
         "selection_block": 16,
         "local_window": 17,
@@ -63,7 +57,7 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and moving averages of a step, on the fused or the reference core."""
+    """Loss, gradients, statistics and moving averages of a step, by the kernels if `fused`, or in plain torch."""
     layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
     config = tiny_config(
         [phase],
@@ -74,7 +68,7 @@ def one_step(
     model = tiny_model(config, variance_ema=0.01)
     if fused:
         for attention in model.attentions:
-            attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+            attention.over_chunks.implementation = "triton"
             attention.heads_op = prologue_op.fused_split_rotate_gate
             indexer = attention.indexer
             if indexer is not None and indexer.splits_alone:

@@ -62,12 +62,6 @@ BEYOND: dict[str, dict[str, Any]] = {
         "output_gate": False,
         "output_transform": "rms_norm",
     },
-    "previous-mean": {
-        "selection_block": 4,
-        "local_window": 4,
-        "selection_query": "previous_mean",
-        "indexer_rope": True,
-    },
     "pool": {"indexer_pool": 3, "indexer_rope": True, "local_window": 2, "index_topk_freq": 2},
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER], "adaptive_k": "direct"},
     "blocks-rope-reuse": {

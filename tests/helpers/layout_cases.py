@@ -44,7 +44,6 @@ GATES_OF_HEADS: dict[str, dict[str, Any]] = {
         "gate_form": "additive",
         "gate_activation": "silu",
         "selection_reuse": 2,
-        "reuse_teacher": "group",
         "indexer_norm": True,
         "indexer_activation": "plain",
     },
@@ -59,7 +58,6 @@ SHARED_GATES: dict[str, dict[str, Any]] = {
         "indexer_activation": "qsa",
         "local_window": 4,
         "selection_block": 4,
-        "selection_query": "previous_mean",
     },
 }
 FREE_GATES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from gsa_kernels import sampling
 from gsa_train.checkpoint.damage import tensor_files
 from gsa_train.checkpoint.load import DamagedCheckpoint, load_checkpoint
 from gsa_train.checkpoint.save import CheckpointSaver
@@ -256,6 +257,7 @@ def main(folder: Path) -> None:
     leave_out_what_nobody_reads(setattr)
     for name, value in SAMPLE.items():
         setattr(query_sample, name, value)
+    sampling.STRETCH_ROWS = 4  # each tensor-parallel rank has rows of the indexer loss
     # Overlapped reductions go in several buckets, as in large models.
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=500)
     patch.object(optim, "DistributedDataParallelConfig", small_buckets).start()

@@ -51,7 +51,6 @@ class LayerOptions:
     indexer_rope: bool = False
     local_window: int = 0
     selection_block: int = 1
-    selection_query: Literal["first", "previous_mean"] = "first"
     indexer_pool: int = 1
     """Above 1 selection_block is 1."""
     inverse_temperature: float = 1.0
@@ -105,11 +104,7 @@ def gsa_layer(
         keys = visible = [s for s in range(length) if sees(t0, s)]
         if o.indexer_pool > 1:  # groups, each named by its first key
             keys = [group[0] for group in _groups_before(visible, o)]
-        asking = [t0]
-        if o.selection_query == "previous_mean":
-            before = range(max(0, t0 - o.selection_block), t0)
-            asking = [t for t in before if documents[t] == documents[t0]] or [t0]
-        scores[t0] = _indexer_row(h.detach(), weights, o, asking, keys)
+        scores[t0] = _indexer_row(h.detach(), weights, o, t0, keys)
         values = {s: score.item() for s, score in scores[t0].items()}
         number = max(1, len(keys))
         mean = math.fsum(values.values()) / number
@@ -190,22 +185,16 @@ def gsa_layer(
 
 
 def _indexer_row(
-    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, asking: list[int], keys: list[int]
+    h: torch.Tensor, weights: dict[str, torch.Tensor], o: LayerOptions, t: int, keys: list[int]
 ) -> dict[int, torch.Tensor]:
-    """I[t, s] for every s in `keys`, with the mean query and head weights of the positions `asking`."""
-    queries = [h.new_zeros(o.indexer_dim)] * o.indexer_heads
-    head_weights = h.new_zeros(o.indexer_heads)
-    for t in asking:
-        of_position = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
-        if o.indexer_norm:
-            of_position = [_norm(x, weights["n_iq"], o) for x in of_position]
-        if o.indexer_rope:
-            of_position = [_rotate(x, t, o) for x in of_position]
-        queries = [x + y / len(asking) for x, y in zip(queries, of_position, strict=True)]
-        if o.indexer_activation in ("sigmoid", "relu"):
-            head_weights = head_weights + weights["w_iw"] @ h[t] / len(asking)
-        else:
-            head_weights = h.new_ones(o.indexer_heads)
+    """I[t, s] for every s in `keys`."""
+    queries = _heads(weights["w_iq"] @ h[t], o.indexer_heads)
+    if o.indexer_norm:
+        queries = [_norm(x, weights["n_iq"], o) for x in queries]
+    if o.indexer_rope:
+        queries = [_rotate(x, t, o) for x in queries]
+    weighted = o.indexer_activation in ("sigmoid", "relu")
+    head_weights = weights["w_iw"] @ h[t] if weighted else h.new_ones(o.indexer_heads)
     row = {}
     for s in keys:
         key = h.new_zeros(o.indexer_dim)

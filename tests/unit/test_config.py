@@ -221,6 +221,10 @@ def test_names_of_other_frameworks_lead_to_fields():
     ("override", "fragments"),
     [
         (
+            "gsa.reuse_teacher=group",
+            ["gsa.reuse_teacher = group: removed after release studies-0.1; use that"],
+        ),
+        (
             "model.num_layer=3",
             ["model.num_layer = 3", "did you mean model.num_layers?", "Keys of model:", "head_dim"],
         ),
@@ -400,7 +404,7 @@ def test_floats_survive_bit_for_bit(write):
         assert read == config
 
 
-def test_what_a_saved_config_has_of_another_version():
+def test_what_a_saved_config_has_of_another_version(write):
     """Nobody can remove a field from a checkpoint."""
     saved = config_to_yaml(Config()).replace("model:\n", "model:\n  future: 3\n")
     with pytest.raises(ConfigError) as caught:
@@ -408,7 +412,13 @@ def test_what_a_saved_config_has_of_another_version():
     assert str(caught.value) == (
         "saved.pt: 1 problem\n  model.future = 3: unknown key; use the version of gsa_train that saved it"
     )
-    assert config_from_yaml(config_to_yaml(Config()), "common.pt") == Config()
+    removed = "gsa:\n  reuse_teacher: leader\n  selection_query: first\n"
+    saved = config_to_yaml(Config()).replace("gsa:\n", removed)
+    assert load_config(write(saved)) == config_from_yaml(saved, "common.pt") == Config()
+    with pytest.raises(
+        ConfigError, match=r"gsa\.reuse_teacher = group: removed .*; use the version of gsa_train"
+    ):
+        config_from_yaml(saved.replace("leader", "group"), "common.pt")
 
 
 def test_the_config_cannot_be_changed():

@@ -243,14 +243,6 @@ def test_an_indexer_loss_of_some_queries_costs_in_proportion(length, block, frac
     assert dataclasses.replace(count, **unchanged) == dataclasses.replace(full, **unchanged)
 
 
-def test_an_indexer_that_a_group_teaches_needs_the_probabilities_of_all_its_layers():
-    leader = dataclasses.replace(GSA, selection_reuse=2)
-    group = dataclasses.replace(leader, reuse_teacher="group")
-    phase = PhaseConfig(attention="sparse", train="all")
-    one, two = (flops_per_token(MODEL, gsa, DENSE, phase, LENGTH) for gsa in (leader, group))
-    assert two == dataclasses.replace(one, kl_target=2 * one.kl_target)
-
-
 def test_mean_keys():
     assert causal_mean_keys(4) == (1 + 2 + 3 + 4) / 4
     assert mean_scored_keys(GSA, 4, causal_mean_keys(4)) == causal_mean_keys(4)

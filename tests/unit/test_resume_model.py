@@ -59,6 +59,17 @@ def test_a_field_younger_than_the_checkpoint_stood_at_its_default() -> None:
         resume(with_gsa(local_window=3), yaml.safe_dump(saved))
 
 
+def test_a_removed_field_of_a_checkpoint_stood_at_its_default() -> None:
+    saved = yaml.safe_load(config_to_yaml(CONFIG))
+    saved["gsa"] |= {"reuse_teacher": "leader", "selection_query": "first"}
+    resume(CONFIG, yaml.safe_dump(saved))
+    saved["gsa"]["selection_query"] = "previous_mean"
+    with pytest.raises(
+        ResumeError, match=r"gsa\.selection_query = previous_mean .*: removed after release studies"
+    ):
+        resume(CONFIG, yaml.safe_dump(saved))
+
+
 def test_experts_of_another_meaning_are_refused_and_who_computes_them_may_change() -> None:
     experts = dataclasses.replace(CONFIG, moe=MoEConfig(experts=8))
     saved = config_to_yaml(experts)

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gsa_train.model.cores.triton import TritonCore
 from gsa_train.phases import enter_phase
 from gsa_train.step import owners_losses
 from gsa_train.validation import tasks
@@ -52,7 +51,7 @@ def test_groups_of_keys_are_scored_on_the_kernels_as_on_the_reference_core(
     expected = (-owners_losses(model, packed, len(requests), GROUPS, single_rank())).tolist()
     on_reference = log_likelihoods(model, requests, EOS, GROUPS, single_rank())
     for attention in model.attentions:
-        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+        attention.over_chunks.implementation = "triton"
     on_kernels = log_likelihoods(model, requests, EOS, GROUPS, single_rank())
     assert on_reference == pytest.approx(expected, rel=1e-5)
     assert on_kernels == pytest.approx(expected, rel=1e-4)

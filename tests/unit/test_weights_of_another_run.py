@@ -306,8 +306,8 @@ def test_every_field_of_the_attention_has_been_thought_of() -> None:
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
     # how much is read
     reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "selection_block"}
-    reads |= {"selection_query", "indexer_pool"}
-    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay", "reuse_teacher"}
+    reads |= {"indexer_pool"}
+    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     known = {*MEANING["gsa"], *WITHOUT_WEIGHTS} | shapes | reads | trains | runs
     assert {field.name for field in dataclasses.fields(GSAConfig)} == known

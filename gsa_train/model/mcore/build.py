@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
+from gsa_kernels.types import Implementation
 from gsa_train.config import Config
 from gsa_train.config.gates import POSITIONS, fuses_gates
 from gsa_train.config.kernel_checks import unsupported_by_kernels
@@ -165,7 +166,7 @@ def _build_chunk(
     return chunk
 
 
-def attention_implementation(config: Config, device: torch.device) -> str:
+def attention_implementation(config: Config, device: torch.device) -> Implementation:
     """Resolve `gsa.attention_impl` to `triton` or `reference`.
 
     Raises:
@@ -184,11 +185,8 @@ def attention_implementation(config: Config, device: torch.device) -> str:
     return "reference" if reasons else "triton"
 
 
-def check_graphs_on(config: Config, device: torch.device, implementation: str) -> None:
+def check_graphs_on(config: Config, device: torch.device, implementation: Implementation) -> None:
     """Refuse `train.cuda_graphs` if passes cannot be captured.
-
-    Args:
-        implementation: name of the attention core.
 
     Raises:
         DeviceError: there is no CUDA device, or attention runs in plain torch.

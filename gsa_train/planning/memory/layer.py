@@ -167,7 +167,7 @@ def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
     if phase.train == "base" and not recomputes:
         return {}
     # Of the first queries of blocks a view is kept, where the loss waits for attention's backward pass.
-    keeps_all = gsa.selection_query == "first" and fuses_indexer_loss(config, phase, sizes)
+    keeps_all = fuses_indexer_loss(config, phase, sizes)
     queries = sizes.tokens / (1 if keeps_all else gsa.selection_block)
     keys = train.micro_batch_size * (train.seq_len_tokens if recomputes else sizes.keys_of_chunks)
     kept = {

@@ -182,7 +182,7 @@ def _group_learning_bytes(config: Config, sizes: Sizes, share: float) -> float:
 
 
 def fuses_indexer_loss(config: Config, phase: PhaseConfig, sizes: Sizes) -> bool:
-    """Returns True if attention's backward pass computes the indexer loss (TritonCore), as on Hopper."""
+    """Returns True if attention's backward pass computes the indexer loss (model/attention.py), as on Hopper."""
     model, queries_of_chunk = (
         config.model,
         sizes.tokens // config.train.micro_batch_size // sizes.query_chunks,

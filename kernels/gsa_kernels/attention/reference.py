@@ -21,7 +21,8 @@ class AttentionOutput:
     """[B, Lq, H]: share of the dense attention probability that falls on the mask."""
 
     lse: torch.Tensor | None = None
-    """fp32 [B, H, Lq]: log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), -inf for a row whose mask is empty."""
+    """[B, H, Lq], fp32 (fp64 for fp64 inputs): log sum_{s in S_t} exp(q[t] . k[s] / sqrt(D)), -inf for a row whose mask
+    is empty."""
 
 
 def sparse_attention(
@@ -78,7 +79,7 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
     Args:
         q: [B, Lq, H, D]
         k: [B, Lk, Hkv, D]
-        lse: fp32 [B, H, Lq], of the attention over the same mask: each head's probabilities sum to 1
+        lse: [B, H, Lq], of the attention over the same mask: each head's probabilities sum to 1
         mask: bool [B or 1, Lq, Lk]
 
     Returns:
@@ -126,8 +127,8 @@ def _logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, H / Hkv, Lq, Lk] -> fp32 [B, H, Lq]"""
-    return logits.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2).float()
+    """[B, Hkv, H / Hkv, Lq, Lk] -> [B, H, Lq]"""
+    return logits.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2)
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:

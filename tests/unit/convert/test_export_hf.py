@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) 
 def test_every_field_of_the_model_has_been_thought_of() -> None:
     """A new field that `gsa_hf` does not know must not be left out of an export: it belongs in NOT_IN_HF, or here."""
     rotary = {"rope_base", "rope_scaling", "rotary_percent"}  # in rope_parameters
-    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay", "reuse_teacher"}
+    trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}
     for section, fields, others in (
         (ModelConfig, MODEL_FIELDS, rotary),

@@ -31,7 +31,7 @@ POOL: dict[str, dict[str, Any]] = {
     "model": {"sandwich_norm": True},
 }
 BLOCKS: dict[str, dict[str, Any]] = {
-    "gsa": {"selection_block": 4, "local_window": 4, "selection_query": "previous_mean"},
+    "gsa": {"selection_block": 4, "local_window": 4},
     "data": {"attend_across_documents": True},
 }
 ALL: dict[str, dict[str, dict[str, Any]]] = {"pool": POOL, "blocks": BLOCKS, "plain": {}}

@@ -39,7 +39,6 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
     [
         ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
         ({"sandwich_norm": True}, "sandwich_norm is True"),
-        ({"selection_query": "previous_mean"}, "selection_query is 'previous_mean'"),
         ({"indexer_pool": 2, "selection_block": 1}, "indexer_pool is 2"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     assert not torch.allclose(one[:, 20:], two[:, 20:])
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "previous-mean", "pool"])
+@pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "pool"])
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
     """Neither variances nor selections nor blocks nor groups see it."""

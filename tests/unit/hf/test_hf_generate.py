@@ -54,7 +54,7 @@ def test_a_row_of_a_batch_is_that_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["blocks", "previous-mean", "pool"])
+@pytest.mark.parametrize("name", ["blocks", "pool"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
     """Whether they cut a block or a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)

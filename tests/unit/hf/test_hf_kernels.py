@@ -28,7 +28,6 @@ KERNEL_SIZES: dict[str, Any] = {
     "index_head_dim": 16,
 }
 BLOCKS: dict[str, Any] = {"selection_block": 16, "local_window": 16}
-PREVIOUS_MEAN: dict[str, Any] = {**BLOCKS, "selection_query": "previous_mean", "indexer_rope": True}
 OTHER_GATES: dict[str, Any] = {"key_gate": True, "projection_gate": True, "gate_activation": "ns_sigmoid"}
 
 
@@ -72,10 +71,9 @@ def steps(
         ({"index_topk_freq": 2, "indexer_rope": True, "local_window": 2}, "static", 18, 20, 19),
         (BLOCKS, "static", 30, 36, 34),
         ({**BLOCKS, "num_hidden_layers": 1}, "dynamic", 30, 33, None),
-        ({**PREVIOUS_MEAN, "num_hidden_layers": 1}, "static", 30, 35, 34),
         ({**OTHER_GATES, "num_hidden_layers": 1}, "dynamic", 18, 20, None),
     ],
-    ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic", "previous-mean", "gates"],
+    ids=["dense-and-sparse", "reuse", "blocks", "blocks-dynamic", "gates"],
 )
 def test_prompt_and_decoding(
     changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
@@ -148,7 +146,7 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, PREVIOUS_MEAN], ids=["queries", "blocks"])
+@pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
     """Padding in front of one sequence and after the other."""
     model = model_of(
@@ -168,17 +166,6 @@ def test_loss_and_gradients(changes: dict[str, Any]) -> None:
         found.append({"kl": outputs.indexer_loss.detach(), "loss": outputs.loss.detach(), **gradients})
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_pieces_of_blocks_by_the_mean_of_the_block_before() -> None:
-    """Which may be in the piece before."""
-    model, tokens = model_of(**PREVIOUS_MEAN, num_hidden_layers=1), distinct_tokens(1, 37)
-    with torch.no_grad():
-        whole = model(tokens).logits
-        model.set_attn_implementation("gsa")
-        held = {CACHE_ARGUMENT: a_cache(model, "static"), "use_cache": True}
-        pieces = [model(piece, **held).logits for piece in tokens.split([16, 21], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 
 def test_pieces_and_documents() -> None:

@@ -72,6 +72,10 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -
         ValueError, match="index_topk_min is now k_min; index_topk_max is now k_max: rename it"
     ):
         AutoConfig.from_pretrained(tmp_path)
+    path.write_text(
+        path.read_text().replace('"index_topk_m', '"k_m').replace("{", '{"selection_query": "first",', 1)
+    )
+    assert "selection_query" not in AutoConfig.from_pretrained(tmp_path).to_dict()
     assert set(RENAMED.values()) < {field.name for field in dataclasses.fields(GSAConfig)} - set(RENAMED)
 
 
@@ -181,7 +185,7 @@ def test_layer_types_by_either_name() -> None:
         ({"index_topk": 0}, "index_topk is 0; pass at least 1"),
         (
             {"selection_query": "previous_mean"},
-            "selection_query is 'previous_mean' with selection_block 1",
+            "selection_query is 'previous_mean': removed; pass 'first', or use release studies-0.1",
         ),
         ({"indexer_pool": 4}, "k_min is 3; pass at least indexer_pool 4"),
         (

@@ -89,19 +89,6 @@ CASES = {
         {"indexer_pool": 2, "adaptive_k": "off", "k_base": 3}, phase=WARM_UP, packing=PACKED
     ),
     "groups of three keys": Case({"indexer_pool": 3, "k_base": 6, "k_min": 3, "adaptive_k": "off"}),
-    "mean of the block before": Case(
-        {"local_window": 4, "selection_block": 4, "selection_query": "previous_mean", "indexer_rope": True}
-    ),
-    "mean of the block before, packed": Case(
-        {
-            "local_window": 3,
-            "selection_block": 3,
-            "selection_query": "previous_mean",
-            "adaptive_k": "off",
-            "k_base": 2,
-        },
-        packing=PACKED,
-    ),
     "learned temperature": Case({"indexer_temperature": "learned"}, log_inverse_temperature=0.75),
     "fixed temperature": Case({"indexer_temperature": 8.0}),
     "warm-up": Case(phase=WARM_UP),
@@ -276,7 +263,6 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
         indexer_rope=g.indexer_rope,
         local_window=g.local_window,
         selection_block=g.selection_block,
-        selection_query=g.selection_query,
         indexer_pool=g.indexer_pool,
         inverse_temperature=beta,
     )

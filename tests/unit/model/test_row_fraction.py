@@ -11,7 +11,6 @@ from gsa_kernels import api, sampling
 from gsa_kernels.sampling import STRETCH_ROWS, SampledRows, sample_rows, sampled_one_of
 from gsa_kernels.types import Geometry, Indexer, RowSample
 from gsa_train.model.attention_pass import AttentionPass
-from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.mcore.build import Model
 from gsa_train.optimizer.mcore import build_optimizer
 from gsa_train.phases import enter_phase
@@ -251,7 +250,7 @@ def test_the_fused_core_draws_the_rows_of_the_reference(monkeypatch: pytest.Monk
         model = tiny_model(config, variance_ema=0.02)
         for attention in model.attentions:
             if fused:
-                attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+                attention.over_chunks.implementation = "triton"
         _, gradients = step_gradients(model, SPARSE, random_batches(config), config, measures=True)
         found.append((gradients, read_stats(model)["indexer_kl"]))
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)

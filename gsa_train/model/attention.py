@@ -1,8 +1,14 @@
-"""Selection and attention for each of this rank's query chunks: one, or several under context parallelism."""
+"""Selection, attention and indexer loss of one layer, by `gsa_kernels.api`: fused kernels, or plain torch.
+
+A rank has one chunk of queries, or several under context parallelism. Tensors are batch first: q [B, L, n_h, d_k],
+k and v [B, L_k, n_kv, d_k], with this tensor-parallel rank's heads. A chunk's keys end with its last query.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +19,8 @@ from gsa_data.pack import document_starts
 from gsa_kernels import api
 from gsa_kernels.indexer.pool import earlier_groups, group_firsts
 from gsa_kernels.limits import GATHERED_BELOW_DENSITY
-from gsa_kernels.types import BudgetRule, Geometry, Selection
+from gsa_kernels.sampling import sampled_one_of
+from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Implementation, RowSample, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
 from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, query_chunks
@@ -21,8 +28,7 @@ from gsa_train.distributed.loss_injection import differentiate_indexer_loss
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.budget import VarianceTracker
 from gsa_train.model.context_parallel import gather_tokens
-from gsa_train.model.cores.interface import AttentionCore, AttentionInputs, IndexerLossInputs
-from gsa_train.model.group_target import GroupTarget
+from gsa_train.model.dense_attention import build_dense_attention
 from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.probes.attention_statistics import measure_attention, measure_selection
 from gsa_train.model.probes.measured_queries import MeasuredQueries
@@ -60,22 +66,47 @@ class Projected(NamedTuple):
         return IndexerProjections(self.queries, self.keys, self.head_weight_logits)
 
 
-class CoreOverChunks:
-    """One layer's core: passes it each chunk with all keys up to the chunk's end, and records its statistics."""
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A chunk's queries with all keys up to its end."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    output_gate: torch.Tensor | None
+    """Logits of G1; None without this gate."""
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    indexer: AppliedIndexer
+    rows: RowSample
+    on_rows: Callable[[torch.Tensor], None] | None
+    """Callback with each query's KL if attention's backward pass computes it; None if it is not logged."""
+
+
+class AttentionOverChunks:
+    """One layer's selection and attention for all chunks of this rank; records their statistics."""
 
     def __init__(
         self,
-        core: AttentionCore,
         gsa: GSAConfig,
+        implementation: Implementation,
+        dense_attention: str,
         cut: ContextSharding,
+        tp_group: dist.ProcessGroup,
         cp_group: dist.ProcessGroup,
         runtime: AttentionRuntime,
         layer: int,
     ) -> None:
-        self.core, self.gsa, self.runtime, self.layer = core, gsa, runtime, layer
-        self.cut, self.cp_group = cut, cp_group
+        self.gsa, self.runtime, self.layer = gsa, runtime, layer
+        self.implementation = implementation
+        self.dense = build_dense_attention(dense_attention) if implementation == "triton" else None
+        self.cut, self.tp_group, self.cp_group = cut, tp_group, cp_group
         self.rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
         self._formats: dict[int, str] = {}
+        self._said_fused_loss = False
 
     @torch.no_grad()
     def select(
@@ -100,13 +131,13 @@ class CoreOverChunks:
         for chunk in self.chunks(length):
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
-            fused = self.core.implementation == "triton"
+            fused = self.implementation == "triton"
             selection = api.select(
-                self._of_blocks(applied, geometry),
+                applied.of_block_leaders(self.gsa.selection_block),
                 self.rule,
                 variance.ema,
                 geometry,
-                implementation=self.core.implementation,
+                implementation=self.implementation,
                 kernel=self.gsa.attention_kernel if fused else "masked",
                 with_log_sum=fused and with_temperature,
             )
@@ -116,7 +147,7 @@ class CoreOverChunks:
                 variance.record(selection.variance)
             measured = self._measured(indexed.queries, chunk, document_ids, geometry, attention_pass)
             if measured is not None:
-                statistics = measure_selection(selection, variance.ema, measured, self.core.implementation)
+                statistics = measure_selection(selection, variance.ema, measured, self.implementation)
                 self.runtime.stats.record(self.layer, statistics)
             selections.append(selection)
         return selections
@@ -145,27 +176,17 @@ class CoreOverChunks:
         Recomputation repeats the all-gathers of this method instead of keeping their results."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
         q, output_gate, indexed = projected.q, projected.output_gate, projected.indexed
-        group_target = self._group_target(indexer, indexed, attention_pass)
-        ends_group = (self.layer + 1) % self.gsa.selection_reuse == 0
         outputs, losses = [], []
         for number, chunk in enumerate(self.chunks(q.shape[1])):
-            inputs = AttentionInputs(
-                q[:, chunk.local],
-                k[:, : chunk.end],
-                v[:, : chunk.end],
-                None if output_gate is None else output_gate[:, chunk.local],
-            )
             geometry = self._geometry(projected.document_ids, chunk)
+            gate = None if output_gate is None else output_gate[:, chunk.local]
+            inputs = ChunkInputs(q[:, chunk.local], k[:, : chunk.end], v[:, : chunk.end], gate, geometry)
             measured = self._measured(q, chunk, projected.document_ids, geometry, attention_pass)
             loss = of_chunk = None
             with attention_pass.indexer_graph():
                 if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    if group_target is None:
-                        loss = self._loss_inputs(indexer, of_chunk, geometry, measured, attention_pass)
-                if group_target is not None and ends_group:
-                    taught = group_target.indexed.of(chunk)
-                    loss = self._loss_inputs(group_target.indexer, taught, geometry, measured, attention_pass)
+                    loss = self._loss_inputs(indexer, of_chunk, measured, attention_pass)
             selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
@@ -180,25 +201,24 @@ class CoreOverChunks:
                     selection,
                     attention_pass.sparse,
                     measured,
-                    self.core.implementation,
-                    self.core.settings.tp_group,
+                    self.implementation,
+                    self.tp_group,
                     self.gsa.most_selected_keys,
                 )
                 self.runtime.stats.record(self.layer, statistics)
-            target_sum = None if group_target is None else group_target.sum_of(chunk)
-            result = self.core.attend(inputs, selection, geometry, loss, attention_pass, target_sum)
-            if measured is not None and result.kl is not None:
+            attended = selection if attention_pass.sparse else None  # None: all causal keys
+            assert attended is not None or not attention_pass.sparse
+            out, lse = self._attend_chunk(inputs, attended, loss, attention_pass)
+            outputs.append(out)
+            if loss is None or lse is None:
+                continue
+            with attention_pass.indexer_graph(), trace_span("kl"):
+                kl, for_log = self._indexer_loss(inputs, attended, lse, loss, attention_pass)
+            if measured is not None:
                 # A query with one causal key has KL 0, except for rounding.
-                of_layer, counted = (
-                    self.layer if group_target is None else group_target.layer,
-                    measured.number_with_choice,
-                )
-                self.runtime.stats.add("indexer_kl", of_layer, result.kl, counted)
-            outputs.append(result.out)
-            if result.indexer_loss is not None:
-                losses.append(result.indexer_loss)
-        if ends_group:
-            self.runtime.group_target = None
+                self.runtime.stats.add("indexer_kl", self.layer, for_log, measured.number_with_choice)
+            if attention_pass.trains_indexer:
+                losses.append(kl)
         out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         if not losses:
             return out
@@ -208,15 +228,88 @@ class CoreOverChunks:
                 out, loss_sum, attention_pass.kl_grad_scale, attention_pass.base_has_graph
             )
 
-    def _group_target(
-        self, indexer: Indexer | None, indexed: IndexerProjections | None, attention_pass: AttentionPass
-    ) -> GroupTarget | None:
-        """Return the target of this layer's group; None if the indexer learns from its own layer, or not at all."""
-        if self.gsa.reuse_teacher == "group" and indexer is not None and indexed is not None:
-            needed = attention_pass.needs_indexer_loss
-            self.runtime.group_target = GroupTarget(indexer, indexed, self.layer) if needed else None
-        group_target: GroupTarget | None = self.runtime.group_target
-        return group_target
+    def _attend_chunk(
+        self,
+        inputs: ChunkInputs,
+        attended: Selection | None,
+        loss: LossInputs | None,
+        attention_pass: AttentionPass,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute a chunk's attention, gated by G1, from arguments and parameters alone, so that it can be recomputed.
+
+        Args:
+            attended: S_t, possibly of an earlier layer; None: all causal keys.
+            loss: None if the indexer loss is not needed.
+
+        Returns:
+            out [B, L, n_h, d_k] and, if an indexer loss is still to be computed, the log-sum-exp for it.
+        """
+        q, k, v, output_gate, geometry = inputs.q, inputs.k, inputs.v, inputs.output_gate, inputs.geometry
+        if (
+            loss is not None
+            and attended is not None
+            and self._fuses_loss(inputs, attended, loss, attention_pass)
+        ):
+            fused = FusedLoss(loss.indexer, attention_pass.kl_grad_scale, loss.on_rows)
+            out, _ = api.sparse_attention_with_loss(
+                q, k, v, attended, geometry, fused, output_gate, implementation=self.implementation
+            )
+            return out, None
+        if self.dense is not None and loss is None and not attention_pass.sparse:
+            from gsa_kernels.fused.gates.op import fused_sigmoid_gate  # imports Triton
+
+            out = self.dense(q, k, v)
+            return out if output_gate is None else fused_sigmoid_gate(out, output_gate.flatten(2, 3)), None
+        return api.sparse_attention(
+            q, k, v, attended, geometry, output_gate, implementation=self.implementation
+        )
+
+    def _fuses_loss(
+        self, inputs: ChunkInputs, attended: Selection, loss: LossInputs, attention_pass: AttentionPass
+    ) -> bool:
+        """Whether attention's backward pass also computes the indexer's gradients. It has the target if this rank holds
+        all heads and the loss uses all rows."""
+        num_rows = loss.indexer.queries.shape[1]
+        fuses = (
+            self.implementation == "triton"
+            and attention_pass.trains_indexer
+            and attention_pass.has_graph
+            and sampled_one_of(num_rows, loss.rows.fraction, inputs.geometry.selection_block) == 1
+            and self.tp_group.size() == 1
+            and api.can_fuse_indexer_loss(inputs.q, inputs.k, attended)
+        )
+        if fuses and not self._said_fused_loss:
+            self._said_fused_loss = True
+            logger.info("layer %d: indexer loss fused into attention's backward pass", self.layer)
+        return fuses
+
+    def _indexer_loss(
+        self,
+        inputs: ChunkInputs,
+        attended: Selection | None,
+        lse: torch.Tensor,
+        loss: LossInputs,
+        attention_pass: AttentionPass,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum over the rows of KL(p_t || softmax over the attended set of beta * I[t, :]), and the rows
+        [B, R]. For sampled or sharded rows the second value is the total, estimated sum, for the log.
+
+        The target averages the heads of all tensor-parallel ranks. The ranks all-gather queries, keys and log-sum-exps,
+        which grow with L, instead of probabilities, which grow with L^2, and each computes a share of the rows. Its sum
+        is multiplied by the number of ranks, because the indexer's gradients are averaged over them (indexer.py).
+        """
+        tp = self.tp_group
+        q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))
+        share = replace(loss.rows, share=(tp.rank(), tp.size()))
+        kl, rows = api.indexer_loss(
+            loss.indexer, q, k, lse, attended, inputs.geometry, share, implementation=self.implementation
+        )
+        if share == RowSample():
+            return kl, rows
+        total = kl.detach().clone()
+        if tp.size() > 1 and attention_pass.measures:
+            dist.all_reduce(total, group=tp)
+        return kl * tp.size(), total
 
     def _candidates(
         self, q: torch.Tensor, document_ids: torch.Tensor | None, measured: MeasuredQueries
@@ -290,21 +383,13 @@ class CoreOverChunks:
         gsa = self.gsa
         return Geometry(starts, chunk.start, gsa.selection_block, gsa.local_window, gsa.indexer_pool)
 
-    def _of_blocks(self, indexer: AppliedIndexer, geometry: Geometry) -> AppliedIndexer:
-        """Reduce the queries to one row per block that shares a selection (`gsa.selection_query`)."""
-        if self.gsa.selection_query == "first":
-            return indexer.of_block_leaders(self.gsa.selection_block)
-        assert geometry.query_start == 0
-        return indexer.of_previous_blocks(self.gsa.selection_block, geometry.document_starts)
-
     def _loss_inputs(
         self,
         indexer: Indexer,
         indexed: IndexerProjections,
-        geometry: Geometry,
         measured: MeasuredQueries | None,
         attention_pass: AttentionPass,
-    ) -> IndexerLossInputs | None:
+    ) -> LossInputs | None:
         """Return the inputs of the indexer loss; None if this pass does not need it."""
         if not attention_pass.needs_indexer_loss:
             return None
@@ -312,8 +397,19 @@ class CoreOverChunks:
         if measured is not None:
             counted = measured.number_with_choice
             on_rows = partial(self.runtime.stats.add, "indexer_kl", self.layer, count=counted)
-        return IndexerLossInputs(
-            self._of_blocks(indexer.applied(indexed), geometry),
+        return LossInputs(
+            indexer.applied(indexed).of_block_leaders(self.gsa.selection_block),
             self.runtime.draw_rows(attention_pass, self.layer),
             on_rows,
         )
+
+
+def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather the heads of the tensor-parallel ranks in rank order, without gradient. Collective."""
+    local = local.detach()
+    if group.size() == 1:
+        return local
+    local = local.contiguous()
+    every = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    dist.all_gather_into_tensor(every, local, group=group)
+    return torch.cat(every.chunk(group.size()), dim=dim)

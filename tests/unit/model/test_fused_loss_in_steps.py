@@ -17,7 +17,7 @@ from gsa_kernels.loss import op as kl_op
 from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, RowSample, Selection
 from gsa_train.config import PhaseConfig
-from gsa_train.model.cores.triton import TritonCore
+from gsa_train.model.attention import ChunkInputs
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.probes import query_sample
 from gsa_train.model.probes.stats import LayerStats
@@ -144,7 +144,7 @@ def model_of_kernels(phase: PhaseConfig, gsa: dict[str, Any]) -> tuple[Model, An
     model = tiny_model(config, variance_ema=0.01)
     enter_phase(model, phase)
     for attention in model.attentions:
-        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+        attention.over_chunks.implementation = "triton"
     return model, config
 
 
@@ -222,27 +222,25 @@ def test_when_attention_distils(
 ) -> None:
     """All that it depends on, one by one."""
     model, _ = model_of_kernels(SPARSE, {})
-    core = model.attentions[0].over_chunks.core
-    assert isinstance(core, TritonCore)
+    over_chunks = model.attentions[0].over_chunks
     teaches = model.runtime.attention_pass
     budget, variance = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1)
     mask = Selection(torch.zeros(1, 1, 1, dtype=torch.int32), None, budget, variance)
     lists = Selection(None, Mock(), budget, variance)
     q, k = torch.zeros(1, 1, 8, 32), torch.zeros(1, 1, 2, 32)
 
-    def distils(attended: Selection | None = mask, **of_pass: Any) -> bool:
+    def distils(attended: Selection = mask, **of_pass: Any) -> bool:
         rows = of_pass.pop("rows", RowSample())
         loss = Mock(rows=rows, indexer=Mock(queries=torch.zeros(1, 2, 1, 16)))
-        geometry = Geometry(selection_block=64, local_window=64)
+        inputs = ChunkInputs(q, k, k, None, Geometry(selection_block=64, local_window=64))
         of_pass_now = dataclasses.replace(teaches, **of_pass)
-        return core._fuses_loss(q, k, loss, attended, geometry, of_pass_now)
+        return over_chunks._fuses_loss(inputs, attended, loss, of_pass_now)
 
     with caplog.at_level("INFO"):
         assert distils()
         assert distils()
     said = "layer 0: indexer loss fused into attention's backward pass"
     assert [record.getMessage() for record in caplog.records].count(said) == 1
-    assert not distils(None)
     assert not distils(lists)
     for other in (
         {"evaluating": True},
@@ -254,11 +252,12 @@ def test_when_attention_distils(
     assert distils(rows=RowSample(0.25, seed=1))  # of one stretch of queries
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)  # a row
     assert not distils(rows=RowSample(0.25, seed=1))
-    settings, two = core.settings, SimpleNamespace(size=lambda: 2)
-    core.settings = dataclasses.replace(settings, tp_group=two)  # type: ignore[arg-type]
+    monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 2))
     assert not distils()
-    core.settings = settings
+    monkeypatch.setattr(over_chunks, "tp_group", SimpleNamespace(size=lambda: 1))
     assert distils()
+    over_chunks.implementation = "reference"
+    assert not distils()
 
 
 def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:

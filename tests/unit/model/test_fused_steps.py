@@ -1,4 +1,4 @@
-"""The fused core trains what the reference core trains: loss, every gradient, every statistic."""
+"""The kernels train what plain torch trains: loss, every gradient, every statistic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, Indexer
 from gsa_train.config import PhaseConfig
 from gsa_train.config.kernel_checks import unsupported_by_kernels
-from gsa_train.model.cores.triton import TritonCore
 from gsa_train.model.probes import query_sample
 from gsa_train.phases import enter_phase
 from helpers.fused_steps import VARIANTS, assert_same_step, one_step, take_over
@@ -44,7 +43,6 @@ CASES = [  # each option once: the interpreter is slow
     ("blocks", WARM_UP),
     ("plain and norm", SPARSE),
     ("qsa and lists", SPARSE),
-    ("mean of the block before", SPARSE),
     ("blocks under a mask", SPARSE),
 ]
 
@@ -171,8 +169,8 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
         enter_phase(model, DENSE_ALL)
         if other:
             for attention in model.attentions:
-                attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
-                attention.over_chunks.core.dense = dense
+                attention.over_chunks.implementation = "triton"
+                attention.over_chunks.dense = dense
         token_losses(model, random_batches(config, attend_across=True)[0], measuring=True)
         found.append(read_stats(model)["sequence_start_attention"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -210,7 +208,7 @@ def test_no_kernel_stumbles_over_nan(variant: str, part: str, monkeypatch: pytes
     )
     model = tiny_model(config, variance_ema=0.02)
     for attention in model.attentions:
-        attention.over_chunks.core = TritonCore(attention.over_chunks.core.settings)
+        attention.over_chunks.implementation = "triton"
     for name, parameter in model.gpt.named_parameters():
         if part in name:
             parameter.detach().view(-1)[:40] = torch.nan
