@@ -29,13 +29,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "shared": SHARED,
     "relu, window": {"indexer_activation": "relu", "local_window": 3},
     "fixed": {"adaptive_k": "off"},
+    "groups": {"indexer_pool": 4, "k_min": 4},
+    "groups, window": {"indexer_pool": 3, "local_window": 5, "indexer_activation": "relu"},
 }
 NEAR: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def make_layer(device: str = "cpu", **fields: Any) -> tuple[GatedSparseAttention, torch.Tensor]:
     torch.manual_seed(5)
-    layer = GatedSparseAttention(GSAConfig(**SIZES, head_dim=32, **BUDGET, **fields)).to(device)
+    layer = GatedSparseAttention(GSAConfig(**{**SIZES, "head_dim": 32, **BUDGET, **fields})).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():  # so that scores, gates and attention differ from key to key
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1.0))
