@@ -15,6 +15,7 @@ import torch
 from gsa_kernels.api import decode_step, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_at_least, compute_dtype
+from gsa_kernels.decode.reference import keys_of_selection
 from gsa_kernels.decode.state import LayerCache, most_selected, new_selection, new_workspace
 from gsa_kernels.indexer.pool import group_means, pooled
 from gsa_kernels.layer_config import GSAConfig
@@ -113,7 +114,7 @@ def attend_with_cache(
         _append(cache, part, rows)
         if attention == "sparse" and last - first == 1:
             out[:, first:last] = _decode(cache, part, rows, config, variance_ema)
-            attended = _decoded_keys(cache, config.local_window) if need_weights else None
+            attended = _decoded_keys(cache, config) if need_weights else None
         else:
             if cache.decode.group_keys is not None:
                 cache.decode.group_keys.copy_(group_means(cache.indexer_keys, config.indexer_pool))
@@ -231,11 +232,12 @@ def _select_for_open_block(
     _decode(as_it_was, heads.part(row, row + 1), _rows(indexer, row, row + 1), config, variance_ema)
 
 
-def _decoded_keys(cache: GSACache, local_window: int) -> torch.Tensor:
+def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
     """bool [B, 1, Lk]: what the cache's last token attended to when it was decoded."""
     selection, device = cache.decode.selection, cache.indexer_keys.device
     valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
     hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
     hits.scatter_add_(1, selection.indices.long(), valid.int())
-    near = torch.arange(cache.length, device=device) >= cache.length - local_window
-    return ((hits[:, : cache.length] > 0) | near)[:, None]
+    pool, length = config.indexer_pool, cache.length
+    selected = hits[:, : -(-length // pool)] > 0
+    return keys_of_selection(selected, cache.decode.lengths, length, config.local_window, pool)[:, None]

@@ -196,6 +196,7 @@ def decode_step(
         lengths,
         selected,
         local_window=geometry.local_window,
+        pool=geometry.indexer_pool,
         output_gate_logits=gate_logits,
     )
 

@@ -5,6 +5,7 @@ By the reference, and by Triton in its interpreter or, marked gpu, on a CUDA dev
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,17 +163,21 @@ def test_positions() -> None:
     [
         ({}, {}),
         ({"selection_block": 16, "local_window": 18}, {}),
+        ({"indexer_pool": 4, "k_min": 4}, {}),
         ({"output_gate": False}, {"attention": "dense"}),
     ],
-    ids=["each", "shared", "dense"],
+    ids=["each", "shared", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:
     """Pieces, a single token after each of them, and a stretch of decoding: as the reference in one forward."""
     pytest.importorskip("triton")
-    layer, x = make_layer(device, implementation="triton" if device == "cpu" else "auto", **fields)
-    reference, _ = make_layer(device, implementation="reference", **fields)
-    reference.load_state_dict(layer.state_dict())
+    reference, x = make_layer(device, implementation="reference", **fields)
+    config = replace(reference.config, implementation="triton" if device == "cpu" else "auto")
+    layer = GatedSparseAttention(config).to(device).eval()
+    layer.load_state_dict(reference.state_dict())
     sizes = [17, 1, 17, *[1] * (2 if device == "cpu" else 10)]
+    if "indexer_pool" in fields:  # decoded from within a group through the next one
+        sizes = [16, *[1] * 8]
     x = x[:, : sum(sizes)]
     wanted, _, weights = reference(x, need_weights=True, **mode)
     found, cache = in_pieces(layer, x, sizes, **mode)

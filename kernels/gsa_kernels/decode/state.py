@@ -36,10 +36,10 @@ class DecodeSelection:
     """The top-k of every sequence, without the local window. Kept by the caller from one refresh to the next."""
 
     indices: torch.Tensor
-    """int32 [B, k_cap]: ascending positions, the first `counts` of each row."""
+    """int32 [B, k_cap]: ascending positions, or numbers of groups of keys, the first `counts` of each row."""
 
     counts: torch.Tensor
-    """int32 [B]: k_t; with groups of keys those of the chosen groups and of the query's own."""
+    """int32 [B]: k_t, or k_t // p, but at most the groups before the query's own."""
 
     variance: torch.Tensor
     """fp32 [B]: population variance of the row's scores."""
@@ -145,8 +145,8 @@ class LayerCache:
 
 
 def most_selected(rule: BudgetRule, pool: int, max_length: int) -> int:
-    """Keys that a selection needs room for; with groups of `pool` > 1 keys the query's own group is among them."""
-    return min(rule.most_keys + (pool if pool > 1 else 0), max_length)
+    """Keys, or groups of `pool` > 1 keys, that a selection needs room for."""
+    return min(rule.most_keys // pool, -(-max_length // pool))
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:

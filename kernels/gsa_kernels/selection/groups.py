@@ -39,7 +39,7 @@ def select_groups(
     by_candidates = length > limits.PACKED_MASK_MAX_TOKENS
     chosen = select_keys(
         indexer_of_groups(indexer, pool),
-        _rule_of_groups(rule, pool),
+        rule_of_groups(rule, pool),
         variance_ema,
         candidates_from=limits.CANDIDATES_FROM if by_candidates else None,
     )
@@ -111,7 +111,7 @@ def by_query(of_rows: torch.Tensor, pool: int, of_first_group: float) -> torch.T
     return torch.nn.functional.pad(values, (pool, 0), value=of_first_group)
 
 
-def _rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
+def rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
     """k_t // p as a rule of its own. Exact: p is a power of two, so that k_base / p times a number is rounded like
     k_base times it, and floor(floor(x) / p) = floor(x / p)."""
     if rule.k_base % pool or rule.k_min < pool or rule.dense_below > 0:
