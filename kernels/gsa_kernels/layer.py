@@ -8,7 +8,6 @@ size, H query heads, Hkv key-value heads, D their size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch

@@ -103,7 +103,8 @@ class GSAConfig:
         _ = self.rule, self.geometry(None)  # their own checks
         if 1 < self.indexer_pool > self.k_min:
             raise ValueError(
-                f"k_min is {self.k_min}; pass at least indexer_pool {self.indexer_pool}, so that each query selects a group"
+                f"k_min is {self.k_min}; pass at least indexer_pool {self.indexer_pool}, so that each query selects a "
+                "group"
             )
         if not 0 <= self.variance_ema_decay < 1:
             raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")

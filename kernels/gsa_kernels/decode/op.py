@@ -144,7 +144,8 @@ def decode_attend(
 ) -> torch.Tensor:
     """Attention of each sequence's new token over its selection and its last `local_window` keys, times G1.
 
-    With groups of `pool` > 1 keys also over its own group. A key that is in several counts once. Query head h reads key-value head h // (H / Hkv).
+    With groups of `pool` > 1 keys also over its own group. A key that is in several of these counts once. Query head h
+    reads key-value head h // (H / Hkv).
 
     Args:
         q: [B, H, D], D one of limits.HEAD_SIZES; bf16 or fp32

@@ -82,6 +82,8 @@ def check_groups(geometry: Geometry, length: int) -> None:
         )
     if geometry.document_starts is not None:
         raise ValueError(f"document_starts is given with indexer_pool {pool}; pass None, {remedy}")
+    if geometry.query_start > 0:
+        raise ValueError(f"query_start is {geometry.query_start} with indexer_pool {pool}; pass 0, {remedy}")
     if geometry.local_window > 0:
         raise ValueError(
             f"local_window is {geometry.local_window} with indexer_pool {pool}; pass 0, {remedy}"
