@@ -46,7 +46,7 @@ def forward_pass(case: Case, row: int, rule: BudgetRule, geometry: Geometry) -> 
     ("pool", "options"),
     [
         (4, {"window": 6, "settled": True}),
-        (4, {"starts": [5, 0, 3, 9], "activation": "relu"}),
+        (4, {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0}),
         (16, {"window": 3, "rule": "direct", "splits": 4}),
         (64, {"starts": [1, 2, 0, 0], "window": 70, "rule": "off"}),
     ],
@@ -80,7 +80,9 @@ def test_token_by_token(
             )
         queries = torch.randn(whole.indexer.queries.shape, generator=generator).to(device)
         case = replace(
-            whole, ema=whole.ema / pool, indexer=replace(whole.indexer, queries=queries, keys=keys)
+            whole,
+            ema=whole.ema * options.get("ema", 1 / pool),
+            indexer=replace(whole.indexer, queries=queries, keys=keys),
         ).with_new(
             k=k,
             v=v,
