@@ -66,7 +66,7 @@ adapters, quantisation and parametrisation put in its place, or derive from it, 
 def not_fused(model: GSAForCausalLM) -> str | None:
     """Returns a feature of the model that fused steps lack, as `field is value`; None if there is none."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False, "selection_query": "first", "indexer_pool": 1}
+    other = {"num_experts": 0, "sandwich_norm": False, "selection_query": "first"}
     for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
@@ -155,6 +155,7 @@ class FusedDecoder:
         self.slot = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._table = self._angle_table()
         self._selections: dict[int, Any] = {}
+        self._group_keys: dict[int, torch.Tensor] = {}
         self._workspace = None
         if any(sizes.row for _, sizes in self.layers):
             state = kernel_module("decode.state")
@@ -166,14 +167,19 @@ class FusedDecoder:
                 head_size=config.head_dim,
                 device=weight.device,
             )
-            kept = min(kernel_rule(config).most_keys, room)
+            pool = config.indexer_pool
+            kept = state.most_selected(kernel_rule(config), pool, room)
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)
+                if each.row and pool > 1:
+                    self._group_keys[place] = weight.new_zeros(batch, -(-room // pool), each.row)
 
     def _choose_products(self, batch: int) -> None:
         weight = self.model.lm_head.weight
         obstacle = row_layers.why_not(self.layers, weight.dtype, batch)
+        if self.config.indexer_pool > 1 and self.model.model.indexer_rotary_emb is not None:
+            obstacle = f"indexer_rope with an indexer_pool of {self.config.indexer_pool}"
         if self._wanted_products == "rows" and obstacle is not None:
             raise ValueError(f"products is 'rows', which do not take {obstacle}; pass 'auto' or 'torch'")
         rows = self._wanted_products == "rows"
@@ -210,11 +216,14 @@ class FusedDecoder:
     def place(self, filled: int, starts: torch.Tensor) -> None:
         """Set the next slot to `filled`; int32 [B] `starts` slots in front of each sequence are padding.
 
-        Also makes the selections of blocks that began in the filled slots.
+        Also makes the selections of blocks that began in the filled slots, and the mean keys of the groups there.
         """
         self.slot.fill_(filled)
         self.starts.copy_(starts)
         self.lengths.copy_(filled + 1 - self.starts)
+        for place, means in self._group_keys.items():
+            group_means = kernel_module("indexer.pool").group_means
+            means.copy_(group_means(self.buffers[place].rows, self.config.indexer_pool, self.starts))
         block = self.config.selection_block
         if block == 1 or self._workspace is None:
             return
@@ -282,11 +291,22 @@ class FusedDecoder:
         return formats.AngleTable(torch.cat(found, -1), self.lengths, channels, index_channels)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the tokens' positions, for heads and for the indexer; the table
-        of all positions if a kernel reads from it."""
+        """Returns cosines and sines [B, channels] of the tokens' positions, for heads, the indexer and, with torch's
+        products, its keys; the table of all positions if a kernel reads from it."""
+        if self._takes_table and self._table is not None:
+            return self._table
+        angles, pool = self._angles(h, self.lengths), self.config.indexer_pool
+        if self.products == "rows":
+            return angles
+        keys = angles if pool == 1 else self._angles(h, self.lengths - (self.lengths - 1) % pool)
+        return *angles, *keys[2:]
+
+    def _angles(self, h: torch.Tensor, lengths: torch.Tensor) -> Any:
+        """Returns cosines and sines [B, channels] of the last positions of these lengths; the indexer's None, None if
+        it is not rotated."""
         if self._table is not None:
-            return self._table if self._takes_table else self._table.angles()
-        model, positions = self.model.model, (self.lengths - 1)[:, None]
+            return self._table._replace(lengths=lengths).angles()
+        model, positions = self.model.model, (lengths - 1)[:, None]
         cos, sin = (x[:, 0] for x in model.rotary_emb(h, position_ids=positions))
         if model.indexer_rotary_emb is None:
             return cos, sin, None, None
@@ -325,13 +345,13 @@ class FusedDecoder:
         self, place: int, module: Any, projected: Any, held: Any, selects: bool
     ) -> torch.Tensor:
         config = self.config
-        window = config.local_window
+        window, pool = config.local_window, config.indexer_pool
         decode = kernel_module("decode.op")
         if not selects:
-            return decode.decode_attend(projected.q, held, window, projected.gate)
+            return decode.decode_attend(projected.q, held, window, projected.gate, pool=pool)
         applied = self._applied(place, projected.index_queries, projected.index_weights)
         geometry = kernel_module("types").Geometry(
-            selection_block=config.selection_block, local_window=window
+            selection_block=config.selection_block, local_window=window, indexer_pool=pool
         )
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
@@ -367,9 +387,9 @@ class FusedDecoder:
     def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         selection = self._selections[leader]
-        return kernel_module("decode.state").LayerCache(
-            k, v, lengths, selection, self._workspace, self.starts, settled, self.products == "rows"
-        )
+        in_chain = self.products == "rows"
+        state = (lengths, selection, self._workspace, self.starts, settled, in_chain)
+        return kernel_module("decode.state").LayerCache(k, v, *state, group_keys=self._group_keys.get(place))
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:
         rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer

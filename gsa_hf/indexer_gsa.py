@@ -32,18 +32,25 @@ class KeyGroups(NamedTuple):
     """int64 [B, Lk], slot of the first key of each key's group"""
     of_queries: torch.Tensor
     """int64 [B, L], of each query's own group"""
+    of_starts: torch.Tensor
+    """int64 [B, L], of the group in which the query's document begins"""
+    counted: torch.Tensor
+    """bool [B, Lk], keys of the document of their group's last key, which make the group's mean"""
 
     def mean(self, keys: torch.Tensor) -> torch.Tensor:
-        """Returns the means of whole groups at their first keys, [B, Lk, DI], summed in fp32."""
-        sums = torch.zeros_like(keys, dtype=torch.float32)
-        sums = sums.scatter_add(1, self.of_keys[..., None].expand_as(keys), keys.float())
-        return (sums / self.size).to(keys.dtype)
+        """Returns the groups' means at their first keys, [B, Lk, DI], summed in fp32."""
+        counted = self.counted[..., None]
+        sums, sizes = (
+            torch.zeros_like(each).scatter_add(1, self.of_keys[..., None].expand_as(each), each)
+            for each in (torch.where(counted, keys.float(), 0), counted.float())
+        )
+        return (sums / sizes.clamp(min=1)).to(keys.dtype)
 
-    def before_own(self, visible: torch.Tensor) -> torch.Tensor:
-        """Returns, among the causal keys [B, L, Lk], the first key of each group before the query's own; these groups
-        are whole."""
-        slots = torch.arange(visible.shape[-1], device=visible.device)
-        return visible & (self.of_keys == slots)[:, None] & (slots < self.of_queries[..., None])
+    def before_own(self) -> torch.Tensor:
+        """Returns bool [B, L, Lk], the first key of each group of the query's document before the query's own."""
+        slots = torch.arange(self.of_keys.shape[-1], device=self.of_keys.device)
+        between = (slots >= self.of_starts[..., None]) & (slots < self.of_queries[..., None])
+        return (self.of_keys == slots)[:, None] & between
 
     def keys_of(self, selected: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """Returns all keys of the selected groups, and of the query's own group up to the query: bool [B, L, Lk]."""
@@ -78,21 +85,24 @@ def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
     return TokenOrder((~real).sort(dim=-1, stable=True).indices, real.cumsum(-1) - 1, real)
 
 
-def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, order: TokenOrder) -> KeyGroups:
+def key_groups(size: int, slots: torch.Tensor, visible: torch.Tensor, order: TokenOrder) -> KeyGroups:
     """
     Args:
         slots: int64 [L], of the tokens of this forward pass
-        position_ids: int64 [B, L], theirs
+        visible: bool [B, L, Lk], the keys that each query may see
     """
-    keys, queries = order.numbers, order.numbers[:, slots]
-    positions = position_ids
-    if keys.shape[1] != len(slots):
-        positions = keys - (queries[:, -1:] - position_ids[:, -1:])
-    of_keys = order.slots_of(keys - positions % size)
-    every = torch.arange(keys.shape[1], device=slots.device)
-    return KeyGroups(
-        size, torch.where(order.real, of_keys, every), order.slots_of(queries - position_ids % size)
-    )
+    numbers = order.numbers
+    starts = numbers.gather(1, visible.int().argmax(-1))
+
+    def first_of_group(number: torch.Tensor) -> torch.Tensor:
+        return order.slots_of(number - number % size)
+
+    counted = order.real
+    if len(slots) == numbers.shape[1]:  # a cache holds one document
+        last = (numbers - numbers % size + size - 1).minimum(numbers[:, -1:])
+        counted = counted & (numbers >= starts.gather(1, order.slots_of(last)))
+    groups = (first_of_group(each) for each in (numbers, numbers[:, slots], starts))
+    return KeyGroups(size, *groups, counted)
 
 
 class GSAIndexer(nn.Module):
@@ -296,7 +306,7 @@ def select_keys(
         leaders: int64 [B, L], slot of that first query, or None
         groups: groups of keys, if they are selected together; then scores are per group
     """
-    candidates = visible if groups is None else groups.before_own(visible)
+    candidates = visible if groups is None else groups.before_own()
     if leaders is not None:
         candidates = visible & (torch.arange(visible.shape[-1], device=visible.device) <= leaders[..., None])
     readable = candidates if groups is None else visible

@@ -195,8 +195,8 @@ class GSAModel(GSAPreTrainedModel):
         if self.config._attn_implementation == "gsa":
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
-        if position_ids is None:
-            position_ids = _positions(inputs_embeds, attention_mask, cache)
+        numbers = _positions(inputs_embeds, attention_mask, cache)
+        position_ids = numbers if position_ids is None else position_ids
         if kernel_pass is None:
             visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
@@ -212,7 +212,7 @@ class GSAModel(GSAPreTrainedModel):
         }
         if self.indexer_rotary_emb is not None:
             shared["indexer_embeddings"] = indexer_angles(
-                self.indexer_rotary_emb, hidden_states, position_ids, self.config.indexer_pool
+                self.indexer_rotary_emb, hidden_states, position_ids, numbers, self.config.indexer_pool
             )
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:

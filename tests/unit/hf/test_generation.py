@@ -40,7 +40,6 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
         ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
         ({"sandwich_norm": True}, "sandwich_norm is True"),
         ({"selection_query": "previous_mean"}, "selection_query is 'previous_mean'"),
-        ({"indexer_pool": 2, "selection_block": 1}, "indexer_pool is 2"),
     ],
 )
 def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:
@@ -127,6 +126,8 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model)
+    if name == "groups of keys":
+        model.set_attn_implementation("sdpa")  # of the prefill
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graphs
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
@@ -213,6 +214,10 @@ def test_which_products_are_taken() -> None:
         decoding.FusedDecoder(
             make_model("norms, no head weights", attn_implementation="gsa"), products="rows"
         ).open(1, 64)
+    with pytest.raises(ValueError, match="do not take indexer_rope with an indexer_pool of 4"):
+        decoding.FusedDecoder(make_model("groups of keys", attn_implementation="gsa"), products="rows").open(
+            1, 64
+        )
     with pytest.raises(ValueError, match="do not take products of 100 columns"):
         decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
 
