@@ -71,17 +71,21 @@ class GSARotaryEmbedding(nn.Module):
 
 
 def indexer_angles(
-    rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, numbers: torch.Tensor, pool: int
+    rotary: GSARotaryEmbedding,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    pool: int,
+    numbers: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key
     of the document, also cosines and sines of the keys, so that a group's mean is rotated before the group is complete.
 
     Args:
         position_ids: int64 [B, L]
-        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted
+        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted; None without groups
     """
     angles = rotary(x, position_ids)
-    if pool == 1:
+    if numbers is None:
         return angles
     return *angles, *rotary(x, position_ids - (numbers % pool).minimum(position_ids))
 

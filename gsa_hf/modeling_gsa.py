@@ -29,7 +29,7 @@ from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer
 from .configuration_gsa import GSAConfig
 from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
-from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
+from .indexer_gsa import GSAIndexer, check_that_it_learns, token_order, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
@@ -195,8 +195,8 @@ class GSAModel(GSAPreTrainedModel):
         if self.config._attn_implementation == "gsa":
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
-        numbers = _positions(inputs_embeds, attention_mask, cache)
-        position_ids = numbers if position_ids is None else position_ids
+        if position_ids is None:
+            position_ids = _positions(inputs_embeds, attention_mask, cache)
         if kernel_pass is None:
             visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
@@ -211,8 +211,14 @@ class GSAModel(GSAPreTrainedModel):
             "output_indexer_loss": output_indexer_loss,
         }
         if self.indexer_rotary_emb is not None:
+            numbers, pool = None, self.config.indexer_pool
+            if pool > 1 and visible is not None:
+                slots = _positions(inputs_embeds, None, cache)[0]
+                numbers = token_order(visible[:, 0], slots).numbers[:, slots]
+            elif pool > 1:
+                numbers = _positions(inputs_embeds, attention_mask, cache)
             shared["indexer_embeddings"] = indexer_angles(
-                self.indexer_rotary_emb, hidden_states, position_ids, numbers, self.config.indexer_pool
+                self.indexer_rotary_emb, hidden_states, position_ids, pool, numbers
             )
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:

@@ -167,9 +167,9 @@ def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: p
     op, seen = decoding.kernel_module("decode.op"), []
     attend = op.decode_attend
 
-    def noting(q: torch.Tensor, cache: Any, *rest: Any) -> torch.Tensor:
+    def noting(q: torch.Tensor, cache: Any, *rest: Any, **options: Any) -> torch.Tensor:
         seen.append(cache.settled)
-        return attend(q, cache, *rest)
+        return attend(q, cache, *rest, **options)
 
     monkeypatch.setattr(op, "decode_attend", noting)
     decoder.step(refresh=False)
