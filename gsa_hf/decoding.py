@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
-from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer_angles
 from .gates_gsa import other_gates
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
@@ -178,8 +178,6 @@ class FusedDecoder:
     def _choose_products(self, batch: int) -> None:
         weight = self.model.lm_head.weight
         obstacle = row_layers.why_not(self.layers, weight.dtype, batch)
-        if self.config.indexer_pool > 1 and self.model.model.indexer_rotary_emb is not None:
-            obstacle = f"indexer_rope with an indexer_pool of {self.config.indexer_pool}"
         if self._wanted_products == "rows" and obstacle is not None:
             raise ValueError(f"products is 'rows', which do not take {obstacle}; pass 'auto' or 'torch'")
         rows = self._wanted_products == "rows"
@@ -282,36 +280,28 @@ class FusedDecoder:
         if model.rotary_emb.rope_type in ("dynamic", "longrope"):
             return None
         weight = model.embed_tokens.weight
-        positions = torch.arange(-1, self.room, device=weight.device)[None]
-        found = [x[0] for x in model.rotary_emb(weight, position_ids=positions)]
-        if model.indexer_rotary_emb is not None:
-            found += [x[0] for x in model.indexer_rotary_emb(weight, position_ids=positions)]
-        channels, index_channels = found[0].shape[1], found[-1].shape[1] if len(found) > 2 else 0
+        found = self._angles_of(torch.arange(-1, self.room, device=weight.device)[None], weight)
+        angles = [x[0] for x in found]
+        channels, index_channels = angles[0].shape[1], angles[-1].shape[1] if len(angles) > 2 else 0
         formats = kernel_module("decode.entry_reference")
-        return formats.AngleTable(torch.cat(found, -1), self.lengths, channels, index_channels)
+        values = torch.cat(angles, -1)
+        return formats.AngleTable(values, self.lengths, channels, index_channels, len(angles) > 4)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the tokens' positions, for heads, the indexer and, with torch's
-        products, its keys; the table of all positions if a kernel reads from it."""
-        if self._takes_table and self._table is not None:
-            return self._table
-        angles, pool = self._angles(h, self.lengths), self.config.indexer_pool
-        if self.products == "rows":
-            return angles
-        keys = angles if pool == 1 else self._angles(h, self.lengths - (self.lengths - 1) % pool)
-        return *angles, *keys[2:]
-
-    def _angles(self, h: torch.Tensor, lengths: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the last positions of these lengths; the indexer's None, None if
-        it is not rotated."""
+        """Returns cosines and sines [B, channels] of the tokens' positions, for heads, the indexer, and its keys where
+        they differ; the table of all positions if a kernel reads from it."""
         if self._table is not None:
-            return self._table._replace(lengths=lengths).angles()
-        model, positions = self.model.model, (lengths - 1)[:, None]
-        cos, sin = (x[:, 0] for x in model.rotary_emb(h, position_ids=positions))
+            return self._table if self._takes_table else self._table.angles()
+        found = self._angles_of((self.lengths - 1)[:, None], h)
+        return kernel_module("decode.entry_reference").Angles(*(x[:, 0] for x in found))
+
+    def _angles_of(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        model, pool = self.model.model, self.config.indexer_pool
+        angles = model.rotary_emb(like, position_ids=positions)
         if model.indexer_rotary_emb is None:
-            return cos, sin, None, None
-        index_cos, index_sin = (x[:, 0] for x in model.indexer_rotary_emb(h, position_ids=positions))
-        return cos, sin, index_cos, index_sin
+            return angles
+        numbers = positions if pool > 1 else None
+        return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, pool, numbers)
 
     def _attend(self, place: int, module: Any, projected: Any, refresh: bool) -> Any:
         config = self.config

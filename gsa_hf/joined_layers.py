@@ -69,7 +69,7 @@ class Projected(NamedTuple):
 
 
 Rotary = tuple[torch.Tensor | None, ...]
-"""Cosines and sines [B, channels] of heads, of the indexer's queries, of its keys; None without indexer or rotation."""
+"""Cosines and sines [B, channels] of heads, of the indexer and, where it turns otherwise, of its key; or None."""
 
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
@@ -166,9 +166,10 @@ def enter(
         width = (sizes.index_head_dim,)
         index_q = nn.functional.rms_norm(index_q, width, layer.index_q_norm, sizes.eps)
         index_k = nn.functional.rms_norm(index_k, width, layer.index_k_norm, sizes.eps)
-    if index_cos is not None and index_sin is not None and key_cos is not None and key_sin is not None:
+    if index_cos is not None and index_sin is not None:
         index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
-        index_k = rotate(index_k, key_cos, key_sin)
+        own = key_cos is not None and key_sin is not None
+        index_k = rotate(index_k, key_cos, key_sin) if own else rotate(index_k, index_cos, index_sin)
     row = index_k
     if sizes.row > sizes.parts[5]:
         kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)

@@ -115,6 +115,12 @@ def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -
         assert chosen(model, monkeypatch) is decoding.ModelDecoder
 
 
+def prefill_by_torch(model: Any) -> None:
+    """Of groups of keys, which the kernels of the prefill do not select in padded prompts."""
+    if model.config.indexer_pool > 1:
+        model.set_attn_implementation("sdpa")
+
+
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +132,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model)
-    if name == "groups of keys":
-        model.set_attn_implementation("sdpa")  # of the prefill
+    prefill_by_torch(model)
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graphs
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
@@ -139,7 +144,15 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize(
-    ("name", "count", "new"), [("mixed", 3, 3), ("sparse", 1, 2), ("dense", 1, 3), ("blocks", 1, 4)]
+    ("name", "count", "new"),
+    [
+        ("mixed", 3, 3),
+        ("sparse", 1, 2),
+        ("dense", 1, 3),
+        ("blocks", 1, 4),
+        ("groups of keys", 1, 4),
+        ("groups of keys", 2, 3),
+    ],
 )
 def test_products_of_few_rows_give_the_same_tokens(
     name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +164,7 @@ def test_products_of_few_rows_give_the_same_tokens(
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model, products="rows")
+    prefill_by_torch(model)
     assert generator.generate(PROMPTS[:count], new).tokens == wanted
     assert generator.decoder.products == "rows"
 
@@ -214,10 +228,6 @@ def test_which_products_are_taken() -> None:
         decoding.FusedDecoder(
             make_model("norms, no head weights", attn_implementation="gsa"), products="rows"
         ).open(1, 64)
-    with pytest.raises(ValueError, match="do not take indexer_rope with an indexer_pool of 4"):
-        decoding.FusedDecoder(make_model("groups of keys", attn_implementation="gsa"), products="rows").open(
-            1, 64
-        )
     with pytest.raises(ValueError, match="do not take products of 100 columns"):
         decoding.FusedDecoder(make_model("dense", intermediate_size=100), products="rows").open(1, 16)
 
