@@ -43,7 +43,10 @@ def forward_pass(
 GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
     "keys": (Geometry(), {"starts": [5, 0, 1, 9]}),
     "keys, window": (Geometry(local_window=6), {"settled": True, "mode": "direct"}),
-    "blocks": (Geometry(selection_block=4, local_window=5), {"starts": [0, 7, 3, 0], "steps": 6}),
+    "blocks": (
+        Geometry(selection_block=4, local_window=5),
+        {"starts": [0, 7, 3, 0], "steps": 6, "mode": "off"},
+    ),
     "groups, window": (Geometry(local_window=6, indexer_pool=4), {"settled": True}),
     "groups, padding": (Geometry(indexer_pool=4), {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0}),
     "groups, parts": (Geometry(local_window=3, indexer_pool=16), {"mode": "direct", "splits": 4}),
