@@ -14,14 +14,13 @@ from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
 from .indexer_gsa import (
     GSAIndexer,
     indexer_loss,
-    key_groups,
     mean_attention,
     rotate,
     select_keys,
-    token_order,
 )
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
+from .token_order_gsa import key_groups, token_order
 
 
 class GSARMSNorm(nn.Module):
@@ -74,18 +73,18 @@ def indexer_angles(
     rotary: GSARotaryEmbedding,
     x: torch.Tensor,
     position_ids: torch.Tensor,
+    numbers: torch.Tensor,
     pool: int,
-    numbers: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key
     of the document, also cosines and sines of the keys, so that a group's mean is rotated before the group is complete.
 
     Args:
         position_ids: int64 [B, L]
-        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted; None without groups
+        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted; for groups
     """
     angles = rotary(x, position_ids)
-    if numbers is None:
+    if pool == 1:
         return angles
     return *angles, *rotary(x, position_ids - (numbers % pool).minimum(position_ids))
 

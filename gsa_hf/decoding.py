@@ -300,8 +300,7 @@ class FusedDecoder:
         angles = model.rotary_emb(like, position_ids=positions)
         if model.indexer_rotary_emb is None:
             return angles
-        numbers = positions if pool > 1 else None
-        return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, pool, numbers)
+        return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, positions, pool)
 
     def _attend(self, place: int, module: Any, projected: Any, refresh: bool) -> Any:
         config = self.config

@@ -168,8 +168,9 @@ def enter(
         index_k = nn.functional.rms_norm(index_k, width, layer.index_k_norm, sizes.eps)
     if index_cos is not None and index_sin is not None:
         index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
-        own = key_cos is not None and key_sin is not None
-        index_k = rotate(index_k, key_cos, key_sin) if own else rotate(index_k, index_cos, index_sin)
+        if key_cos is None or key_sin is None:
+            key_cos, key_sin = index_cos, index_sin
+        index_k = rotate(index_k, key_cos, key_sin)
     row = index_k
     if sizes.row > sizes.parts[5]:
         kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
-from gsa_hf.indexer_gsa import key_groups, token_order
+from gsa_hf.token_order_gsa import key_groups, token_order
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
