@@ -127,7 +127,7 @@ def count_candidates(length, max_length, POOL: tl.constexpr):
     """What a query chooses among: the keys of its sequence, or the groups of POOL keys before its own."""
     length = tl.minimum(length, max_length)
     if POOL > 1:
-        return tl.maximum(length - 1, 0) // POOL
+        length = tl.maximum(length - 1, 0) // POOL
     return length
 
 
@@ -294,14 +294,13 @@ def _write_indices_kernel(
         gdc_wait()
     if POOL > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if span == tl.num_programs(0) - 1:
-            entry = batch * 0 + length * POOL
-            number = tl.minimum(tl.load(lengths_ptr + batch), max_length) - length * POOL
-            if starts_ptr is not None:
-                entry += tl.load(starts_ptr + batch)
-            keys_ptr += batch * stride_kb + entry * stride_kl
+            keys_ptr += batch * stride_kb
             groups_ptr += batch * stride_gb + length.to(tl.int64) * stride_gl
-            _write_mean_key(keys_ptr, groups_ptr, number, stride_kl, POOL, DI, BLOCK_D)
-            return
+            tokens = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+            start = length * POOL
+            if starts_ptr is not None:
+                keys_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
+            _write_mean_key(keys_ptr, groups_ptr, start, tokens, stride_kl, POOL, DI, BLOCK_D)
     first = span * SPAN
     if (first >= length) | ((length - 1) % selection_block != 0):
         return
@@ -356,16 +355,19 @@ def _write_indices_kernel(
 
 @triton.jit
 def _write_mean_key(
-    keys_ptr, mean_ptr, number, stride_kl, POOL: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
+    keys_ptr, mean_ptr, first, tokens, stride_kl, POOL: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The sum of a group's first `number` keys over POOL: the mean once the group is whole. In the order of
-    `pool_keys`; the loads do not wait for each other."""
+    """Of a group's keys from `first` to the newest, over POOL: the mean once the group is whole. Summed in the order
+    of `pool_keys`; the loads do not wait for each other."""
     dims = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
+    keys_ptr += first.to(tl.int64) * stride_kl
     for member in tl.static_range(POOL):
-        there = (dims < DI) & (member < number)
+        there = (dims < DI) & (first + member < tokens)
         total += tl.load(keys_ptr + member * stride_kl + dims, mask=there, other=0.0).to(tl.float32)
-    tl.store(mean_ptr + dims, (total / POOL).to(mean_ptr.dtype.element_ty), mask=(dims < DI) & (number > 0))
+    tl.store(
+        mean_ptr + dims, (total / POOL).to(mean_ptr.dtype.element_ty), mask=(dims < DI) & (first < tokens)
+    )
 
 
 @triton.jit
