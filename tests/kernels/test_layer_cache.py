@@ -101,7 +101,7 @@ def test_dense_and_sparse_calls_on_one_cache() -> None:
     assert (dense - sparse)[:, 40:].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("fields", [{}, SHARED], ids=["each", "shared"])
+@pytest.mark.parametrize("fields", [{}, SHARED, FIELDS["groups, window"]], ids=["each", "shared", "groups"])
 def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> None:
     layer, x = make_layer(implementation="reference", output_gate=False, **fields)
     wanted, _, weights = layer(x, need_weights=True)
