@@ -122,26 +122,19 @@ def _decode(
     def cache(lengths: torch.Tensor, selection: Any) -> Any:
         return state.LayerCache(k, v, lengths, selection, workspace, place.starts)
 
-    if module.indexer is not None and block == 1:
-        call.selection = place.memory.selection(batch, most_keys, query.device)
-        assert call.rows is not None
-        held = cache(place.lengths, call.selection)
-        if pool > 1:  # from the cache's keys, which may have been reordered or cropped since the last step
-            means = kernel_module("indexer.pool").group_means(call.rows, pool, place.starts)
-            held = replace(held, group_keys=means)
-        return decode.decode_step(
-            q,
-            applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights),
-            held,
-            kernel_rule(config),
-            module.indexer.variance_ema,
-            kernel_module("types").Geometry(local_window=window, indexer_pool=pool),
-            gate,
-        )[:, None]
     if module.indexer is not None:
-        lengths, applied = _of_leaders(module, call, most_keys)
+        if block > 1:
+            lengths, applied = _of_leaders(module, call, most_keys)
+        else:
+            assert call.rows is not None
+            call.selection = place.memory.selection(batch, most_keys, query.device)
+            lengths = place.lengths
+            applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
         held = cache(lengths, call.selection)
-        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block)
+        if pool > 1:  # from the cache's keys, which may have been reordered or cropped since the last step
+            means = kernel_module("indexer.pool").group_means(applied.keys, pool, place.starts)
+            held = replace(held, group_keys=means)
+        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block, pool)
     return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate, pool=pool)[:, None]
 
 
