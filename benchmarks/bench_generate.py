@@ -3,12 +3,12 @@
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
 
 Models of configs/gsa_1.7b.yaml with random weights in bf16, their caches filled with random contents: standard (dense,
-no gates, no indexer), GSA, and GSA whose selection 32 tokens share. All decode by `gsa_hf.decoding.FusedDecoder` with
-joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled by it, and takes the fastest of
-torch's SDPA backends for one query with grouped heads, with the mask that a static cache needs or, where its slots are
-all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch (column `products`), or as
---products says; `standard, our products` is the standard model by kernels for few rows. `GSA shared` counts one step
-that selects in 32. All models take turns in one run.
+no gates, no indexer), GSA, GSA whose selection 32 tokens share, and GSA that selects groups of 16 keys. All decode by
+`gsa_hf.decoding.FusedDecoder` with joined projections, steps in CUDA graphs. `standard` multiplies by torch, compiled
+by it, and takes the fastest of torch's SDPA backends for one query with grouped heads, with the mask that a static
+cache needs or, where its slots are all filled as here, without. GSA multiplies as `FusedDecoder` chooses for the batch
+(column `products`), or as --products says; `standard, our products` is the standard model by kernels for few rows. `GSA
+shared` counts one step that selects in 32. All models take turns in one run.
 
 A step advances the decoder's counters of tokens. They are put back before each timed step, outside of its time, so that
 all steps are at the same place: 32 tokens share a selection that the first one makes, at whose place alone a step that
@@ -44,10 +44,10 @@ from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
 from gsa_hf.decoding import PRODUCTS, FusedDecoder
 from gsa_hf.generation import DecodingGraphs
 
-BLOCK, WINDOW = 32, 64
+BLOCK, WINDOW, POOL = 32, 64, 16
 STANDARD, OUR_STANDARD = "standard", "standard, our products"
 PROMISED_LENGTH = 131072
-PROMISES = {"GSA": 2.0, "GSA shared": 3.0}
+PROMISES = {"GSA": 2.0, "GSA shared": 3.0, "GSA groups": 2.0}
 """Times the standard model's tokens per second, batch 1."""
 SPARE_BYTES = 8e9
 """Kept free of weights and caches: workspaces, logits, what torch.compile and graphs hold."""
@@ -77,7 +77,7 @@ class Sdpa:
 
 
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
-    """`standard`, also with our products, `GSA` or `GSA shared`."""
+    """`standard`, also with our products, or one of PROMISES."""
     model, gsa = shapes["model"], shapes["gsa"]
     sparse, shared = name not in (STANDARD, OUR_STANDARD), name == "GSA shared"
     return GSAConfig(
@@ -98,6 +98,8 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
         k_min=gsa["k_min"],
         k_max=gsa["k_max"],
         selection_block=BLOCK if shared else 1,
+        indexer_pool=POOL if name == "GSA groups" else 1,
+        indexer_rope=name == "GSA groups",
         local_window=WINDOW if shared else 0,
     )
 
@@ -138,7 +140,7 @@ def selected(decoder: FusedDecoder) -> int:
     if not decoder._selections:
         return int(decoder.slot)
     counts = [selection.counts.float().mean().item() for selection in decoder._selections.values()]
-    return round(sum(counts) / len(counts))
+    return round(sum(counts) / len(counts) * decoder.config.indexer_pool)
 
 
 def weight_bytes(decoder: FusedDecoder) -> int:
@@ -153,6 +155,8 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
     row = 0
     if config.indexer_layer(0) is not None:
         row = config.index_head_dim
+        if config.indexer_pool > 1:
+            row += config.index_head_dim // config.indexer_pool
         if config.selection_block > 1:
             row += config.index_n_heads * (config.index_head_dim + 1) + 16
     weights = 2 * hidden * (3 * config.intermediate_size + 4 * heads * config.head_dim)
@@ -350,7 +354,8 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)
     if decoder._selections:
-        indexed = batch * filled * 2 * config.index_head_dim / config.selection_block
+        shared = config.selection_block * config.indexer_pool
+        indexed = batch * filled * 2 * config.index_head_dim / shared
         per_layer = batch * (selected(decoder) + config.local_window) * token + indexed
     return weight_bytes(decoder) + config.num_hidden_layers * per_layer
 

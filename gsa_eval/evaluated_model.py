@@ -98,7 +98,7 @@ def load_evaluated_model(
             raise ValueError(f"--hf {source.hf}: no config.json there; give a folder that export_hf.py wrote")
         found: GSAConfig = read_hf_config(source.hf, [GSAConfig.model_type])
         hf_config = apply_settings(found, settings)
-        attention = chosen_attention(attention, device, hf_config.indexer_pool)
+        attention = chosen_attention(attention, device)
         loaded = read_gsa_model(source.hf, found, hf_config, attention, dtype or "auto")
         length = hf_config.max_position_embeddings
         about: dict[str, Any] = {"hf": str(source.hf.absolute())}
@@ -113,7 +113,7 @@ def load_evaluated_model(
             nonlocal attention
             state = read_run_state(checkpoint)
             config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
-            attention = chosen_attention(execution.attention, device, config.gsa.indexer_pool)
+            attention = chosen_attention(execution.attention, device)
             return EvaluatedModel(
                 _checkpoints_model(checkpoint, config, settings, attention, device, dtype),
                 tokenizer_of(checkpoint, config, state),

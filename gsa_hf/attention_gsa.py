@@ -14,14 +14,13 @@ from .gates_gsa import gate, gate_heads, gate_rows, has_paper_form, make_gate
 from .indexer_gsa import (
     GSAIndexer,
     indexer_loss,
-    key_groups,
     mean_attention,
     rotate,
     select_keys,
-    token_order,
 )
 from .kernel_pass_gsa import KernelPass
 from .kernels_gsa import KernelCall
+from .token_order_gsa import key_groups, token_order
 
 
 class GSARMSNorm(nn.Module):
@@ -71,12 +70,23 @@ class GSARotaryEmbedding(nn.Module):
 
 
 def indexer_angles(
-    rotary: GSARotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, pool: int
+    rotary: GSARotaryEmbedding,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    numbers: torch.Tensor,
+    pool: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key,
-    also cosines and sines of the keys, so that a group's mean is rotated before the group is complete."""
+    """Returns cosines and sines [B, L, DI] for the indexer. With groups of keys, which are rotated as their first key
+    of the document, also cosines and sines of the keys, so that a group's mean is rotated before the group is complete.
+
+    Args:
+        position_ids: int64 [B, L]
+        numbers: int64 [B or 1, L], of the tokens in their sequence, padding not counted; for groups
+    """
     angles = rotary(x, position_ids)
-    return angles if pool == 1 else (*angles, *rotary(x, position_ids - position_ids % pool))
+    if pool == 1:
+        return angles
+    return *angles, *rotary(x, position_ids - (numbers % pool).minimum(position_ids))
 
 
 def eager_attention_forward(
@@ -167,6 +177,11 @@ class GSAAttention(nn.Module):
             )  # before the update, which may move it in place
             k, v = cache.update(k, v, self.layer_idx)
         tokens = rows = None
+        if output_indexer_loss and self.indexer is not None and self.config.indexer_pool > 1:
+            raise ValueError(
+                f"indexer_pool is {self.config.indexer_pool}: the loss of an indexer over groups of keys is in "
+                "gsa_train alone; pass indexer_loss_coef=0 and no output_indexer_loss"
+            )
         if self.indexer is not None:
             with torch.set_grad_enabled(output_indexer_loss and torch.is_grad_enabled()):
                 tokens = self.indexer(hidden_states, indexer_embeddings)
@@ -204,7 +219,7 @@ class GSAAttention(nn.Module):
                 selecting = self.indexer.from_cache(tokens, rows, leaders)
                 groups = None
                 if order is not None and self.config.indexer_pool > 1:
-                    groups = key_groups(self.config.indexer_pool, slots, position_ids, order)
+                    groups = key_groups(self.config.indexer_pool, slots, attention_mask[:, 0], order)
                     selecting = selecting._replace(keys=groups.mean(selecting.keys))
                 scores = self.indexer.scores(selecting)
             selection = select_keys(self.indexer, self.config, scores, attention_mask[:, 0], leaders, groups)
@@ -267,11 +282,6 @@ class GSAAttention(nn.Module):
     ) -> torch.Tensor:
         """Arguments and result as in `indexer_loss`."""
         assert self.indexer is not None
-        if self.config.indexer_pool > 1:
-            raise ValueError(
-                f"indexer_pool is {self.config.indexer_pool}: the loss of an indexer over groups of keys is in "
-                "gsa_train alone; pass indexer_loss_coef=0 and no output_indexer_loss"
-            )
         check_no_past(q.shape[2], k.shape[2])
         probs = mean_attention(q, k, attended, self.scaling)
         return indexer_loss(scores, probs, attended, visible, leaders, self.indexer.inverse_temperature())

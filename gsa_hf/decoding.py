@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from . import joined_layers, row_layers
-from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding
+from .attention_gsa import GSAAttention, GSARMSNorm, GSARotaryEmbedding, indexer_angles
 from .gates_gsa import other_gates
 from .indexer_gsa import GSAIndexer
 from .joined_layers import Buffers, Projected, join_layer
@@ -66,7 +66,7 @@ adapters, quantisation and parametrisation put in its place, or derive from it, 
 def not_fused(model: GSAForCausalLM) -> str | None:
     """Returns a feature of the model that fused steps lack, as `field is value`; None if there is none."""
     config: Any = model.config
-    other = {"num_experts": 0, "sandwich_norm": False, "indexer_pool": 1}
+    other = {"num_experts": 0, "sandwich_norm": False}
     for name, value in other.items():
         if getattr(config, name) != value:
             return f"{name} is {getattr(config, name)!r}"
@@ -155,6 +155,7 @@ class FusedDecoder:
         self.slot = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._table = self._angle_table()
         self._selections: dict[int, Any] = {}
+        self._group_keys: dict[int, torch.Tensor] = {}
         self._workspace = None
         if any(sizes.row for _, sizes in self.layers):
             state = kernel_module("decode.state")
@@ -166,10 +167,13 @@ class FusedDecoder:
                 head_size=config.head_dim,
                 device=weight.device,
             )
-            kept = min(kernel_rule(config).most_keys, room)
+            pool = config.indexer_pool
+            kept = state.most_selected(kernel_rule(config), pool, room)
             for place, (_, each) in enumerate(self.layers):
                 if each.row:
                     self._selections[place] = state.new_selection(batch, kept, device=weight.device)
+                if each.row and pool > 1:
+                    self._group_keys[place] = weight.new_zeros(batch, -(-room // pool), each.row)
 
     def _choose_products(self, batch: int) -> None:
         weight = self.model.lm_head.weight
@@ -210,11 +214,14 @@ class FusedDecoder:
     def place(self, filled: int, starts: torch.Tensor) -> None:
         """Set the next slot to `filled`; int32 [B] `starts` slots in front of each sequence are padding.
 
-        Also makes the selections of blocks that began in the filled slots.
+        Also makes the selections of blocks that began in the filled slots, and the mean keys of the groups there.
         """
         self.slot.fill_(filled)
         self.starts.copy_(starts)
         self.lengths.copy_(filled + 1 - self.starts)
+        for place, means in self._group_keys.items():
+            group_means = kernel_module("indexer.pool").group_means
+            means.copy_(group_means(self.buffers[place].rows, self.config.indexer_pool, self.starts))
         block = self.config.selection_block
         if block == 1 or self._workspace is None:
             return
@@ -273,25 +280,27 @@ class FusedDecoder:
         if model.rotary_emb.rope_type in ("dynamic", "longrope"):
             return None
         weight = model.embed_tokens.weight
-        positions = torch.arange(-1, self.room, device=weight.device)[None]
-        found = [x[0] for x in model.rotary_emb(weight, position_ids=positions)]
-        if model.indexer_rotary_emb is not None:
-            found += [x[0] for x in model.indexer_rotary_emb(weight, position_ids=positions)]
-        channels, index_channels = found[0].shape[1], found[-1].shape[1] if len(found) > 2 else 0
+        found = self._angles_of(torch.arange(-1, self.room, device=weight.device)[None], weight)
+        angles = [x[0] for x in found]
+        channels, index_channels = angles[0].shape[1], angles[-1].shape[1] if len(angles) > 2 else 0
         formats = kernel_module("decode.entry_reference")
-        return formats.AngleTable(torch.cat(found, -1), self.lengths, channels, index_channels)
+        values = torch.cat(angles, -1)
+        return formats.AngleTable(values, self.lengths, channels, index_channels, len(angles) > 4)
 
     def _rotary(self, h: torch.Tensor) -> Any:
-        """Returns cosines and sines [B, channels] of the tokens' positions, for heads and for the indexer; the table
-        of all positions if a kernel reads from it."""
+        """Returns cosines and sines [B, channels] of the tokens' positions, for heads, the indexer, and its keys where
+        they differ; the table of all positions if a kernel reads from it."""
         if self._table is not None:
             return self._table if self._takes_table else self._table.angles()
-        model, positions = self.model.model, (self.lengths - 1)[:, None]
-        cos, sin = (x[:, 0] for x in model.rotary_emb(h, position_ids=positions))
+        found = self._angles_of((self.lengths - 1)[:, None], h)
+        return kernel_module("decode.entry_reference").Angles(*(x[:, 0] for x in found))
+
+    def _angles_of(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        model, pool = self.model.model, self.config.indexer_pool
+        angles = model.rotary_emb(like, position_ids=positions)
         if model.indexer_rotary_emb is None:
-            return cos, sin, None, None
-        index_cos, index_sin = (x[:, 0] for x in model.indexer_rotary_emb(h, position_ids=positions))
-        return cos, sin, index_cos, index_sin
+            return angles
+        return *angles, *indexer_angles(model.indexer_rotary_emb, like, positions, positions, pool)
 
     def _attend(self, place: int, module: Any, projected: Any, refresh: bool) -> Any:
         config = self.config
@@ -325,13 +334,13 @@ class FusedDecoder:
         self, place: int, module: Any, projected: Any, held: Any, selects: bool
     ) -> torch.Tensor:
         config = self.config
-        window = config.local_window
+        window, pool = config.local_window, config.indexer_pool
         decode = kernel_module("decode.op")
         if not selects:
-            return decode.decode_attend(projected.q, held, window, projected.gate)
+            return decode.decode_attend(projected.q, held, window, projected.gate, pool=pool)
         applied = self._applied(place, projected.index_queries, projected.index_weights)
         geometry = kernel_module("types").Geometry(
-            selection_block=config.selection_block, local_window=window
+            selection_block=config.selection_block, local_window=window, indexer_pool=pool
         )
         rule, ema = kernel_rule(config), module.indexer.variance_ema
         return decode.decode_step(projected.q, applied, held, rule, ema, geometry, projected.gate)
@@ -367,9 +376,9 @@ class FusedDecoder:
     def _layer_cache(self, place: int, leader: int, lengths: torch.Tensor, settled: bool) -> Any:
         k, v = (x.transpose(1, 2) for x in self.buffers[place][:2])
         selection = self._selections[leader]
-        return kernel_module("decode.state").LayerCache(
-            k, v, lengths, selection, self._workspace, self.starts, settled, self.products == "rows"
-        )
+        in_chain = self.products == "rows"
+        state = (lengths, selection, self._workspace, self.starts, settled, in_chain)
+        return kernel_module("decode.state").LayerCache(k, v, *state, group_keys=self._group_keys.get(place))
 
     def _applied(self, place: int, queries: Any, weights: Any) -> Any:
         rows, indexer = self.buffers[place].rows, self.model.model.layers[place].self_attn.indexer

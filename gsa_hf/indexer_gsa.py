@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .token_order_gsa import KeyGroups, TokenOrder
+
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
 """Logits of constant head weights 1, by activation: the sigmoid of 64 rounds to 1."""
 
@@ -22,77 +24,6 @@ class IndexedTokens(NamedTuple):
     """[B, L or Lk, DI]"""
     weights: torch.Tensor
     """[B, L, HI], before the bias and the sigmoid; constant if the indexer has no head weights."""
-
-
-class KeyGroups(NamedTuple):
-    """Neighbouring keys that are scored and selected together; a group's values are stored at its first key."""
-
-    size: int
-    of_keys: torch.Tensor
-    """int64 [B, Lk], slot of the first key of each key's group"""
-    of_queries: torch.Tensor
-    """int64 [B, L], of each query's own group"""
-
-    def mean(self, keys: torch.Tensor) -> torch.Tensor:
-        """Returns the means of whole groups at their first keys, [B, Lk, DI], summed in fp32."""
-        sums = torch.zeros_like(keys, dtype=torch.float32)
-        sums = sums.scatter_add(1, self.of_keys[..., None].expand_as(keys), keys.float())
-        return (sums / self.size).to(keys.dtype)
-
-    def before_own(self, visible: torch.Tensor) -> torch.Tensor:
-        """Returns, among the causal keys [B, L, Lk], the first key of each group before the query's own; these groups
-        are whole."""
-        slots = torch.arange(visible.shape[-1], device=visible.device)
-        return visible & (self.of_keys == slots)[:, None] & (slots < self.of_queries[..., None])
-
-    def keys_of(self, selected: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """Returns all keys of the selected groups, and of the query's own group up to the query: bool [B, L, Lk]."""
-        of_keys = self.of_keys[:, None]
-        chosen = selected.gather(-1, of_keys.expand_as(selected))
-        return (chosen | (of_keys == self.of_queries[..., None])) & visible
-
-
-class TokenOrder(NamedTuple):
-    """The tokens of each sequence, numbered from 0: padding may be anywhere between them."""
-
-    slots: torch.Tensor
-    """int64 [B, Lk], of each number; padding comes last"""
-    numbers: torch.Tensor
-    """int64 [B, Lk], of each slot; padding has the number of the token in front of it"""
-    real: torch.Tensor
-    """bool [B, Lk], no padding"""
-
-    def slots_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.slots.gather(1, numbers.clamp(min=0))
-
-
-def token_order(visible: torch.Tensor, slots: torch.Tensor) -> TokenOrder:
-    """
-    Args:
-        visible: bool [B, L, Lk], the keys that each query may see
-        slots: int64 [L], of the tokens of this forward pass
-    """
-    # With a cache a row is one document, whose last token is not padding; without, padding does not see itself.
-    whole = visible.shape[-1] == len(slots)
-    real = visible.diagonal(dim1=1, dim2=2) if whole else visible[:, -1]
-    return TokenOrder((~real).sort(dim=-1, stable=True).indices, real.cumsum(-1) - 1, real)
-
-
-def key_groups(size: int, slots: torch.Tensor, position_ids: torch.Tensor, order: TokenOrder) -> KeyGroups:
-    """
-    Args:
-        slots: int64 [L], of the tokens of this forward pass
-        position_ids: int64 [B, L], theirs
-    """
-    keys, queries = order.numbers, order.numbers[:, slots]
-    positions = position_ids
-    if keys.shape[1] != len(slots):
-        positions = keys - (queries[:, -1:] - position_ids[:, -1:])
-    of_keys = order.slots_of(keys - positions % size)
-    every = torch.arange(keys.shape[1], device=slots.device)
-    return KeyGroups(
-        size, torch.where(order.real, of_keys, every), order.slots_of(queries - position_ids % size)
-    )
 
 
 class GSAIndexer(nn.Module):
@@ -276,7 +207,7 @@ def select_keys(
         leaders: int64 [B, L], slot of that first query, or None
         groups: groups of keys, if they are selected together; then scores are per group
     """
-    candidates = visible if groups is None else groups.before_own(visible)
+    candidates = visible if groups is None else groups.before_own()
     if leaders is not None:
         candidates = visible & (torch.arange(visible.shape[-1], device=visible.device) <= leaders[..., None])
     readable = candidates if groups is None else visible

@@ -68,7 +68,8 @@ class Projected(NamedTuple):
     """[B, 1, HI]"""
 
 
-Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Rotary = tuple[torch.Tensor | None, ...]
+"""Cosines and sines [B, channels] of heads, of the indexer and, where it turns otherwise, of its key; or None."""
 
 
 def join_layer(layer: Any, config: Any) -> tuple[LayerWeights, Sizes]:
@@ -149,7 +150,9 @@ def enter(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = nn.functional.rms_norm(q, q.shape[-1:], layer.q_norm, sizes.eps)
         k = nn.functional.rms_norm(k, k.shape[-1:], layer.k_norm, sizes.eps)
-    cos, sin, index_cos, index_sin = rotary
+    cos, sin, index_cos, index_sin, key_cos, key_sin = rotary
+    assert cos is not None
+    assert sin is not None
     q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
     cache.k.index_copy_(2, slot, k[:, :, None])
     cache.v.index_copy_(2, slot, v[:, :, None])
@@ -165,7 +168,9 @@ def enter(
         index_k = nn.functional.rms_norm(index_k, width, layer.index_k_norm, sizes.eps)
     if index_cos is not None and index_sin is not None:
         index_q = rotate(index_q, index_cos[:, None], index_sin[:, None])
-        index_k = rotate(index_k, index_cos, index_sin)
+        if key_cos is None or key_sin is None:
+            key_cos, key_sin = index_cos, index_sin
+        index_k = rotate(index_k, key_cos, key_sin)
     row = index_k
     if sizes.row > sizes.parts[5]:
         kept = torch.cat([index_k, index_q.flatten(1), index_w], -1)

@@ -124,11 +124,7 @@ def make_kernel_pass(
     Raises:
         ValueError: the kernels cannot run it; names an alternative.
     """
-    if config.indexer_pool > 1:
-        raise ValueError(
-            f"indexer_pool is {config.indexer_pool} with attn_implementation 'gsa', whose kernels score single keys; "
-            "pass 'sdpa'"
-        )
+    _check_groups(config)
     if not inputs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attn_implementation is 'gsa' with the model on {inputs.device}; move it to a CUDA device, or pass 'sdpa'"
@@ -149,10 +145,11 @@ def make_kernel_pass(
         return _decoding(padding, past, batch, inputs.device, cache.is_compileable, memory)
     found = KernelPass(memory, length, int(past), static=cache is not None and cache.is_compileable)
     block = config.selection_block
-    if found.past % block:
+    name, unit = ("selection_block", block) if block > 1 else ("indexer_pool", config.indexer_pool)
+    if found.past % unit:
         raise ValueError(
-            f"{length} tokens follow {found.past} in the cache with selection_block {block} and attn_implementation "
-            f"'gsa'; pass pieces of a multiple of {block} tokens, one token at a time, or 'sdpa'"
+            f"{length} tokens follow {found.past} in the cache with {name} {unit} and attn_implementation 'gsa'; pass "
+            f"pieces of a multiple of {unit} tokens, one token at a time, or 'sdpa'"
         )
     lengths = torch.full((batch,), length, device=inputs.device)
     if cache is not None:
@@ -182,6 +179,23 @@ def make_kernel_pass(
             return found
     found.counted = ((lengths - 1).clamp(min=0) // block).sum().clamp(min=1).float()
     return found
+
+
+def _check_groups(config: Any) -> None:
+    """Raise ValueError for groups of keys that the kernels do not have."""
+    pool = config.indexer_pool
+    if pool == 1:
+        return
+    pools = kernel_module("limits").KEY_POOLS
+    if pool not in pools:
+        raise ValueError(
+            f"indexer_pool is {pool} with attn_implementation 'gsa'; pass one of {pools}, or 'sdpa'"
+        )
+    if config.index_topk % pool or config.dense_below > 0:
+        raise ValueError(
+            f"index_topk is {config.index_topk} and dense_below {config.dense_below} with indexer_pool {pool} and "
+            f"attn_implementation 'gsa'; pass a multiple of {pool} and 0, or 'sdpa'"
+        )
 
 
 def _place(found: KernelPass, starts: torch.Tensor, real: torch.Tensor) -> None:

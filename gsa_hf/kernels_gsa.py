@@ -3,7 +3,7 @@
 Letters in shapes are as in indexer_gsa.py; H query heads, Hkv key-value heads, D their size.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def _attend(
     sparse = module.is_sparse and (call.learns or end >= config.dense_below)
     block = config.selection_block if sparse else 1
     window = config.local_window if sparse else 0
-    geometry = types.Geometry(place.document_starts, place.past, block, window)
+    pool = config.indexer_pool if sparse else 1
+    geometry = types.Geometry(place.document_starts, place.past, block, window, pool)
     applied = None
     if module.indexer is not None and place.static and config.selection_block > 1:
         assert call.rows is not None
@@ -77,6 +78,7 @@ def _attend(
             weights=place.arranged(call.tokens.weights)[:, ::block],
         )
         applied = applied_indexer(module.indexer, tokens.queries, tokens.keys, tokens.weights)
+        applied = kernel_module("indexer.pool").pooled(applied, geometry)
         call.selection = api.select(
             applied, kernel_rule(config), module.indexer.variance_ema, geometry, implementation="triton"
         )
@@ -110,30 +112,27 @@ def _decode(
     batch, room, kv_heads, size = k.shape
     workspace = place.memory.workspace(batch, room, query.shape[1], kv_heads, size, query.device)
     q, gate = query[:, :, 0], None if call.gate_logits is None else call.gate_logits[:, 0]
-    block, window = config.selection_block, config.local_window
-    most_keys = min(kernel_rule(config).most_keys, room)
+    block, window, pool = config.selection_block, config.local_window, config.indexer_pool
+    most_keys = state.most_selected(kernel_rule(config), pool, room)
     assert place.lengths is not None
 
     def cache(lengths: torch.Tensor, selection: Any) -> Any:
         return state.LayerCache(k, v, lengths, selection, workspace, place.starts)
 
-    if module.indexer is not None and block == 1:
-        call.selection = place.memory.selection(batch, most_keys, query.device)
-        assert call.rows is not None
-        return decode.decode_step(
-            q,
-            applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights),
-            cache(place.lengths, call.selection),
-            kernel_rule(config),
-            module.indexer.variance_ema,
-            kernel_module("types").Geometry(local_window=window),
-            gate,
-        )[:, None]
     if module.indexer is not None:
-        lengths, applied = _of_leaders(module, call, most_keys)
+        if block > 1:
+            lengths, applied = _of_leaders(module, call, most_keys)
+        else:
+            assert call.rows is not None
+            call.selection = place.memory.selection(batch, most_keys, query.device)
+            lengths = place.lengths
+            applied = applied_indexer(module.indexer, call.tokens.queries, call.rows, call.tokens.weights)
         held = cache(lengths, call.selection)
-        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block)
-    return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate)[:, None]
+        if pool > 1:  # from the cache's keys, which may have been reordered or cropped since the last step
+            means = kernel_module("indexer.pool").group_means(applied.keys, pool, place.starts)
+            held = replace(held, group_keys=means)
+        decode.decode_select(applied, held, kernel_rule(config), module.indexer.variance_ema, block, pool)
+    return decode.decode_attend(q, cache(place.lengths, call.selection), window, gate, pool=pool)[:, None]
 
 
 def _of_leaders(module: Any, call: KernelCall, keys: int) -> tuple[torch.Tensor, Any]:

@@ -31,6 +31,7 @@ from .experts_gsa import GSAExperts, GSARouter, GSASparseMLP, has_experts
 from .gates_gsa import GSAGateBias
 from .indexer_gsa import GSAIndexer, check_that_it_learns, with_indexer_loss
 from .kernel_pass_gsa import KernelMemory, make_kernel_pass
+from .token_order_gsa import token_numbers
 
 CACHE_ARGUMENT = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """transformers' name of the cache in arguments and outputs, which depends on its version."""
@@ -196,7 +197,7 @@ class GSAModel(GSAPreTrainedModel):
             arguments = (inputs_embeds, attention_mask, position_ids, cache)
             kernel_pass = make_kernel_pass(self.config, *arguments, self.kernel_memory)
         if position_ids is None:
-            position_ids = _positions(inputs_embeds, attention_mask, cache)
+            position_ids = token_numbers(inputs_embeds, None, attention_mask, cache)
         if kernel_pass is None:
             visible = self._visible_keys(inputs_embeds, attention_mask, position_ids, cache)
         position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
@@ -211,8 +212,11 @@ class GSAModel(GSAPreTrainedModel):
             "output_indexer_loss": output_indexer_loss,
         }
         if self.indexer_rotary_emb is not None:
+            pool, numbers = self.config.indexer_pool, position_ids
+            if pool > 1:
+                numbers = token_numbers(inputs_embeds, visible, attention_mask, cache)
             shared["indexer_embeddings"] = indexer_angles(
-                self.indexer_rotary_emb, hidden_states, position_ids, self.config.indexer_pool
+                self.indexer_rotary_emb, hidden_states, position_ids, numbers, pool
             )
         selection, losses = None, []
         for layer in self.layers[: self.config.num_hidden_layers]:
@@ -325,15 +329,6 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
             indexer_loss=outputs.indexer_loss,
             **{CACHE_ARGUMENT: outputs.get(CACHE_ARGUMENT)},
         )
-
-
-def _positions(inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None) -> torch.Tensor:
-    """Returns positions [B or 1, L], counted from the first real token of each sequence if a 2-d mask is given."""
-    length = inputs_embeds.shape[1]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-    past = cache.get_seq_length() if cache is not None else 0
-    return (torch.arange(length, device=inputs_embeds.device) + past)[None]
 
 
 def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:

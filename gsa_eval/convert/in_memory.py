@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from gsa_train.checkpoint.load import read_run_state
 from gsa_train.checkpoint.tensors import CheckpointTensors
 from gsa_train.config import Config, config_from_yaml
 
-logger = logging.getLogger(__name__)
-
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -41,27 +38,9 @@ class TextModel:
         return text_after(self.decode, prompt, new)
 
 
-def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str:
-    """Returns `attn_implementation` as asked; if empty, the kernels on CUDA devices if they support the model's
-    selection, else plain torch with a warning.
-
-    Raises:
-        ValueError: the kernels are asked for, but do not support the selection.
-    """
-    if asked == "gsa" and indexer_pool > 1:
-        raise ValueError(
-            f"--attention gsa: here the kernels do not have gsa.indexer_pool = {indexer_pool}, which they have for the "
-            "sequences of training alone; give sdpa, or leave it out"
-        )
-    if asked or device.type != "cuda":
-        return asked or "sdpa"
-    if indexer_pool > 1:
-        logger.warning(
-            "attention runs in plain torch, which is slow: here the kernels do not have gsa.indexer_pool = %d",
-            indexer_pool,
-        )
-        return "sdpa"
-    return "gsa"
+def chosen_attention(asked: str, device: torch.device) -> str:
+    """Returns `attn_implementation` as asked; if empty, the kernels on CUDA devices, plain torch on others."""
+    return asked or ("gsa" if device.type == "cuda" else "sdpa")
 
 
 def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
@@ -77,7 +56,7 @@ def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
     tokenizer = tokenizer_of(checkpoint, config, state)
-    attention = chosen_attention(attention, device, config.gsa.indexer_pool)
+    attention = chosen_attention(attention, device)
     hf_config = to_hf_config(config)
     hf_config.eos_token_id = tokenizer.eos_id
     model: Any = model_in_memory(checkpoint, config, hf_config, attention, device)
@@ -154,7 +133,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
         raise ValueError(
             f"--hf {folder}: neither {SENTENCEPIECE_MODEL} nor {TOKENIZER_JSON} there; copy it there"
         )
-    attention = chosen_attention(attention, device, found.indexer_pool)
+    attention = chosen_attention(attention, device)
     model = read_gsa_model(folder, found, found, attention)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -207,23 +207,20 @@ def decode_step(
 
     Args:
         q: [B, H, D], of the token at position lengths - 1
-        indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the cache
+        indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the
+            cache: also with `indexer_pool` those of single tokens, rotated as their group's first
         cache: this layer's; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
-        geometry: `selection_block` and `local_window` of training, other fields at their defaults
+        geometry: `selection_block`, `local_window` and `indexer_pool` of training, other fields at their defaults
         gate_logits: [B, H, D], G1 before its sigmoid
 
     Returns:
         [B, H, D]; zeros for a sequence of length 0
     """
-    if geometry.indexer_pool > 1:
-        raise ValueError(
-            f"geometry has indexer_pool {geometry.indexer_pool}; pass 1: decoding selects single keys"
-        )
     if geometry.document_starts is not None or geometry.query_start != 0:
         raise ValueError(
-            f"geometry has document_starts or query_start {geometry.query_start}; pass selection_block and "
-            "local_window alone: a cache holds one document"
+            f"geometry has document_starts or query_start {geometry.query_start}; pass selection_block, "
+            "local_window and indexer_pool alone: a cache holds one document"
         )
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (len(q), 1, None, None))
     sizes = tuple(cache.k.shape[:2])

@@ -18,6 +18,7 @@ from gsa_kernels.api import indexer_loss, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_shape, compute_dtype
 from gsa_kernels.fused.gates.reference import sigmoid_gate
+from gsa_kernels.indexer.pool import pooled
 from gsa_kernels.layer_cache import GSACache, Heads, attend_with_cache
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
@@ -29,7 +30,7 @@ class LayerOutput(NamedTuple):
     output: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor
-    """fp32, 0-d: mean KL over the rows that see two keys or more, to be added to the loss of the model; its gradient
+    """fp32, 0-d: mean KL over the rows with two candidates or more, to be added to the loss of the model; its gradient
     reaches the indexer alone."""
     selection: Selection
     """What the queries selected, also in dense attention, where they attend to more."""
@@ -106,7 +107,7 @@ class GatedSparseAttention(nn.Module):
             output, weights = self._forward_with_cache(x, positions, cache, need_weights, attention)
             return output, cache, weights
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
-        indexer = self._index(x) if attention == "sparse" else None
+        indexer = pooled(self._index(x), geometry) if attention == "sparse" else None
         weights = None
         with _own_precision(x):
             selection = None if indexer is None else self._select(indexer, geometry)
@@ -130,8 +131,8 @@ class GatedSparseAttention(nn.Module):
         call this twice. It takes the arguments of `forward`.
         """
         self._check(x, attention)
-        heads, indexer = self._heads(x, positions, 0), self._index(x)
-        geometry = self.config.geometry(document_starts)
+        heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
+        indexer = pooled(self._index(x), geometry)
         implementation = self.config.implementation_on(x.device)
         with _own_precision(x):
             selection = self._select(indexer, geometry)
@@ -140,8 +141,8 @@ class GatedSparseAttention(nn.Module):
             total, _ = indexer_loss(
                 indexer, heads.q, heads.k, lse, attended, geometry, implementation=implementation
             )  # eqs. 14 and 15
-        # A row that sees one key has a KL of 0.
-        count = _sees_two_keys(selection.variance, geometry).sum().clamp(min=1)
+        # A row with one candidate has a KL of 0.
+        count = _has_choice(selection.variance, geometry).sum().clamp(min=1)
         return LayerOutput(self.o_proj(out.flatten(2)), total / count, selection)
 
     def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> GSACache:
@@ -218,7 +219,7 @@ class GatedSparseAttention(nn.Module):
             indexer, self.config.rule, self.variance_ema, geometry, implementation=implementation
         )
         if self.training:
-            counted = _sees_two_keys(selection.variance, geometry)
+            counted = _has_choice(selection.variance, geometry)
             variance = torch.where(counted, selection.variance, 0).sum(dtype=torch.float64)
             self.variance_sum += torch.stack([variance, counted.sum().double()])
         return selection
@@ -271,13 +272,13 @@ def _own_precision(x: torch.Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _sees_two_keys(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """bool [B, R]: rows of the indexer with at least two causal keys, unlike the first query of a document."""
+def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """bool [B, R]: rows of the indexer with at least two causal keys, or groups of keys before their own."""
     batch, rows = variance.shape
-    place = torch.arange(rows, device=variance.device) * geometry.selection_block
+    place, pool = torch.arange(rows, device=variance.device) * geometry.selection_block, geometry.indexer_pool
     starts = geometry.document_starts
     first = 0 if starts is None else starts[:, :: geometry.selection_block]
-    return (place - first > 0).expand(batch, rows)
+    return (place // pool - first // pool >= min(pool, 2)).expand(batch, rows)
 
 
 def rotate(

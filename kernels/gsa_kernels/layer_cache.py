@@ -1,7 +1,8 @@
 """What `GatedSparseAttention` keeps of the tokens it has seen, and the attention of new tokens over them.
 
 New tokens come in any number: a single one is decoded (`api.decode_step`), several are the last queries of all keys so
-far. While a block of queries that share a selection is open, its tokens are decoded one after the other.
+far. While a block of queries that share a selection, or a group of keys, is open, its tokens are decoded one after the
+other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from gsa_kernels.api import decode_step, select, sparse_attention
 from gsa_kernels.attention.reference import attention_probs
 from gsa_kernels.checks import check_at_least, compute_dtype
-from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
+from gsa_kernels.decode.reference import keys_of_selection
+from gsa_kernels.decode.state import LayerCache, most_selected, new_selection, new_workspace
+from gsa_kernels.indexer.pool import group_means, pooled
 from gsa_kernels.layer_config import GSAConfig
 from gsa_kernels.operations_reference import attended_keys
 from gsa_kernels.types import Geometry, Indexer, Selection
@@ -68,9 +71,12 @@ def new_cache(
         )
     keys, values = torch.zeros(2, batch, max_length, kv_heads, size, device=device, dtype=dtype)
     lengths = torch.zeros(batch, device=device, dtype=torch.int32)
-    selection = new_selection(batch, min(config.rule.most_keys, max_length), device=device)
+    pool = config.indexer_pool
+    selection = new_selection(batch, most_selected(config.rule, pool, max_length), device=device)
     indexer_keys = torch.zeros(batch, max_length, config.indexer_dim, device=device, dtype=dtype)
-    return GSACache(LayerCache(keys, values, lengths, selection, workspace), indexer_keys)
+    groups = group_means(indexer_keys, pool) if workspace is not None and pool > 1 else None
+    decode = LayerCache(keys, values, lengths, selection, workspace, group_keys=groups)
+    return GSACache(decode, indexer_keys)
 
 
 @torch.no_grad()
@@ -101,14 +107,17 @@ def attend_with_cache(
         weights = heads.q.new_zeros(shape, dtype=compute_dtype(q=heads.q))
     first = 0
     while first < num_new:
-        in_open_block = attention == "sparse" and cache.length % config.selection_block > 0
+        unit = max(config.selection_block, config.indexer_pool)
+        in_open_block = attention == "sparse" and cache.length % unit > 0
         last = first + 1 if in_open_block else num_new
         part, rows = heads.part(first, last), _rows(indexer, first, last)
         _append(cache, part, rows)
         if attention == "sparse" and last - first == 1:
             out[:, first:last] = _decode(cache, part, rows, config, variance_ema)
-            attended = _decoded_keys(cache, config.local_window) if need_weights else None
+            attended = _decoded_keys(cache, config) if need_weights else None
         else:
+            if cache.decode.group_keys is not None:
+                cache.decode.group_keys.copy_(group_means(cache.indexer_keys, config.indexer_pool))
             geometry, selection = _select(cache, rows, config, variance_ema, attention)
             k, v = cache.decode.k[:, : cache.length], cache.decode.v[:, : cache.length]
             out[:, first:last], _ = sparse_attention(
@@ -199,7 +208,7 @@ def _select(
     geometry = config.geometry(None, start)
     leaders = replace(indexer, keys=cache.indexer_keys[:, : cache.length])
     return geometry, select(
-        leaders.of_block_leaders(config.selection_block),
+        pooled(leaders, geometry).of_block_leaders(config.selection_block),
         config.rule,
         variance_ema,
         geometry,
@@ -223,11 +232,12 @@ def _select_for_open_block(
     _decode(as_it_was, heads.part(row, row + 1), _rows(indexer, row, row + 1), config, variance_ema)
 
 
-def _decoded_keys(cache: GSACache, local_window: int) -> torch.Tensor:
+def _decoded_keys(cache: GSACache, config: GSAConfig) -> torch.Tensor:
     """bool [B, 1, Lk]: what the cache's last token attended to when it was decoded."""
     selection, device = cache.decode.selection, cache.indexer_keys.device
     valid = torch.arange(selection.indices.shape[1], device=device) < selection.counts[:, None]
     hits = torch.zeros(len(valid), cache.max_length, dtype=torch.int32, device=device)
     hits.scatter_add_(1, selection.indices.long(), valid.int())
-    near = torch.arange(cache.length, device=device) >= cache.length - local_window
-    return ((hits[:, : cache.length] > 0) | near)[:, None]
+    pool, length = config.indexer_pool, cache.length
+    selected = hits[:, : -(-length // pool)] > 0
+    return keys_of_selection(selected, cache.decode.lengths, length, config.local_window, pool)[:, None]

@@ -62,6 +62,8 @@ class GSAConfig:
     """Latest keys that are always selected; 0 in the paper, at least `selection_block` where that is above 1."""
     selection_block: int = 1
     """Queries in aligned blocks of this many share a selection; 1 in the paper."""
+    indexer_pool: int = 1
+    """Neighbouring keys that are selected together, by their mean; 1 in the paper. Above 1, k_min is at least this."""
     rope_base: float = 10000.0
     rope_scaling: YarnScaling | None = None
     """YaRN, for sequences longer than in training."""
@@ -99,6 +101,11 @@ class GSAConfig:
         if self.adaptive_k not in ("inverse", "direct", "off"):
             raise ValueError(f"adaptive_k is {self.adaptive_k!r}; pass 'inverse', 'direct' or 'off'")
         _ = self.rule, self.geometry(None)  # their own checks
+        if 1 < self.indexer_pool > self.k_min:
+            raise ValueError(
+                f"k_min is {self.k_min}; pass at least indexer_pool {self.indexer_pool}, so that each query selects a "
+                "group"
+            )
         if not 0 <= self.variance_ema_decay < 1:
             raise ValueError(f"variance_ema_decay is {self.variance_ema_decay}; pass 0 <= decay < 1")
         if not self.rope_base > 0:
@@ -122,7 +129,8 @@ class GSAConfig:
         return BudgetRule(self.k_base, self.k_min, self.k_max, self.adaptive_k, self.dense_below)
 
     def geometry(self, document_starts: torch.Tensor | None, query_start: int = 0) -> Geometry:
-        return Geometry(document_starts, query_start, self.selection_block, self.local_window)
+        shared = (self.selection_block, self.local_window, self.indexer_pool)
+        return Geometry(document_starts, query_start, *shared)
 
     def implementation_on(self, device: torch.device) -> Implementation:
         """What runs on a device.
@@ -148,6 +156,7 @@ class GSAConfig:
                 limits.SELECTION_BLOCKS,
                 f"one of {limits.SELECTION_BLOCKS}",
             ),
+            "indexer_pool": (self.indexer_pool, limits.KEY_POOLS, f"one of {limits.KEY_POOLS}"),
         }
         for name, (value, taken, words) in fields.items():
             if value not in taken:

@@ -47,7 +47,7 @@ def select(
     block, window = geometry.selection_block, geometry.local_window
     scores, of_rows = _scores(indexer), causal[:, ::block]
     firsts = firsts_of(geometry, indexer.keys)
-    candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows)
+    candidates = of_rows if firsts is None else earlier_groups(firsts, of_rows, positions)
     _, variance = score_moments(scores, candidates)
     budget = adaptive_budget(
         variance,
@@ -61,7 +61,7 @@ def select(
     )
     chosen = select_top_k(scores, candidates, budget // geometry.indexer_pool)
     if firsts is not None:
-        chosen = keys_of_groups(chosen, firsts, of_rows)
+        chosen = keys_of_groups(chosen, firsts, of_rows, positions)
     chosen = expand_block_selection(chosen, block, len(positions))
     chosen = (chosen | local_window_mask(num_keys, window, query_positions=positions)) & causal
     log_sum = None
@@ -179,7 +179,7 @@ def decode_step(
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
     lengths = cache.lengths.clamp(max=max_length)
-    found = decode_top_k(indexer, lengths, rule, variance_ema)
+    found = decode_top_k(indexer, lengths, rule, variance_ema, geometry.indexer_pool)
     selected = torch.zeros_like(found.selected)
     for sequence, length in enumerate(lengths.tolist()):
         state = cache.selection
@@ -196,6 +196,7 @@ def decode_step(
         lengths,
         selected,
         local_window=geometry.local_window,
+        pool=geometry.indexer_pool,
         output_gate_logits=gate_logits,
     )
 

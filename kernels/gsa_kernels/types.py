@@ -116,10 +116,10 @@ class Geometry:
         check_at_least("selection_block", self.selection_block, 1)
         check_at_least("local_window", self.local_window, 0)
         check_at_least("indexer_pool", self.indexer_pool, 1)
-        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start > 0):
+        if self.indexer_pool > 1 and (self.selection_block > 1 or self.query_start % self.indexer_pool):
             raise ValueError(
                 f"indexer_pool is {self.indexer_pool} with selection_block {self.selection_block} and query_start "
-                f"{self.query_start}; pass selection_block 1 and whole sequences"
+                f"{self.query_start}; pass selection_block 1 and a multiple of {self.indexer_pool}"
             )
         if self.query_start % self.selection_block:
             raise ValueError(

@@ -33,7 +33,7 @@ SHAPES = {
         "num_kv_heads": 4,
         "head_dim": 128,
     },
-    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1500, "k_min": 64, "k_max": 3000},
+    "gsa": {"indexer_heads": 4, "indexer_dim": 64, "k_base": 1504, "k_min": 64, "k_max": 3000},
 }
 FILLED, LAYERS = 8192, 4
 REPLAYS = 30

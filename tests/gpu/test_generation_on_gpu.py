@@ -79,13 +79,6 @@ def test_products_of_few_rows_in_bf16(name: str) -> None:
     assert error["rows"] <= 2 * error["bf16"]
 
 
-def test_generate_itself_on_the_kernels() -> None:
-    model = make_model("blocks").cuda()
-    wanted = by_transformers(model, 30)
-    model.set_attn_implementation("gsa")
-    assert by_transformers(model, 30) == wanted
-
-
 def test_sampling_repeats_with_its_seed() -> None:
     model = make_model("sparse").cuda()
     model.set_attn_implementation("gsa")

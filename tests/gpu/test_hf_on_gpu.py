@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"layer_types": [DENSE_LAYER, INDEXED_LAYER]},
     "reuse": {"index_topk_freq": 2, "local_window": 8, "indexer_rope": True},
     "blocks": {"selection_block": 32, "local_window": 32, "indexer_rope": True},
+    "groups": {"indexer_pool": 16, "local_window": 8, "indexer_rope": True},
     "gates": {
         "indexer_rope": True,
         "key_gate": True,
@@ -90,7 +91,7 @@ def test_prompts_and_decoding(name: str) -> None:
             assert_nearly_all_close(torch.cat(found, 1)[real], expected)
 
 
-@pytest.mark.parametrize("name", ["gsa", "blocks"])
+@pytest.mark.parametrize("name", ["gsa", "blocks", "groups"])
 @pytest.mark.parametrize("use_mask", [False, True])
 def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
     """Captured once, replayed over the border of a block; nothing is read back from the device."""

@@ -39,6 +39,7 @@ def hold(decoder: FusedDecoder) -> HeldState:
             written.append(buffers.rows[:, filled:])
     for selection in decoder._selections.values():
         written += [selection.indices, selection.counts, selection.variance]
+    written += decoder._group_keys.values()
     workspace = decoder._workspace
     zeros = [] if workspace is None else [workspace.histogram, workspace.arrivals]
     return HeldState([(each, each.clone()) for each in written], zeros)

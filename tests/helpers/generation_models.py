@@ -35,6 +35,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "indexer_rope": True,
         **BLOCKS,
     },
+    "groups of keys": {
+        "index_topk": 8,
+        "k_min": 4,
+        "k_max": 16,
+        "indexer_pool": 4,
+        "indexer_rope": True,
+        "local_window": 3,
+        "index_topk_freq": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     "mixed": {
         "layer_types": [DENSE_LAYER, INDEXED_LAYER],
         "qk_norm": True,

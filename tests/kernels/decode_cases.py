@@ -15,6 +15,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
 from gsa_kernels.decode import op, state  # noqa: E402
+from gsa_kernels.indexer.pool import group_means  # noqa: E402
 from gsa_kernels.types import BudgetRule, Geometry, Indexer  # noqa: E402
 
 EMA = 0.02
@@ -57,8 +58,10 @@ class Case:
         """bool [B, L_max]"""
         return torch.arange(self.max_length, device=self.q.device) < self.lengths[:, None]
 
-    def step(self, rule: BudgetRule = RULE, window: int = 0, block: int = 1, out: Any = None) -> torch.Tensor:
-        geometry = Geometry(selection_block=block, local_window=window)
+    def step(
+        self, rule: BudgetRule = RULE, window: int = 0, block: int = 1, out: Any = None, pool: int = 1
+    ) -> torch.Tensor:
+        geometry = Geometry(selection_block=block, local_window=window, indexer_pool=pool)
         return op.decode_step(self.q, self.indexer, self.cache, rule, self.ema, geometry, self.gate, out)
 
     def selected(self) -> torch.Tensor:
@@ -88,6 +91,7 @@ def make_case(
     k_max: int = RULE.k_max,
     splits: int | None = None,
     kept_splits: int | None = None,
+    pool: int = 1,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed + max_length)
     batch, (query_heads, kv_heads), (hi, di) = len(lengths), heads, indexer
@@ -117,6 +121,7 @@ def make_case(
             splits=splits,
             kept_splits=kept_splits,
         ),
+        group_keys=group_means(k_idx, pool) if pool > 1 else None,
     )
     return Case(
         q,

@@ -16,11 +16,8 @@ from api_cases import (
     CASES,
     DEVICE,
     EMA,
-    HEADS,
-    KV_HEADS,
     LENGTH,
     RULE,
-    SIZE,
     Case,
     Problem,
     mask_of,
@@ -31,7 +28,6 @@ from api_cases import (
 import gsa_kernels
 from gsa_kernels import (
     api,
-    decode_step,
     indexer_loss,
     limits,
     operations_triton,
@@ -40,7 +36,6 @@ from gsa_kernels import (
     types,
 )
 from gsa_kernels.attention import triton_gathered_backward
-from gsa_kernels.decode.state import LayerCache, new_selection, new_workspace
 from gsa_kernels.key_lists import triton_reduce_keys
 from gsa_kernels.loss import triton_gathered_launch
 from gsa_kernels.packed_mask import pack_mask
@@ -229,62 +224,6 @@ def test_log_sums_of_some_queries() -> None:
         for implementation in ("triton", "reference")
     )
     torch.testing.assert_close(ours, wanted)
-
-
-@pytest.mark.parametrize("block", [1, 16])
-def test_decoding_agrees(block: int) -> None:
-    """Two steps: in the second no sequence begins a block, and each keeps its selection."""
-    given = problem(Case(selection_block=1))
-    geometry = Geometry(selection_block=block, local_window=block if block > 1 else 3)
-    step, room = 1, 64
-    lengths = torch.tensor([0, 33], dtype=torch.int32, device=DEVICE)
-
-    def padded(tensor: torch.Tensor) -> torch.Tensor:
-        missing = tensor.new_full((BATCH, room - tensor.shape[1], *tensor.shape[2:]), torch.nan)
-        return torch.cat([tensor.detach(), missing], 1)
-
-    def steps(implementation: Implementation) -> list[torch.Tensor]:
-        workspace = new_workspace(BATCH, room, heads=HEADS, kv_heads=KV_HEADS, head_size=SIZE, device=DEVICE)
-        cache = LayerCache(
-            padded(given.k),
-            padded(given.v),
-            lengths.clone(),
-            new_selection(BATCH, 12, device=DEVICE),
-            workspace,
-        )
-        found = []
-        for _ in range(2):
-            at = cache.lengths.long().clamp(min=1) - 1
-            sequences = torch.arange(BATCH, device=DEVICE)
-            indexer = dataclasses.replace(
-                given.indexer,
-                queries=given.indexer.queries.detach()[sequences, at][:, None],
-                keys=padded(given.indexer.keys),
-                head_weight_logits=given.indexer.head_weight_logits.detach()[sequences, at][:, None],
-            )
-            out = decode_step(
-                given.q.detach()[sequences, at],
-                indexer,
-                cache,
-                RULE,
-                torch.tensor(EMA, device=DEVICE),
-                geometry,
-                given.gate_logits.detach()[sequences, at],
-                implementation=implementation,
-            )
-            kept = cache.selection
-            found += [
-                out,
-                kept.counts.clone(),
-                kept.indices[1, : int(kept.counts[1])].clone(),
-                kept.variance[1:].clone(),
-            ]
-            cache.lengths.add_(torch.tensor([0, step], dtype=torch.int32, device=DEVICE))
-        return found
-
-    for ours, wanted in zip(steps("triton"), steps("reference"), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=2e-4, atol=2e-5)
-    assert not steps("reference")[0][0].any()
 
 
 def _refused() -> dict[str, tuple[str, Callable[[], Any]]]:

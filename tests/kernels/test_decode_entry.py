@@ -36,7 +36,8 @@ def make(
     sizes = reference.EntrySizes(
         H * size, HKV * size, value_gate * HKV * size, gate * H * size, index_heads, size, DI, eps=1e-5
     )
-    turned = (normal(batch, index_channels), normal(batch, index_channels)) if index_channels else ()
+    # Groups of keys, whose key has angles of its own, have no wide rows.
+    turned = [normal(batch, index_channels) for _ in range(2 if wide else 4)] if index_channels else []
     width = (1 + index_heads) * DI + index_heads + 5 if wide else DI
     given = {
         "projected": normal(batch, sizes.width + 5),

@@ -54,12 +54,15 @@ def make(
         normal(rows) if bias else None,
     )
     turned, index_turned = channels if index_heads else (channels[0], 0)
-    halves = [normal(ROOM + 1, count // 2) for count in (turned, turned, index_turned, index_turned)]
+    keys_apart = not wide  # groups of keys have no wide rows
+    counts = (turned, turned, *(2 * (1 + keys_apart) * (index_turned,)))
+    halves = [normal(ROOM + 1, count // 2) for count in counts]
     table = reference.AngleTable(
         torch.cat([half.repeat(1, 2) for half in halves], -1),
         torch.tensor([LENGTH], dtype=torch.int32, device=DEVICE),
         turned,
         index_turned,
+        keys_apart,
     )
     given = {
         "x": 3 * normal(1, hidden),

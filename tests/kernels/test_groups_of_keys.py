@@ -221,6 +221,6 @@ def test_what_the_kernels_do_not_have_is_refused(
 
 
 def test_groups_are_of_whole_sequences_and_single_queries() -> None:
-    for wrong in ({"selection_block": 16, "local_window": 16}, {"query_start": 16}):
+    for wrong in ({"selection_block": 16, "local_window": 16}, {"query_start": 14}):
         with pytest.raises(ValueError, match="indexer_pool is 4"):
             Geometry(indexer_pool=4, **wrong)  # type: ignore[arg-type]

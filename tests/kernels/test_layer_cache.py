@@ -5,6 +5,7 @@ By the reference, and by Triton in its interpreter or, marked gpu, on a CUDA dev
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,13 +30,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "shared": SHARED,
     "relu, window": {"indexer_activation": "relu", "local_window": 3},
     "fixed": {"adaptive_k": "off"},
+    "groups": {"indexer_pool": 4, "k_min": 4},
+    "groups, window": {"indexer_pool": 3, "local_window": 5, "indexer_activation": "relu"},
 }
 NEAR: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def make_layer(device: str = "cpu", **fields: Any) -> tuple[GatedSparseAttention, torch.Tensor]:
     torch.manual_seed(5)
-    layer = GatedSparseAttention(GSAConfig(**SIZES, head_dim=32, **BUDGET, **fields)).to(device)
+    layer = GatedSparseAttention(GSAConfig(**{**SIZES, "head_dim": 32, **BUDGET, **fields})).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():  # so that scores, gates and attention differ from key to key
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1.0))
@@ -98,7 +101,7 @@ def test_dense_and_sparse_calls_on_one_cache() -> None:
     assert (dense - sparse)[:, 40:].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("fields", [{}, SHARED], ids=["each", "shared"])
+@pytest.mark.parametrize("fields", [{}, SHARED, FIELDS["groups, window"]], ids=["each", "shared", "groups"])
 def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> None:
     layer, x = make_layer(implementation="reference", output_gate=False, **fields)
     wanted, _, weights = layer(x, need_weights=True)
@@ -160,17 +163,21 @@ def test_positions() -> None:
     [
         ({}, {}),
         ({"selection_block": 16, "local_window": 18}, {}),
+        ({"indexer_pool": 4, "k_min": 4}, {}),
         ({"output_gate": False}, {"attention": "dense"}),
     ],
-    ids=["each", "shared", "dense"],
+    ids=["each", "shared", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:
     """Pieces, a single token after each of them, and a stretch of decoding: as the reference in one forward."""
     pytest.importorskip("triton")
-    layer, x = make_layer(device, implementation="triton" if device == "cpu" else "auto", **fields)
-    reference, _ = make_layer(device, implementation="reference", **fields)
-    reference.load_state_dict(layer.state_dict())
+    reference, x = make_layer(device, implementation="reference", **fields)
+    config = replace(reference.config, implementation="triton" if device == "cpu" else "auto")
+    layer = GatedSparseAttention(config).to(device).eval()
+    layer.load_state_dict(reference.state_dict())
     sizes = [17, 1, 17, *[1] * (2 if device == "cpu" else 10)]
+    if "indexer_pool" in fields:  # decoded from within a group through the next one
+        sizes = [16, *[1] * 8]
     x = x[:, : sum(sizes)]
     wanted, _, weights = reference(x, need_weights=True, **mode)
     found, cache = in_pieces(layer, x, sizes, **mode)

@@ -5,7 +5,7 @@ over that selection. What lies beyond a sequence's length is NaN throughout.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,9 +27,8 @@ from decode_cases import (
     poisoned_buffers,  # noqa: F401 - pytest finds it here
 )
 
-from gsa_kernels import api
 from gsa_kernels.decode import op, state, triton_select
-from gsa_kernels.types import BudgetRule, Geometry, Implementation
+from gsa_kernels.types import BudgetRule
 
 OFF = replace(RULE, adaptive_k="off")
 
@@ -78,35 +77,6 @@ def test_sequences_that_are_short_attend_to_all(device: str) -> None:
         make_case(device, [149], 300).step(rule)
 
 
-def test_last_row_of_the_prefill(device: str) -> None:
-    """Every operation of the prefill on its last row, from the same inputs."""
-    length, window = 150, 6
-    case = make_case(device, [length], length, gate=True, biases=True)
-    out, x = case.step(window=window), case.indexer
-
-    last = torch.tensor([length - 1], device=device)
-    causal = ops.causal_mask(length, query_positions=last)
-    scores = ops.indexer_scores(
-        x.queries,
-        x.keys,
-        x.head_weight_logits,
-        score_bias=x.score_bias,
-        weight_bias=x.head_weight_bias,
-        activation=x.activation,
-    )
-    _, variance = ops.score_moments(scores, causal)
-    budget = ops.adaptive_budget(variance, case.ema, causal.sum(-1), **asdict(RULE))
-    top_k = ops.select_top_k(scores, causal, budget)
-    near = ops.local_window_mask(length, window, query_positions=last)
-    assert case.gate is not None
-    wanted = ops.sigmoid_gate(
-        ops.sparse_attention(case.q[:, None], case.cache.k, case.cache.v, top_k | near).out,
-        case.gate[:, None],
-    )
-    assert torch.equal(case.selected(), top_k[:, 0])
-    torch.testing.assert_close(out, wanted[:, 0])
-
-
 @pytest.mark.parametrize("few", [0, triton_select._FEW_PROGRAMS], ids=["wide spans", "narrow spans"])
 def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One score for all keys, more than one program's span of them: variance 0, and the first k_max keys."""
@@ -151,29 +121,6 @@ def test_few_distinct_scores(device: str) -> None:
     levels = torch.randint(0, 3, (1, 700, 1), generator=torch.Generator().manual_seed(1))
     case.indexer.keys[:] = levels.to(case.indexer.keys) * 0.25
     check(case, replace(RULE, k_min=15))
-
-
-def test_block_shared_selection(device: str) -> None:
-    """Two blocks of tokens, the sequences at different places in theirs: every row as the reference has it."""
-    block, window, steps = 4, 5, 8
-    first = torch.tensor([41, 12], dtype=torch.int32)
-    case = make_case(device, (first + steps).tolist(), 60, gate=True)
-    generator = torch.Generator().manual_seed(7)
-
-    def drawn(like: torch.Tensor) -> torch.Tensor:
-        return torch.randn(like.shape, generator=generator).to(device=device, dtype=like.dtype)
-
-    selected = torch.zeros(2, 60, dtype=torch.bool, device=device)
-    for step in range(steps):
-        lengths, x = (first + step).to(device), case.indexer
-        indexer = replace(x, queries=drawn(x.queries), head_weight_logits=drawn(x.head_weight_logits))
-        now = replace(case.with_new(lengths=lengths), q=drawn(case.q), indexer=indexer)
-        out = now.step(window=window, block=block)
-        reference = ops.decode_top_k(indexer, lengths, RULE, now.ema)
-        refreshed = (lengths - 1) % block == 0
-        selected = torch.where(refreshed[:, None], reference.selected, selected)
-        assert torch.equal(now.selected(), selected)
-        check_attention(now, out, selected, window)
 
 
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
@@ -288,6 +235,7 @@ def test_refuses() -> None:
     device = "cuda" if CUDA else "cpu"
     case = make_case(device, [30], 30)
     workspace = replace(case.workspace, scores=case.workspace.scores[:, :8])
+    groups = make_case(device, [30], 30, pool=4)
     other_keys = replace(case.indexer, keys=case.indexer.keys.new_zeros(1, 31, 16))
     for bad, message in [
         (lambda: case.with_new(lengths=case.lengths.long()).step(), "pass contiguous int32"),
@@ -297,6 +245,10 @@ def test_refuses() -> None:
         (lambda: case.with_new(workspace=None).step(), "workspace is None"),
         (lambda: replace(case, indexer=other_keys).step(), "pass caches of one"),
         (lambda: case.step(replace(RULE, k_max=30)), "selection holds 20 keys"),
+        (lambda: case.step(pool=3), "indexer_pool is 3 with selection_block 1; pass a power of two"),
+        (lambda: case.step(pool=4), "group_keys is None with indexer_pool 4"),
+        (lambda: groups.step(pool=2), r"group_keys has shape \(1, 8, 16\)"),
+        (lambda: groups.step(replace(RULE, dense_below=9), pool=4), "dense_below 9 with indexer_pool 4"),
         (lambda: make_case(device, [30], 30, indexer=(17, 16)).step(), "has 17 heads; pass 1 to 16"),
         (lambda: make_case(device, [30], 30, splits=3), "splits is 3; pass a power of two"),
         (lambda: make_case(device, [30], 30, kept_splits=3), "kept_splits is 3; pass a power of two"),
@@ -305,53 +257,6 @@ def test_refuses() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             bad()
-
-
-def padded_in_front(case: Case, pads: list[int]) -> Case:
-    """The same sequences after entries of NaN, in caches with room for both."""
-    room = max(pads)
-
-    def moved(cache: torch.Tensor) -> torch.Tensor:
-        longer = cache.new_full((cache.shape[0], cache.shape[1] + room, *cache.shape[2:]), float("nan"))
-        for row, pad in enumerate(pads):
-            longer[row, pad : pad + cache.shape[1]] = cache[row]
-        return longer
-
-    k, v, keys = moved(case.cache.k), moved(case.cache.v), moved(case.indexer.keys)
-    starts = torch.tensor(pads, dtype=torch.int32, device=k.device)
-    kv_heads, _, group, dim = case.workspace.partial_out.shape[1:]
-    workspace = state.new_workspace(
-        len(k), k.shape[1], heads=kv_heads * group, kv_heads=kv_heads, head_size=dim, device=k.device
-    )
-    moved_case = replace(case, indexer=replace(case.indexer, keys=keys))
-    return moved_case.with_new(
-        k=k,
-        v=v,
-        starts=starts,
-        workspace=workspace,
-        selection=state.new_selection(len(k), 20, device=k.device),
-    )
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_padding_in_front_changes_nothing(device: str, implementation: Implementation) -> None:
-    """Nor do blocks see it: the third sequence is inside of one, and keeps what it selected."""
-    case = make_case(device, [40, 7, 78], 80, biases=True, gate=True)
-    geometry = Geometry(selection_block=13, local_window=13)
-    found = []
-    for one in (case, padded_in_front(case, [5, 33, 0])):
-        one.cache.selection.counts[2] = 1
-        out = api.decode_step(
-            one.q, one.indexer, one.cache, RULE, one.ema, geometry, one.gate, implementation=implementation
-        )
-        counts = one.cache.selection.counts
-        chosen = [one.cache.selection.indices[row, :n] for row, n in enumerate(counts.tolist())]
-        found.append([out, counts, *chosen])
-    for alone, padded in zip(*found, strict=True):
-        if implementation == "triton" or not alone.is_floating_point():
-            assert torch.equal(alone, padded)
-        else:  # torch's sums are over caches of other lengths
-            torch.testing.assert_close(alone, padded)
 
 
 def test_starts_that_do_not_fit(device: str) -> None:

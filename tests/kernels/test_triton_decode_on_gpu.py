@@ -63,32 +63,34 @@ def test_long(lengths: list[int]) -> None:
     check(case, rule, 64)
 
 
-def test_graph_follows_the_lengths() -> None:
+@pytest.mark.parametrize(("block", "pool"), [(4, 1), (1, 8)], ids=["blocks", "groups of keys"])
+def test_graph_follows_the_lengths(block: int, pool: int) -> None:
     """One capture, replayed with lengths that grow on the device and with other queries: eager's bits."""
-    block, window, rule = 4, 8, BudgetRule(k_base=100, k_min=16, k_max=128)
+    window, rule = 8, BudgetRule(k_base=96, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
         "heads": (8, 2),
         "indexer": (4, 64),
         "dtype": torch.bfloat16,
         "k_max": rule.k_max,
+        "pool": pool,
     }
     case, other = (make_case("cuda", [3000, 1021], 3072, **sizes, gate=True) for _ in range(2))
     for cache in (case.cache.k, case.cache.v, case.indexer.keys):
         cache.nan_to_num_(0.5)
     eager = case.with_new(selection=other.cache.selection)
     out = torch.empty_like(case.q)
-    case.step(rule, window, block, out)  # compiled before the capture
+    case.step(rule, window, block, out, pool)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.step(rule, window, block, out)
+        case.step(rule, window, block, out, pool)
     for each in (case, eager):
         each.cache.selection.counts.zero_()
-    for _ in range(2 * block + 1):
+    for _ in range(2 * max(block, pool) + 1):
         case.lengths.add_(1)
         case.q.normal_()
         case.indexer.queries.normal_()
         graph.replay()
-        assert torch.equal(out, eager.step(rule, window, block))
+        assert torch.equal(out, eager.step(rule, window, block, pool=pool))
         assert torch.equal(case.cache.selection.counts, eager.cache.selection.counts)
         assert torch.equal(case.selected(), eager.selected())
     assert bool((case.cache.selection.counts > 0).all())

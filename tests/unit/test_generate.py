@@ -228,23 +228,6 @@ def test_what_is_refused(
     assert shown.out == ""
 
 
-def test_groups_of_keys_are_continued_in_plain_torch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """No kernel selects groups beside a cache."""
-    shutil.copytree(folder / "hf", tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "indexer_pool": 2}))
-    import_hf(tmp_path / "hf", tmp_path / "imported")
-    words = ["--prompt", "The", "--max-new-tokens", 2]
-    for source in (["--hf", tmp_path / "hf"], ["--checkpoint", tmp_path / "imported"]):
-        assert call(monkeypatch, *source, *words) == 0
-        assert "decode 1 steps of 1" in capsys.readouterr().err
-        assert call(monkeypatch, *source, *words, "--attention", "gsa") == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert "--attention gsa: here the kernels do not have gsa.indexer_pool = 2" in said
-
-
 def test_lines_end_with_newlines_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

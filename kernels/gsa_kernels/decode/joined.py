@@ -86,13 +86,12 @@ def enter_row(
         raise ValueError(f"the indexer's head size is {sizes.index_dim}; pass an even number")
     check_entry_cache(sizes, cache, slot, batch=1)
     channels, index_channels = table.channels, table.index_channels
-    check_shape(
-        "table.values", table.values, "[positions + 1, angles]", (None, 2 * channels + 2 * index_channels)
-    )
+    check_shape("table.values", table.values, "[positions + 1, angles]", (None, table.width))
     check_shape("table.lengths", table.lengths, "[1]", (1,))
+    most = sizes.index_dim if sizes.index_heads else index_channels  # all layers have one table
     for name, count, size in (
         ("channels", channels, sizes.head_dim),
-        ("index_channels", index_channels, sizes.index_dim),
+        ("index_channels", index_channels, most),
     ):
         if count % 2 != 0 or not 0 <= count <= size:
             raise ValueError(f"table.{name} is {count}; pass an even number of at most {size}")

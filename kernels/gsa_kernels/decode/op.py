@@ -14,6 +14,9 @@ token (position t, t % b == 0) is decoded. Rows at other positions keep what `ca
 sequences are at different places in their blocks refreshes each at its own time; where all are aligned, calling
 `decode_select` every b tokens and `decode_attend` at each saves the launches. After a prefill that ended inside
 a block, select once with that block's first query and `lengths` = its position + 1.
+
+With `indexer_pool` p the selection names groups of p keys, which attention reads with the query's own group. Each step
+that selects writes the mean key of the newest token's group into `cache.group_keys`.
 """
 
 from collections.abc import Mapping
@@ -22,13 +25,20 @@ from dataclasses import replace
 import torch
 
 from gsa_kernels.checks import check_at_least, check_kernel_dtype, check_shape
-from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
+from gsa_kernels.decode.state import DecodeWorkspace, LayerCache, most_selected
 from gsa_kernels.decode.triton_attend import attend_to_indices
 from gsa_kernels.decode.triton_score import score_keys
 from gsa_kernels.decode.triton_select import select_indices
 from gsa_kernels.devices import can_chain, launching_on
 from gsa_kernels.indexer.triton_scores import check_indexer_dtypes
-from gsa_kernels.limits import DECODE_INDEXER_HEADS, HEAD_SIZES, INDEXER_HEAD_SIZES
+from gsa_kernels.limits import (
+    DECODE_INDEXER_HEADS,
+    HEAD_SIZES,
+    INDEXER_HEAD_SIZES,
+    ceil_div,
+    next_power_of_2,
+)
+from gsa_kernels.selection.groups import rule_of_groups
 from gsa_kernels.types import BudgetRule, Geometry, Indexer
 
 
@@ -52,8 +62,9 @@ def decode_step(
             f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
             "[B, L_max]"
         )
-    decode_select(indexer, cache, rule, variance_ema, geometry.selection_block)
-    return _attend(q, cache, geometry.local_window, gate_logits, out, behind_selection=True)
+    pool = geometry.indexer_pool
+    decode_select(indexer, cache, rule, variance_ema, geometry.selection_block, pool)
+    return _attend(q, cache, geometry.local_window, pool, gate_logits, out, behind_selection=True)
 
 
 @torch.no_grad()
@@ -63,8 +74,10 @@ def decode_select(
     rule: BudgetRule,
     variance_ema: torch.Tensor,
     selection_block: int = 1,
+    pool: int = 1,
 ) -> None:
-    """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`.
+    """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`. With
+    groups of `pool` > 1 keys it is the k_t // pool groups of highest score before the query's own.
 
     Exact for the scores this call calculates, which it leaves in `cache.workspace.scores` and which differ from
     the reference by rounding only.
@@ -94,24 +107,30 @@ def decode_select(
     if variance_ema.dtype != torch.float32:
         raise ValueError(f"variance_ema has dtype {variance_ema.dtype}; pass float32")
     check_at_least("selection_block", selection_block, 1)
-    k_max, most_keys = min(rule.k_max, max_length), min(rule.most_keys, max_length)
+    most_keys = most_selected(rule, pool, max_length)
     if cache.selection.indices.shape[1] < most_keys:
         raise ValueError(f"selection holds {cache.selection.indices.shape[1]} keys; pass one for {most_keys}")
     workspace = _workspace(cache)
     sequences, columns = workspace.scores.shape
-    if sequences < batch or columns < max_length:
+    candidates = ceil_div(max_length, pool)
+    if sequences < batch or columns < candidates:
         raise ValueError(
-            f"workspace is for {sequences} sequences of {columns} tokens; make one for {batch} of {max_length}"
+            f"workspace is for {sequences} sequences of {columns} tokens; make one for {batch} of {candidates}"
         )
-    _check_cache(queries, cache, {"variance_ema": variance_ema})
+    others = {"variance_ema": variance_ema}
+    if pool > 1:
+        others["group_keys"] = _checked_groups(indexer.keys, cache.group_keys, pool, selection_block)
+        rule = rule_of_groups(rule, pool)
+    _check_cache(queries, cache, others)
 
     chained = can_chain(queries)
     # The floor of the scores is made for k_max. For a short sequence, all of whose keys are selected, it may be too
     # high, which costs time alone.
-    rule = replace(rule, k_min=min(rule.k_min, max_length), k_max=k_max)
+    rule = replace(rule, k_min=min(rule.k_min, candidates), k_max=min(rule.k_max, candidates))
     with launching_on(queries, "the query"):
-        score_keys(indexer, cache, k_max, selection_block, workspace, chained)
-        select_indices(cache, workspace, max_length, rule, variance_ema, selection_block, chained)
+        score_keys(indexer, cache, rule.k_max, selection_block, workspace, chained, pool)
+        of_selection = (rule, variance_ema, selection_block, chained, pool)
+        select_indices(cache, workspace, indexer.keys, *of_selection)
 
 
 @torch.no_grad()
@@ -121,10 +140,12 @@ def decode_attend(
     local_window: int = 0,
     gate_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    pool: int = 1,
 ) -> torch.Tensor:
     """Attention of each sequence's new token over its selection and its last `local_window` keys, times G1.
 
-    A key that is in both counts once. Query head h reads key-value head h // (H / Hkv).
+    With groups of `pool` > 1 keys also over its own group. A key that is in several of these counts once. Query head h
+    reads key-value head h // (H / Hkv).
 
     Args:
         q: [B, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
@@ -136,13 +157,14 @@ def decode_attend(
     Returns:
         out: [B, H, D] in the dtype of q; zeros where the length is 0
     """
-    return _attend(q, cache, local_window, gate_logits, out, behind_selection=False)
+    return _attend(q, cache, local_window, pool, gate_logits, out, behind_selection=False)
 
 
 def _attend(
     q: torch.Tensor,
     cache: LayerCache,
     local_window: int,
+    pool: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor | None,
     behind_selection: bool,
@@ -180,8 +202,27 @@ def _attend(
     with launching_on(q, "the query"):
         window = min(local_window, max_length)
         chained = can_chain(q)
-        attend_to_indices(q, cache, workspace, window, gate_logits, out, (chained, behind_selection))
+        attend_to_indices(q, cache, workspace, window, pool, gate_logits, out, (chained, behind_selection))
     return out
+
+
+def _checked_groups(
+    keys: torch.Tensor, group_keys: torch.Tensor | None, pool: int, selection_block: int
+) -> torch.Tensor:
+    """The mean keys that fit the cache of keys."""
+    if pool != next_power_of_2(pool) or selection_block > 1:
+        raise ValueError(
+            f"indexer_pool is {pool} with selection_block {selection_block}; pass a power of two, and 1, or use "
+            "implementation='reference'"
+        )
+    if group_keys is None:
+        raise ValueError(f"cache.group_keys is None with indexer_pool {pool}; pass group_means of the keys")
+    batch, max_length, dim = keys.shape
+    wanted = (batch, ceil_div(max_length, pool), dim)
+    check_shape("cache.group_keys", group_keys, "[B, ceil(L_max / p), DI]", wanted)
+    _check_floats({"indexer.keys": keys, "cache.group_keys": group_keys})
+    _check_unit_strides({"cache.group_keys": group_keys})
+    return group_keys
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected ones.
 
 Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
-`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too.
+`select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of p keys
+(`Geometry.indexer_pool`) the sequence's first token begins the first group.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from gsa_kernels.attention.reference import sparse_attention
 from gsa_kernels.checks import check_at_least, check_shape
 from gsa_kernels.fused.gates.reference import sigmoid_gate
+from gsa_kernels.indexer.pool import group_means
 from gsa_kernels.indexer.reference import indexer_scores
 from gsa_kernels.selection.budget import adaptive_budget, score_moments
 from gsa_kernels.selection.reference import select_top_k
@@ -22,40 +24,48 @@ class DecodeTopK:
     """What one query per sequence selects, and from what."""
 
     scores: torch.Tensor
-    """[B, L_max], unspecified from the sequence's length on."""
+    """[B, L_max], unspecified from the sequence's length on; with groups of p keys [B, ceil(L_max / p)]."""
 
     variance: torch.Tensor
-    """[B]: population variance of the scores over the sequence."""
+    """[B]: population variance of the scores over the candidates."""
 
     budget: torch.Tensor
     """int64 [B]: k_t."""
 
     selected: torch.Tensor
-    """bool [B, L_max]: the top-k, without the local window."""
+    """bool [B, L_max]: the top-k, without the local window; with groups [B, ceil(L_max / p)], without the own one."""
 
 
 def decode_top_k(
-    indexer: Indexer, lengths: torch.Tensor, rule: BudgetRule, variance_ema: torch.Tensor
+    indexer: Indexer, lengths: torch.Tensor, rule: BudgetRule, variance_ema: torch.Tensor, pool: int = 1
 ) -> DecodeTopK:
     """The k_t keys of highest indexer score among the first `lengths`, ties to the lower index.
+
+    With groups of p > 1 keys: the k_t // p groups of highest score among those before the query's own.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
             [B, L_max, DI], the cache
         lengths: int [B], tokens of each sequence, the new one included; 0 for an unused slot
         variance_ema: 0-d, the layer's frozen moving average
+        pool: p
     """
     check_shape("indexer.queries", indexer.queries, "[B, 1, HI, DI]", (None, 1, None, None))
-    causal = _causal(lengths, *indexer.keys.shape[:2])
+    batch, max_length = indexer.keys.shape[:2]
+    causal = candidates = _causal(lengths, batch, max_length)
+    keys = indexer.keys.masked_fill(~causal[..., None], 0.0)
+    if pool > 1:
+        keys = group_means(keys, pool)
+        candidates = _causal(_own_group(lengths, pool), batch, keys.shape[1])
     scores = indexer_scores(
         indexer.queries,
-        indexer.keys.masked_fill(~causal[..., None], 0.0),
+        keys,
         indexer.head_weight_logits,
         score_bias=indexer.score_bias,
         weight_bias=indexer.head_weight_bias,
         activation=indexer.activation,
     )
-    _, variance = score_moments(scores, causal[:, None])
+    _, variance = score_moments(scores, candidates[:, None])
     budget = adaptive_budget(
         variance,
         variance_ema,
@@ -66,7 +76,7 @@ def decode_top_k(
         adaptive_k=rule.adaptive_k,
         dense_below=rule.dense_below,
     )
-    selected = select_top_k(scores, causal[:, None], budget)
+    selected = select_top_k(scores, candidates[:, None], budget // pool)
     return DecodeTopK(scores[:, 0], variance[:, 0], budget[:, 0], selected[:, 0])
 
 
@@ -78,6 +88,7 @@ def decode_attention(
     selected: torch.Tensor,
     *,
     local_window: int = 0,
+    pool: int = 1,
     output_gate_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the token at lengths - 1 over its selection and the last `local_window` keys, gated by G1.
@@ -90,7 +101,7 @@ def decode_attention(
         k: [B, L_max, Hkv, D], the cache
         v: [B, L_max, Hkv, D], the cache
         lengths: int [B]
-        selected: bool [B, L_max]
+        selected: bool [B, L_max]; with groups of `pool` > 1 keys [B, ceil(L_max / pool)]: the query's own joins them
         local_window: keys, the query's own included
         output_gate_logits: [B, H, D], G1 before its sigmoid
 
@@ -99,11 +110,11 @@ def decode_attention(
     """
     check_shape("q", q, "[B, H, D]", (None, None, None))
     check_shape("k", k, "[B, L_max, Hkv, D]", (q.shape[0], None, None, q.shape[2]))
-    check_shape("selected", selected, "[B, L_max]", tuple(k.shape[:2]))
+    batch, max_length = k.shape[:2]
+    check_shape("selected", selected, "[B, L_max]", (batch, -(-max_length // pool)))
     check_at_least("local_window", local_window, 0)
-    causal = _causal(lengths, *k.shape[:2])
-    distance = lengths[:, None] - 1 - torch.arange(k.shape[1], device=k.device)
-    mask = (selected | (distance < local_window)) & causal
+    causal = _causal(lengths, batch, max_length)
+    mask = keys_of_selection(selected, lengths, max_length, local_window, pool) & causal
     unused = ~causal[..., None, None]
     out = sparse_attention(
         q[:, None],
@@ -112,6 +123,23 @@ def decode_attention(
         mask[:, None],
     ).out[:, 0]
     return out if output_gate_logits is None else sigmoid_gate(out, output_gate_logits)
+
+
+def keys_of_selection(
+    selected: torch.Tensor, lengths: torch.Tensor, max_length: int, local_window: int, pool: int
+) -> torch.Tensor:
+    """bool [B, L_max]: the selected keys, the local window and, with groups, the query's own; unspecified from the
+    sequence's length on."""
+    keys = torch.arange(max_length, device=selected.device)
+    near = lengths[:, None] - 1 - keys < local_window
+    if pool == 1:
+        return selected | near
+    own = keys // pool == _own_group(lengths, pool)[:, None]
+    return selected.repeat_interleave(pool, 1)[:, :max_length] | near | own
+
+
+def _own_group(lengths: torch.Tensor, pool: int) -> torch.Tensor:
+    return (lengths - 1).clamp(min=0) // pool
 
 
 def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:

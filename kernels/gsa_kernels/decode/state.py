@@ -7,6 +7,7 @@ import torch
 
 from gsa_kernels.checks import check_at_least
 from gsa_kernels.limits import next_power_of_2
+from gsa_kernels.types import BudgetRule
 
 CHUNK = 256
 """Keys that one program scores. A constant, so that a sequence's variance depends on nothing but its scores."""
@@ -35,10 +36,10 @@ class DecodeSelection:
     """The top-k of every sequence, without the local window. Kept by the caller from one refresh to the next."""
 
     indices: torch.Tensor
-    """int32 [B, k_cap]: ascending positions, the first `counts` of each row."""
+    """int32 [B, k_cap]: ascending positions, or numbers of groups of keys, the first `counts` of each row."""
 
     counts: torch.Tensor
-    """int32 [B]: k_t."""
+    """int32 [B]: k_t, or k_t // p, but at most the groups before the query's own."""
 
     variance: torch.Tensor
     """fp32 [B]: population variance of the row's scores."""
@@ -106,7 +107,7 @@ class LayerCache:
     above L_max count as L_max; entries of the caches from there on are not read."""
 
     selection: DecodeSelection
-    """For B sequences and at least min(rule.most_keys, L_max) keys; written by each step that selects."""
+    """For B sequences and at least `most_selected` keys; written by each step that selects."""
 
     workspace: DecodeWorkspace | None
     """Layers that run one after the other may share it. None: for the reference."""
@@ -136,6 +137,16 @@ class LayerCache:
     beside: Callable[[], object] | None = None
     """Launches a kernel of the caller's that needs nothing of the selection. A call that selects does so between its
     kernels, so that this one runs beside the one in front, for which it waits before it ends (row_product/op.py)."""
+
+    group_keys: torch.Tensor | None = None
+    """[B, ceil(L_max / p), DI], with `indexer_pool` p by Triton: `group_means` of the indexer's keys, the first group
+    of each sequence first. A step writes the group of the newest token. Those before are as earlier steps, or the
+    caller, wrote them."""
+
+
+def most_selected(rule: BudgetRule, pool: int, max_length: int) -> int:
+    """Keys, or groups of `pool` > 1 keys, that a selection needs room for."""
+    return min(rule.most_keys // pool, -(-max_length // pool))
 
 
 def new_selection(batch: int, most_keys: int, *, device: torch.device | str) -> DecodeSelection:

@@ -47,6 +47,7 @@ def attend_to_indices(
     cache: LayerCache,
     workspace: DecodeWorkspace,
     local_window: int,
+    pool: int,
     gate_logits: torch.Tensor | None,
     out: torch.Tensor,
     chain: tuple[bool, bool],
@@ -62,7 +63,7 @@ def attend_to_indices(
     max_length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     k_cap = selection.indices.shape[1]
-    splits, tile = _cut(cache, workspace, q, k_cap + local_window, settled)
+    splits, tile = _cut(cache, workspace, q, k_cap * pool + max(local_window, pool - 1), settled)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -86,6 +87,7 @@ def attend_to_indices(
         max_length,
         local_window,
         dim**-0.5 * LOG2_E.value,
+        POOL=pool,
         GROUP=group,
         BLOCK_G=triton.next_power_of_2(group),
         ROWS=max(triton.next_power_of_2(group), 16),
@@ -159,6 +161,7 @@ def _attend_kernel(
     max_length,
     local_window,
     scale_log2,
+    POOL: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -197,12 +200,14 @@ def _attend_kernel(
         k_ptr += start * stride_kl
         v_ptr += start * stride_vl
     window_first = tl.maximum(length - local_window, 0)
+    if POOL > 1:  # the query's own group is not among the selected ones
+        window_first = tl.minimum(window_first, tl.maximum(length - 1, 0) // POOL * POOL)
     first = split * STRIP
     newest = length - 1
     if SETTLED:
         # All keys and values of the first tile but the newest, whose turn is after the wait.
-        top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
-        count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+        top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
+        count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
         slots = count + length - window_first
         index, hit = _keys_of_slots(slot, top, count, slots, window_first)
         settled_hit = hit & (index < newest)
@@ -245,22 +250,22 @@ def _attend_kernel(
         )
         first += KEYS * SPLITS
         slot += KEYS * SPLITS
-        top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
+        top = _selected_keys(indices_ptr, slot, count, POOL)
     else:
         if CHAINED and BEHIND_SELECTION:
             # The selection's kernels have waited for all before them, and so for who wrote q.
             gdc_wait()
             if IN_CHAIN:
                 gdc_launch_dependents()
-        top = tl.load(indices_ptr + slot, mask=slot < k_cap, other=0)
-        count = tl.minimum(tl.load(counts_ptr + batch), k_cap)
+        top = _selected_keys(indices_ptr, slot, k_cap * POOL, POOL)
+        count = tl.minimum(tl.load(counts_ptr + batch), k_cap) * POOL
         slots = count + length - window_first
     for _ in range(first, slots, KEYS * SPLITS):
         index, hit = _keys_of_slots(slot, top, count, slots, window_first)
         k_tile = tl.load(k_ptr + index[:, None] * stride_kl + dims[None, :], mask=hit[:, None], other=0.0)
         v_tile = tl.load(v_ptr + index[:, None] * stride_vl + dims[None, :], mask=hit[:, None], other=0.0)
         slot += KEYS * SPLITS
-        top = tl.load(indices_ptr + slot, mask=slot < count, other=0)
+        top = _selected_keys(indices_ptr, slot, count, POOL)
         maximum, total, acc = _attend_to_tile(
             q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION
         )
@@ -287,6 +292,13 @@ def _attend_kernel(
             _store_gated(out_all, sum_all, gate, out_ptr, stride_oh, GROUP, BLOCK_G, D, HAS_GATE)
             if written_ptr is not None:
                 count_one(written_ptr)
+
+
+@triton.jit
+def _selected_keys(indices_ptr, slot, end, POOL: tl.constexpr):
+    """int32 positions of the selected keys, or of the keys of the selected groups."""
+    index = tl.load(indices_ptr + slot // POOL, mask=slot < end, other=0)
+    return index * POOL + slot % POOL
 
 
 @triton.jit

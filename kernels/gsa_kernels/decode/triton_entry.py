@@ -34,6 +34,11 @@ def launch_entry(
         angles.sin,
         angles.index_cos,
         angles.index_sin,
+        *(
+            (angles.index_cos, angles.index_sin)
+            if angles.key_cos is None
+            else (angles.key_cos, angles.key_sin)
+        ),
         norm_q,
         norm_k,
         slot,
@@ -73,6 +78,8 @@ def _entry_kernel(
     sin_ptr,
     index_cos_ptr,
     index_sin_ptr,
+    key_cos_ptr,
+    key_sin_ptr,
     norm_q_ptr,
     norm_k_ptr,
     slot_ptr,
@@ -144,6 +151,8 @@ def _entry_kernel(
                 projected_ptr + START,
                 index_cos_ptr,
                 index_sin_ptr,
+                key_cos_ptr,
+                key_sin_ptr,
                 index_queries_ptr + batch * HI * DI,
                 rows_ptr + batch * stride_rb + slot * stride_rl,
                 batch,
@@ -178,10 +187,21 @@ def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr
 
 
 @triton.jit
+def _angles_of_index(cos_ptr, sin_ptr, first, dims, CHANNELS: tl.constexpr):
+    """fp32 [BLOCK_D] both; the sine is negative for the first of a pair."""
+    turns = dims < CHANNELS
+    cos = tl.load(cos_ptr + first + dims, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + first + dims, mask=turns, other=0.0).to(tl.float32)
+    return cos, tl.where(dims < CHANNELS // 2, -sin, sin)
+
+
+@triton.jit
 def _enter_index(
     index_ptr,
     cos_ptr,
     sin_ptr,
+    key_cos_ptr,
+    key_sin_ptr,
     queries_ptr,
     row_ptr,
     batch,
@@ -199,11 +219,11 @@ def _enter_index(
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
     sin = tl.zeros([BLOCK_D], tl.float32)
+    key_cos = cos
+    key_sin = sin
     if CHANNELS:
-        turns = dims < CHANNELS
-        cos = tl.load(cos_ptr + batch * CHANNELS + dims, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + batch * CHANNELS + dims, mask=turns, other=0.0).to(tl.float32)
-        sin = tl.where(dims < CHANNELS // 2, -sin, sin)
+        cos, sin = _angles_of_index(cos_ptr, sin_ptr, batch * CHANNELS, dims, CHANNELS)
+        key_cos, key_sin = _angles_of_index(key_cos_ptr, key_sin_ptr, batch * CHANNELS, dims, CHANNELS)
     other = _partner(dims, CHANNELS)
     heads = tl.arange(0, BLOCK_H)
     if CHAINED:
@@ -216,7 +236,7 @@ def _enter_index(
     queries = tl.load(index_ptr + DI + places, mask=mask, other=0.0).to(tl.float32)
     partners = tl.load(index_ptr + DI + others, mask=mask, other=0.0).to(tl.float32)
     queries = (queries * cos[None, :] + partners * sin[None, :]).to(queries_ptr.dtype.element_ty)
-    key = (key * cos + key_partner * sin).to(row_ptr.dtype.element_ty)
+    key = (key * key_cos + key_partner * key_sin).to(row_ptr.dtype.element_ty)
     tl.store(queries_ptr + places, queries, mask=mask)
     tl.store(row_ptr + dims, key, mask=dim_ok)
     if WIDTH > DI:

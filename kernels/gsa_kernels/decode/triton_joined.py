@@ -108,6 +108,7 @@ def launch_joined(
         DI=max(sizes.index_dim, 2),
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
+        KEY_ANGLES=2 * table.index_channels * table.keys_apart,
         WIDTH=width,
         BLOCK_REST=triton.next_power_of_2(max(width - used, 1)),
         VALUES_FROM=values_from,
@@ -162,6 +163,7 @@ def _pairs_of(
     DI: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
+    KEY_ANGLES: tl.constexpr,
     VALUES_FROM: tl.constexpr,
     GATES_FROM: tl.constexpr,
     INDEX_FROM: tl.constexpr,
@@ -208,6 +210,7 @@ def _pairs_of(
     first = start + pairs // half * (2 * half) + tl.where(turns, within, within + turning)
     second = first + tl.where(turns, turning, half - turning)
     cos_at = tl.where(is_index, 2 * CHANNELS, 0) + within
+    cos_at += tl.where(is_index & (pairs < half), KEY_ANGLES, 0)  # the key is the indexer's first unit
     return first, second, end, cos_at, cos_at + 2 * turning, turns & (first < end)
 
 
@@ -247,6 +250,7 @@ def _joined_kernel(
     DI: tl.constexpr,
     CHANNELS: tl.constexpr,
     INDEX_CHANNELS: tl.constexpr,
+    KEY_ANGLES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     VALUES_FROM: tl.constexpr,
@@ -267,7 +271,7 @@ def _joined_kernel(
     step = tl.num_programs(0)
     # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
-        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
+        start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
     )  # fmt: skip
     w = load_rows(weight_ptr, first, first < end, COLUMNS, 0, FIRST)
@@ -278,7 +282,7 @@ def _joined_kernel(
     norm = load_piece(norm_ptr, COLUMNS, 0, FIRST, "")
     if SECOND:
         norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
-    table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS)
+    table_ptr += tl.load(lengths_ptr).to(tl.int64) * (2 * CHANNELS + 2 * INDEX_CHANNELS + KEY_ANGLES)
     cos = tl.load(table_ptr + cos_at, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(table_ptr + sin_at, mask=turns, other=0.0).to(tl.float32)
     slot = tl.load(slot_ptr).to(tl.int64)
@@ -309,7 +313,7 @@ def _joined_kernel(
     for tile in range(start, TILES, step):
         if LOOPS:  # the next tile; beyond the last one nothing is read
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
-                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
+                tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
             )  # fmt: skip
             next_w = load_rows(weight_ptr, next_first, next_first < next_end, COLUMNS, 0, FIRST)

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace, LayerCache
-from gsa_kernels.decode.triton_select import bin_slot, score_bin
+from gsa_kernels.decode.triton_select import bin_slot, count_candidates, score_bin
 from gsa_kernels.indexer.triton_scores import fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
@@ -33,8 +33,10 @@ def score_keys(
     selection_block: int,
     workspace: DecodeWorkspace,
     chained: bool,
+    pool: int,
 ) -> None:
-    """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
+    """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length, or with groups of
+    keys as far as the query's own group.
 
     Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early, and with
     `cache.in_chain` start before the one in front has ended. Old keys of a settled cache are asked for before the wait.
@@ -42,17 +44,20 @@ def score_keys(
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
     batch, heads, dim = queries.shape
-    max_length = keys.shape[1]
+    max_length, starts = keys.shape[1], cache.starts
+    if pool > 1:
+        assert cache.group_keys is not None
+        keys, starts = cache.group_keys, None
     bf16 = queries.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
-    _score_kernel[(triton.cdiv(max_length, CHUNK), batch)](
+    _score_kernel[(triton.cdiv(keys.shape[1], CHUNK), batch)](
         queries,
         keys,
         weight_logits,
         indexer.score_bias,
         indexer.head_weight_bias,
         cache.lengths,
-        cache.starts,
+        starts,
         workspace.scores,
         workspace.histogram,
         workspace.borderline_counts,
@@ -68,6 +73,7 @@ def score_keys(
         dim**-0.5,
         HI=heads,
         DI=dim,
+        POOL=pool,
         BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
         BLOCK_D=block_d,
         CHUNK=CHUNK,
@@ -113,6 +119,7 @@ def _score_kernel(
     scale,
     HI: tl.constexpr,
     DI: tl.constexpr,
+    POOL: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -126,12 +133,12 @@ def _score_kernel(
     SETTLED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: CHUNK keys of one sequence."""
+    """One program: CHUNK keys of one sequence. With POOL > 1 a key is the mean of a group before the query's own."""
     if CHAINED:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
     first = chunk * CHUNK
     idle = (first >= length) | ((length - 1) % selection_block != 0)
     # All programs wait, before any of them returns: later kernels rely on it (row_product/op.py).

@@ -38,22 +38,28 @@ def _span(batch: int, max_length: int) -> int:
 def select_indices(
     cache: LayerCache,
     workspace: DecodeWorkspace,
-    max_length: int,
+    keys: torch.Tensor,
     rule: BudgetRule,
     variance_ema: torch.Tensor,
     selection_block: int,
     chained: bool,
+    pool: int,
 ) -> None:
     """Fill the cache's selection from what `score_keys` left in the workspace; empty the histogram for the next call.
 
+    With groups of `pool` > 1 keys also write the mean key of the group of each sequence's newest token.
+
     Args:
-        rule: with limits of at most `max_length`
+        keys: [B, L_max, DI], of the indexer
+        rule: with limits of at most L_max, or of groups
         chained: start before `score_keys` has ended, and wait for it on the device
     """
     lengths, selection = cache.lengths, cache.selection
     columns = workspace.scores.shape[1]
-    span = _span(lengths.shape[0], max_length)
-    grid = (triton.cdiv(max_length, span), lengths.shape[0])
+    max_length, dim = keys.shape[1:]
+    candidates = triton.cdiv(max_length, pool)
+    span = _span(lengths.shape[0], candidates)
+    grid = (triton.cdiv(candidates, span), lengths.shape[0])
     options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
     _find_bin_kernel[grid](
         workspace.scores,
@@ -74,9 +80,10 @@ def select_indices(
         rule.k_min,
         rule.k_max,
         rule.dense_below,
+        POOL=pool,
         MODE=rule.adaptive_k,
         CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
+        CHUNKS=triton.next_power_of_2(triton.cdiv(candidates, CHUNK)),
         SPAN=span,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
@@ -86,7 +93,7 @@ def select_indices(
     )
     if cache.beside is not None:
         cache.beside()
-    _write_indices_kernel[grid](
+    _write_indices_kernel[(grid[0] + (pool > 1), grid[1])](
         workspace.scores,
         workspace.histogram,
         lengths,
@@ -99,12 +106,29 @@ def select_indices(
         selection.indices.shape[1],
         max_length,
         selection_block,
+        keys,
+        cache.starts,
+        cache.group_keys,
+        *keys.stride()[:2],
+        *(cache.group_keys.stride()[:2] if cache.group_keys is not None else (0, 0)),
+        POOL=pool,
+        DI=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
         SPAN=span,
-        SPANS=triton.next_power_of_2(triton.cdiv(max_length, span)),
+        SPANS=triton.next_power_of_2(triton.cdiv(candidates, span)),
         BINS=BINS,
         CHAINED=chained,
         **options,
     )
+
+
+@triton.jit
+def count_candidates(length, max_length, POOL: tl.constexpr):
+    """What a query chooses among: the keys of its sequence, or the groups of POOL keys before its own."""
+    length = tl.minimum(length, max_length)
+    if POOL > 1:
+        length = tl.maximum(length - 1, 0) // POOL
+    return length
 
 
 @triton.jit
@@ -148,6 +172,7 @@ def _find_bin_kernel(
     k_min,
     k_max,
     dense_below,
+    POOL: tl.constexpr,
     MODE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -160,7 +185,7 @@ def _find_bin_kernel(
     """One program: the budget and its bin, and of one span the keys above it (counted) and in it (listed)."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
     if CHAINED:
         gdc_wait()
         if RELEASES_AT_ONCE:
@@ -168,6 +193,7 @@ def _find_bin_kernel(
     first = span * SPAN
     if (length <= 0) & (span == 0):
         tl.store(counts_ptr + batch, 0)
+        tl.store(variance_ptr + batch, 0.0)
     if (first >= length) | ((length - 1) % selection_block != 0):
         return
 
@@ -244,17 +270,37 @@ def _write_indices_kernel(
     k_cap,
     max_length,
     selection_block,
+    keys_ptr,
+    starts_ptr,
+    groups_ptr,
+    stride_kb,
+    stride_kl,
+    stride_gb,
+    stride_gl,
+    POOL: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     BINS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: the exact cut among the borderline, and the selected positions of one span."""
+    """One program: the exact cut among the borderline, and the selected positions of one span. With POOL > 1 the last
+    program writes the mean key of the newest token's group."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+    length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
     if CHAINED:
         gdc_wait()
+    if POOL > 1:  # noqa: SIM102 - the first is decided when the kernel is compiled
+        if span == tl.num_programs(0) - 1:
+            keys_ptr += batch * stride_kb
+            groups_ptr += batch * stride_gb + length.to(tl.int64) * stride_gl
+            tokens = tl.minimum(tl.load(lengths_ptr + batch), max_length)
+            start = length * POOL
+            if starts_ptr is not None:
+                keys_ptr += tl.load(starts_ptr + batch).to(tl.int64) * stride_kl
+            _write_mean_key(keys_ptr, groups_ptr, start, tokens, stride_kl, POOL, DI, BLOCK_D)
     first = span * SPAN
     if (first >= length) | ((length - 1) % selection_block != 0):
         return
@@ -305,6 +351,23 @@ def _write_indices_kernel(
     tl.store(indices_ptr + batch * k_cap + place, positions, mask=selected)
     if span == 0:
         tl.store(histogram_ptr + batch * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+
+
+@triton.jit
+def _write_mean_key(
+    keys_ptr, mean_ptr, first, tokens, stride_kl, POOL: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Of a group's keys from `first` to the newest, over POOL: the mean once the group is whole. Summed in the order
+    of `pool_keys`; the loads do not wait for each other."""
+    dims = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    keys_ptr += first.to(tl.int64) * stride_kl
+    for member in tl.static_range(POOL):
+        there = (dims < DI) & (first + member < tokens)
+        total += tl.load(keys_ptr + member * stride_kl + dims, mask=there, other=0.0).to(tl.float32)
+    tl.store(
+        mean_ptr + dims, (total / POOL).to(mean_ptr.dtype.element_ty), mask=(dims < DI) & (first < tokens)
+    )
 
 
 @triton.jit

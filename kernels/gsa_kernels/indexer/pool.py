@@ -5,10 +5,12 @@ first key, and zeros at its other keys. A query selects among the complete group
 reads its own group up to itself.
 """
 
+from dataclasses import replace
+
 import torch
 
 from gsa_kernels.checks import check_at_least, check_shape
-from gsa_kernels.types import Geometry
+from gsa_kernels.types import Geometry, Indexer
 
 
 def firsts_of(geometry: Geometry, keys: torch.Tensor) -> torch.Tensor | None:
@@ -48,6 +50,29 @@ def pool_keys(keys: torch.Tensor, firsts: torch.Tensor, pool: int) -> torch.Tens
     return (summed / pool).to(keys.dtype)
 
 
+def pooled(indexer: Indexer, geometry: Geometry) -> Indexer:
+    """The indexer as `select` and `indexer_loss` take it, from one whose keys are of single tokens."""
+    firsts = firsts_of(geometry, indexer.keys)
+    if firsts is None:
+        return indexer
+    return replace(indexer, keys=pool_keys(indexer.keys, firsts, geometry.indexer_pool))
+
+
+def group_means(keys: torch.Tensor, pool: int, starts: torch.Tensor | None = None) -> torch.Tensor:
+    """The mean key of each whole group of a cache: [B, ceil(L_max / p), DI]; unspecified for other groups.
+
+    Args:
+        keys: [B, L_max, DI]
+        starts: int [B], entries in front of each sequence, at which its first group begins; 0 if None
+    """
+    length = keys.shape[1]
+    if starts is not None:
+        entries = (starts[:, None] + torch.arange(length, device=keys.device)) % length
+        keys = torch.take_along_dim(keys, entries[..., None], 1)
+    members = torch.nn.functional.pad(keys, (0, 0, 0, -length % pool)).unflatten(1, (-1, pool))
+    return (members.sum(2, dtype=torch.promote_types(keys.dtype, torch.float32)) / pool).to(keys.dtype)
+
+
 def earlier_groups(
     firsts: torch.Tensor, causal: torch.Tensor, queries: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -63,13 +88,15 @@ def earlier_groups(
     return causal & (firsts == positions)[:, None] & (positions < own[..., None])
 
 
-def keys_of_groups(groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """The keys of the chosen groups, and of the query's own group up to the query: bool [B, Lk, Lk].
+def keys_of_groups(
+    groups: torch.Tensor, firsts: torch.Tensor, causal: torch.Tensor, queries: torch.Tensor
+) -> torch.Tensor:
+    """The keys of the chosen groups, and of the query's own group up to the query: bool [B, L, Lk].
 
     Args:
-        groups: bool [B, Lk, Lk], at first keys
+        groups: bool [B, L, Lk], at first keys
     """
-    own = firsts[..., None] == firsts[:, None]
+    own = firsts[:, queries, None] == firsts[:, None]
     return (groups.gather(-1, firsts[:, None].expand_as(groups)) | own) & causal
 
 

@@ -39,7 +39,7 @@ def select_groups(
     by_candidates = length > limits.PACKED_MASK_MAX_TOKENS
     chosen = select_keys(
         indexer_of_groups(indexer, pool),
-        _rule_of_groups(rule, pool),
+        rule_of_groups(rule, pool),
         variance_ema,
         candidates_from=limits.CANDIDATES_FROM if by_candidates else None,
     )
@@ -82,6 +82,8 @@ def check_groups(geometry: Geometry, length: int) -> None:
         )
     if geometry.document_starts is not None:
         raise ValueError(f"document_starts is given with indexer_pool {pool}; pass None, {remedy}")
+    if geometry.query_start > 0:
+        raise ValueError(f"query_start is {geometry.query_start} with indexer_pool {pool}; pass 0, {remedy}")
     if geometry.local_window > 0:
         raise ValueError(
             f"local_window is {geometry.local_window} with indexer_pool {pool}; pass 0, {remedy}"
@@ -111,7 +113,7 @@ def by_query(of_rows: torch.Tensor, pool: int, of_first_group: float) -> torch.T
     return torch.nn.functional.pad(values, (pool, 0), value=of_first_group)
 
 
-def _rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
+def rule_of_groups(rule: BudgetRule, pool: int) -> BudgetRule:
     """k_t // p as a rule of its own. Exact: p is a power of two, so that k_base / p times a number is rounded like
     k_base times it, and floor(floor(x) / p) = floor(x / p)."""
     if rule.k_base % pool or rule.k_min < pool or rule.dense_below > 0:

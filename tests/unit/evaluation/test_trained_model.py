@@ -15,8 +15,7 @@ from gsa_data.validation import read_validation_set
 from gsa_eval import evaluated_model as loading
 from gsa_eval import trained_model
 from gsa_eval.commands import evaluate as command
-from gsa_eval.convert.in_memory import chosen_attention
-from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
+from gsa_eval.evaluated_model import EvaluatedModel, Source, load_evaluated_model
 from gsa_eval.generation import continue_prompts
 from gsa_eval.perplexity import score_text, token_losses
 from gsa_eval.settings import with_settings
@@ -167,23 +166,6 @@ def test_a_model_with_one_matrix_for_embedding_and_output(tmp_path, monkeypatch)
     model.gpt.eval()
     expected = model.gpt(tokens, torch.arange(10)[None], None)
     torch.testing.assert_close(logits, expected[0])
-
-
-def test_groups_of_keys_are_scored_in_plain_torch_on_every_device(runs, caplog):
-    with caplog.at_level("WARNING"):
-        assert chosen_attention("", torch.device("cuda"), 1) == "gsa"
-        assert caplog.text == ""
-        assert chosen_attention("", torch.device("cuda"), 2) == "sdpa"
-    assert "plain torch, which is slow" in caplog.text
-    assert "gsa.indexer_pool = 2" in caplog.text
-    assert chosen_attention("", torch.device("cpu"), 2) == "sdpa"
-    assert chosen_attention("eager", torch.device("cuda"), 2) == "eager"
-    folder = runs["pool"][2]
-    with pytest.raises(
-        ValueError, match=r"--attention gsa: here the kernels do not have gsa\.indexer_pool = 2"
-    ):
-        load_evaluated_model(Source(run=folder), execution=Execution(attention="gsa"))
-    assert not isinstance(load_evaluated_model(Source(run=folder)).model, trained_model.TrainedModel)
 
 
 def test_settings_change_a_config_as_they_change_the_other() -> None:

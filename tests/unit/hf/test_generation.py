@@ -39,7 +39,6 @@ def test_the_models_own_steps_give_the_tokens_of_transformers(name: str) -> None
     [
         ({"key_gate": True, "gate_activation": "silu"}, "gate_activation is 'silu'"),
         ({"sandwich_norm": True}, "sandwich_norm is True"),
-        ({"indexer_pool": 2, "selection_block": 1}, "indexer_pool is 2"),
     ],
 )
 def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, Any], said: str) -> None:
@@ -115,6 +114,12 @@ def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -
         assert chosen(model, monkeypatch) is decoding.ModelDecoder
 
 
+def prefill_by_torch(model: Any) -> None:
+    """Of groups of keys, which the kernels of the prefill do not select in padded prompts."""
+    if model.config.indexer_pool > 1:
+        model.set_attn_implementation("sdpa")
+
+
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +131,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model)
+    prefill_by_torch(model)
     assert generator.generate(PROMPTS, 10).tokens == wanted
     first = generator._graphs
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
@@ -137,7 +143,15 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
 
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize(
-    ("name", "count", "new"), [("mixed", 3, 3), ("sparse", 1, 2), ("dense", 1, 3), ("blocks", 1, 4)]
+    ("name", "count", "new"),
+    [
+        ("mixed", 3, 3),
+        ("sparse", 1, 2),
+        ("dense", 1, 3),
+        ("blocks", 1, 4),
+        ("groups of keys", 1, 4),
+        ("groups of keys", 2, 3),
+    ],
 )
 def test_products_of_few_rows_give_the_same_tokens(
     name: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +163,7 @@ def test_products_of_few_rows_give_the_same_tokens(
     monkeypatch.setattr(generation, "DecodingGraphs", WithoutGraphs)
     generator = generation.Generator(model)
     generator.decoder = decoding.FusedDecoder(model, products="rows")
+    prefill_by_torch(model)
     assert generator.generate(PROMPTS[:count], new).tokens == wanted
     assert generator.decoder.products == "rows"
 
@@ -165,9 +180,9 @@ def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: p
     op, seen = decoding.kernel_module("decode.op"), []
     attend = op.decode_attend
 
-    def noting(q: torch.Tensor, cache: Any, *rest: Any) -> torch.Tensor:
+    def noting(q: torch.Tensor, cache: Any, *rest: Any, **options: Any) -> torch.Tensor:
         seen.append(cache.settled)
-        return attend(q, cache, *rest)
+        return attend(q, cache, *rest, **options)
 
     monkeypatch.setattr(op, "decode_attend", noting)
     decoder.step(refresh=False)

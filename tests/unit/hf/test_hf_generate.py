@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
+from gsa_hf.token_order_gsa import key_groups, token_order
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
@@ -115,13 +116,40 @@ def test_a_prompt_in_pieces(name: str, static: bool) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_groups_of_keys_are_of_plain_torch_and_learn_nothing_here() -> None:
+@pytest.mark.parametrize("size", [3, 4])
+def test_groups_of_keys_in_packed_documents(size: int) -> None:
+    """Against a loop over queries: groups are aligned in the row, and padding in front and between does not count."""
+    real = [slot not in (0, 1, 9) for slot in range(16)]
+    documents = [0] * 6 + [1] * 8 + [2] * 2  # the second one begins within a group, and so does the last
+    visible = torch.tensor(
+        [
+            [
+                [real[s] and real[t] and s <= t and documents[s] == documents[t] for s in range(16)]
+                for t in range(16)
+            ]
+        ]
+    )
+    order = token_order(visible, torch.arange(16))
+    groups = key_groups(size, torch.arange(16), visible, order)
+    keys = torch.randn(1, 16, 5, generator=torch.Generator().manual_seed(1))
+    means, candidates = groups.mean(keys), groups.before_own()
+    tokens = [slot for slot in range(16) if real[slot]]
+    for t in tokens:
+        own = tokens.index(t) // size
+        start = next(n for n, slot in enumerate(tokens) if documents[slot] == documents[t]) // size
+        assert candidates[0, t].nonzero()[:, 0].tolist() == [tokens[g * size] for g in range(start, own)]
+        read = groups.keys_of(candidates, visible)[0, t].nonzero()[:, 0].tolist()
+        assert read == [s for s in tokens if visible[0, t, s]]
+        for g in range(start, own):
+            members = tokens[g * size : (g + 1) * size]
+            of_last = [s for s in members if documents[s] == documents[members[-1]]]
+            torch.testing.assert_close(means[0, members[0]], keys[0, of_last].mean(0))
+
+
+def test_groups_of_keys_learn_nothing_here() -> None:
     model, tokens = tiny_model("pool", indexer_loss_coef=1.0).train(), distinct_tokens(2, 12)
     with pytest.raises(ValueError, match="indexer_pool is 3: the loss of an indexer over groups"):
         model(tokens, labels=tokens)
-    model.set_attn_implementation("gsa")
-    with pytest.raises(ValueError, match="indexer_pool is 3 with attn_implementation 'gsa'"):
-        model(tokens)
 
 
 def test_a_cache_without_room_for_the_indexer_is_refused() -> None:

@@ -49,7 +49,13 @@ def a_cache(model: Any, kind: str) -> Cache:
 
 
 def steps(
-    model: Any, tokens: torch.Tensor, mask: torch.Tensor, prompt: int, kind: str, swap_at: int | None = None
+    model: Any,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    prompt: int,
+    kind: str,
+    swap_at: int | None = None,
+    decodes_by: str = "",
 ) -> torch.Tensor:
     """Logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
     held, found = {CACHE_ARGUMENT: a_cache(model, kind)}, []
@@ -61,6 +67,8 @@ def steps(
                 tokens, mask = tokens.flip(0), mask.flip(0)
             given = {"attention_mask": mask[:, :end], "use_cache": True}
             found.append(model(tokens[:, first:end], **given, **held).logits)
+            if decodes_by:
+                model.set_attn_implementation(decodes_by)
     return torch.cat(found, 1)
 
 
@@ -118,6 +126,26 @@ def test_short_inputs_attend_to_all_keys(
     few = mask.bool() & (mask.cumsum(1) < 24)
     torch.testing.assert_close(found[few], dense[few], rtol=1e-4, atol=1e-4)
     assert (found - dense)[:, -1].abs().max() > 1e-2
+
+
+GROUPS: dict[str, Any] = {"indexer_pool": 4, "index_topk": 8, "k_min": 4, "indexer_rope": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "pads", "changes"),
+    [
+        ("dynamic", "gsa", 0, {"index_topk_freq": 2}),
+        ("static", "eager", 3, {"local_window": 6, "num_hidden_layers": 1}),
+    ],
+)
+def test_groups_of_keys(kind: str, prefill: str, pads: int, changes: dict[str, Any]) -> None:
+    """From the first token of a group into the next group; with padding in front, and a change of places."""
+    model = model_of(**GROUPS, **changes)
+    tokens, mask = padded(21, pads)
+    expected = steps(model, tokens, mask, 16, kind, 18)
+    model.set_attn_implementation(prefill)
+    found = steps(model, tokens, mask, 16, kind, 18, decodes_by="gsa")
+    torch.testing.assert_close(found[:, pads:], expected[:, pads:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kept", [31, 32])
@@ -186,6 +214,21 @@ def test_pieces_and_documents() -> None:
     for found, expected in zip(by_kernels, together, strict=True):  # documents see each other
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert (found - packed).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"indexer_pool": 3, "k_min": 3}, "indexer_pool is 3 with attn_implementation 'gsa'; pass one of"),
+        ({**GROUPS, "index_topk": 9}, "index_topk is 9 and dense_below 0 with indexer_pool 4"),
+        ({**GROUPS, "dense_below": 5}, "index_topk is 8 and dense_below 5 with indexer_pool 4"),
+    ],
+)
+def test_groups_of_keys_that_the_kernels_cannot_run(changes: dict[str, Any], said: str) -> None:
+    model = model_of(**changes, num_hidden_layers=1)
+    model.set_attn_implementation("gsa")
+    with pytest.raises(ValueError, match=said):
+        model(distinct_tokens(1, 8))
 
 
 def test_what_the_kernels_cannot_run() -> None:

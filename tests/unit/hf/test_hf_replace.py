@@ -58,6 +58,9 @@ INDEX: dict[str, Any] = {
 }
 
 
+GROUPS = {**INDEX, "selection_block": 1, "indexer_pool": 3}
+
+
 def host(name: str) -> Any:
     torch.manual_seed(0)
     config = copy.deepcopy(HOSTS[name])
@@ -82,15 +85,15 @@ def test_dense_and_without_gates_nothing_changes(name: str) -> None:
             torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6 * float(before.abs().max()))
 
 
-@pytest.mark.parametrize("name", list(HOSTS))
-def test_sparse_layers_generate_on_the_host_s_caches(name: str) -> None:
+@pytest.mark.parametrize(("name", "fields"), [*((name, INDEX) for name in HOSTS), ("llama", GROUPS)])
+def test_sparse_layers_generate_on_the_host_s_caches(name: str, fields: dict[str, Any]) -> None:
     model, tokens = host(name), distinct_tokens(2, 12)
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
     options: dict[str, Any] = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 20}
     prompts = {"input_ids": tokens, "attention_mask": mask}
     before = model.generate(**prompts, **options)
-    replace_attention_with_gsa(model, GSAConfig(**INDEX), layers=[1])
+    replace_attention_with_gsa(model, GSAConfig(**fields), layers=[1])
     assert model.config.layer_types == [DENSE_LAYER, INDEXED_LAYER]
     model.model.layers[1].self_attn.indexer.variance_ema.fill_(0.01)
     found = model.generate(**prompts, **options)

@@ -1,0 +1,121 @@
+"""Decoding against the forward pass of training, token by token: keys, shared selections, and groups of keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decode_cases import Case, make_case, poisoned_buffers  # noqa: F401 - pytest finds it here
+
+from gsa_kernels import api
+from gsa_kernels.decode import op
+from gsa_kernels.indexer.pool import group_means, pooled
+from gsa_kernels.types import BudgetRule, Geometry, Implementation, Indexer
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+
+def forward_pass(
+    case: Case, rows: dict[str, torch.Tensor], row: int, length: int, rule: BudgetRule, geometry: Geometry
+) -> torch.Tensor:
+    """[length, H, D] of one sequence."""
+    start = 0 if case.cache.starts is None else int(case.cache.starts[row])
+    kept = (slice(row, row + 1), slice(start, start + length))
+    of_tokens = {name: each[row : row + 1, :length] for name, each in rows.items()}
+    indexer = replace(
+        case.indexer,
+        queries=of_tokens["index_queries"],
+        keys=case.indexer.keys[kept],
+        head_weight_logits=of_tokens["index_weights"],
+    )
+    leaders = pooled(indexer, geometry).of_block_leaders(geometry.selection_block)
+    selection = api.select(leaders, rule, case.ema, geometry, implementation="reference")
+    k, v = case.cache.k[kept], case.cache.v[kept]
+    inputs = (of_tokens["q"], k, v, selection, geometry, of_tokens["gate"])
+    return api.sparse_attention(*inputs, implementation="reference")[0][0]
+
+
+GEOMETRIES: dict[str, tuple[Geometry, dict[str, Any]]] = {
+    "keys": (Geometry(), {"starts": [5, 0, 1, 9]}),
+    "keys, window": (Geometry(local_window=6), {"settled": True, "mode": "direct"}),
+    "blocks": (
+        Geometry(selection_block=4, local_window=5),
+        {"starts": [0, 7, 3, 0], "steps": 6, "mode": "off"},
+    ),
+    "groups, window": (Geometry(local_window=6, indexer_pool=4), {"settled": True}),
+    "groups, padding": (Geometry(indexer_pool=4), {"starts": [5, 0, 3, 9], "activation": "relu", "ema": 8.0}),
+    "groups, parts": (Geometry(local_window=3, indexer_pool=16), {"mode": "direct", "splits": 4}),
+    "groups, long window": (
+        Geometry(local_window=70, indexer_pool=64),
+        {"starts": [1, 2, 0, 0], "mode": "off"},
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_token_by_token(device: str, name: str, implementation: Implementation) -> None:
+    """A short sequence, an unused slot, and two with a choice, from within a block or group into the next one. Past
+    each sequence's end, and where no group is whole, the caches hold NaN."""
+    geometry, options = GEOMETRIES[name]
+    pool = geometry.indexer_pool
+    unit = max(pool, geometry.selection_block)
+    rule = BudgetRule(max(3 * pool, 8), pool, max(5 * pool, 12), options.get("mode", "inverse"))
+    first, steps = torch.tensor([1, 0, 6 * unit + 22, 9 * unit + 23]), options.get("steps", 4)
+    if pool > 1:
+        first = torch.tensor([1, 0, 6 * pool - 2, 9 * pool - 2])
+    room = int(first.max()) + steps + 9
+    sigmoid = options.get("activation", "sigmoid") == "sigmoid"
+    sizes = {"k_max": rule.k_max, "splits": options.get("splits"), "pool": pool, "gate": True}
+    sizes |= {"activation": "sigmoid" if sigmoid else "relu", "biases": sigmoid}
+    whole = make_case(device, [room] * 4, room, **sizes)
+    starts = torch.tensor(options.get("starts", [0] * 4), dtype=torch.int32, device=device)
+    whole = replace(whole, ema=whole.ema * options.get("ema", 1 / pool)).with_new(starts=starts)
+    generator, slots = torch.Generator().manual_seed(pool), torch.arange(room, device=device)
+    of_one = {"q": whole.q, "gate": whole.gate, "index_queries": whole.indexer.queries[:, 0]}
+    of_one["index_weights"] = whole.indexer.head_weight_logits[:, 0]
+    rows = {
+        name: torch.randn(4, room, *each.shape[1:], generator=generator).to(device)
+        for name, each in of_one.items()
+        if each is not None
+    }
+    wanted = {
+        row: forward_pass(whole, rows, row, int(first[row]) + steps, rule, geometry) for row in (0, 2, 3)
+    }
+    budgets, compared, has_selected = set(), 0, torch.zeros(4, dtype=torch.bool)
+    for step in range(steps):
+        lengths = torch.where(first > 0, first + step, 0).int().to(device)
+        there = (slots >= starts[:, None]) & (slots < (starts + lengths)[:, None])
+        k, v = (x.masked_fill(~there[..., None, None], float("nan")) for x in (whole.cache.k, whole.cache.v))
+        keys = whole.indexer.keys.masked_fill(~there[..., None], float("nan"))
+        if pool > 1 and step == 0:  # after a prefill
+            means = group_means(keys, pool, starts)
+            whole_groups = torch.arange(means.shape[1], device=device) < (lengths // pool)[:, None]
+            whole = whole.with_new(group_keys=means.masked_fill(~whole_groups[..., None], float("nan")))
+        newest = (torch.arange(4, device=device), (lengths - 1).clamp(min=0).long())
+        x = {name: each[newest] for name, each in rows.items()}
+        of_step = (x["index_queries"][:, None], keys, x["index_weights"][:, None])
+        biases = (whole.indexer.score_bias, whole.indexer.head_weight_bias)
+        indexer = Indexer(*of_step, *biases, whole.indexer.activation)
+        cache = replace(whole.cache, k=k, v=v, lengths=lengths, settled=options.get("settled", False))
+        out = api.decode_step(
+            x["q"], indexer, cache, rule, whole.ema, geometry, x["gate"], implementation=implementation
+        )
+        has_selected |= (lengths.cpu() - 1) % geometry.selection_block == 0
+        for row, of_row in wanted.items():
+            if has_selected[row]:
+                compared += 1
+                torch.testing.assert_close(out[row], of_row[lengths[row] - 1], rtol=1e-5, atol=1e-5)
+        assert out[1].eq(0).all()
+        budgets |= set(cache.selection.counts[2:].tolist()) - {0}
+        if implementation == "triton":  # a layer that takes this selection
+            attended = op.decode_attend(x["q"], cache, geometry.local_window, x["gate"], pool=pool)
+            assert torch.equal(attended, out)
+    assert compared >= 2 * steps
+    assert (len(budgets) > 1) == (rule.adaptive_k != "off")
+    assert max(budgets) * pool < first[3] - pool  # some keys are left out
