@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .token_order_gsa import KeyGroups, TokenOrder
+from .token_order_gsa import KeyGroups
 
 WEIGHT_LOGITS = {"plain": 64.0, "qsa": 1.0}
 """Logits of constant head weights 1, by activation: the sigmoid of 64 rounds to 1."""

@@ -208,7 +208,7 @@ def decode_step(
     Args:
         q: [B, H, D], of the token at position lengths - 1
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of that token; keys [B, L_max, DI], the
-            cache: also with `indexer_pool` those of single tokens, rotated as their group's first
+            cache of single tokens' keys. With `indexer_pool` each key has the rotary angle of its group's first token
         cache: this layer's; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
         geometry: `selection_block`, `local_window` and `indexer_pool` of training, other fields at their defaults
