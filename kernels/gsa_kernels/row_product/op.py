@@ -1,5 +1,4 @@
-"""`row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
-
+"""Computes `row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
 A chain of these and of decoding's other kernels starts each kernel while its predecessor still runs (programmatic
 dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
 
@@ -40,17 +39,17 @@ def row_product(
     x_gate: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
+    """Arguments and result are as in the reference: all bf16 or all fp32, contiguous, on one device.
 
-    Deterministic. Not differentiable. Launched early on Hopper: nothing but weight, bias and norm may be written by
-    kernels of a chain (rule 3 above).
+    The product is deterministic and not differentiable. On Hopper it starts early. Kernels of a chain must therefore
+    not write weight, bias or norm (rule 3 above).
 
     Args:
         x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
-        launch: for one row of x also with something awaited (rule 5) or advanced
+        launch: with one row of x, the launch may also wait for a counter (rule 5) or advance counters
 
     Raises:
-        ValueError: also if a size, dtype, layout or device is none that the kernel takes.
+        ValueError: also if the kernel does not support a size, dtype, layout or device.
     """
     count = check_row_product(x, weight, norm, bias, residual, gated)
     batch, columns = x.shape
