@@ -9,7 +9,7 @@ without gates and indexer), GSA, and GSA with one selection for 32 tokens. All m
 `standard` multiplies by torch with torch.compile. It uses the fastest of torch's SDPA backends for one query with
 grouped heads, with the mask of a static cache or, as all slots are filled here, without a mask. GSA multiplies as
 `FusedDecoder` chooses for the batch (column `products`), or as --products says. `standard, our products` is the
-standard model with the kernels for few rows. `GSA shared` averages over 32 steps, one of which selects.
+standard model with the kernels for few rows. `GSA shared` is the mean of 32 steps, and one step selects.
 
 A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
 all steps are at the same position. The position is the first of a block of 32 tokens, because only there a selecting

@@ -116,8 +116,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the median and its standard error, assuming normal values.
 
-    Their standard deviation is 1.48 times the median deviation. The standard error of the median is 1.25 times that of
-    the mean.
+    Their standard deviation is 1.48 times the median deviation. The standard error of the median is 1.25 times the
+    mean's.
     """
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)

@@ -1,4 +1,4 @@
-"""What may happen to a file, and a table of what then happened to a start."""
+"""Damages files, and tabulates what happens when a run starts with a damaged file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ Damage = Callable[[Path], None]
 
 
 def flip(place: float) -> Damage:
-    """One bit, at this share of the file."""
+    """Flip one bit at this fraction of the file."""
 
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -26,7 +26,7 @@ def empty(path: Path) -> None:
 
 
 def put(other: Path) -> Damage:
-    """The content of another file in its place."""
+    """Replace the content by another file's."""
 
     def change(path: Path) -> None:
         path.write_bytes(other.read_bytes())
@@ -45,7 +45,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:
-    """Damages of any file and exchanges with `others`: the name of an exchange -> the file that replaces it."""
+    """Return damages for any file, and exchanges with `others`, which maps an exchange's name to the replacement."""
     exchanges = {
         f"exchanged: {name}": put(other)
         for name, other in others.items()
@@ -59,7 +59,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 class Table:
-    """File x damage -> what happened."""
+    """Maps file and damage to the result."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str]] = []

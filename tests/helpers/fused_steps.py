@@ -1,4 +1,4 @@
-"""One step of a tiny model on the fused core or on the reference core, and how the two are compared."""
+"""Takes one step of a tiny model on the fused core or on the reference core, and compares the two."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -63,8 +63,8 @@ def one_step(
     heads: int = 4,
     attend_across: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and moving averages of a step, on the fused or the reference core."""
-    layers = gsa.get("selection_reuse", 1)  # the interpreter is slow
+    """Return loss, gradients, statistics and moving averages of a step on the fused or the reference core."""
+    layers = gsa.get("selection_reuse", 1)  # because the interpreter is slow
     config = tiny_config(
         [phase],
         model={"num_layers": layers, "num_heads": heads, "head_dim": 32, "init_std": 0.2},
@@ -90,7 +90,7 @@ def one_step(
 
 
 def take_over(name: str, of: tuple, into: tuple) -> None:
-    """A statistic that the two need not share."""
+    """Copy a statistic that the two may compute differently."""
     into[2].pop(name, None)
     if name in of[2]:
         into[2][name] = of[2][name]
@@ -106,7 +106,7 @@ def assert_same_step(fused: tuple, reference: tuple) -> None:
     counted = stats.keys() - {"union_density"}  # the reference has no lists to count
     assert counted == expected_stats.keys(), counted ^ expected_stats.keys()
     for name, expected in expected_stats.items():
-        if name == "max_activation_token":  # equal tokens side by side have equal values up to rounding
+        if name == "max_activation_token":  # equal neighbouring tokens have equal values up to rounding
             continue
         assert stats[name] == pytest.approx(expected, rel=1e-4, nan_ok=True), (name, stats[name], expected)
     torch.testing.assert_close(averages, expected_averages, rtol=1e-5, atol=0)
