@@ -91,7 +91,7 @@ class ForkedRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Return process ids, each of which is also a session."""
+        """Return process ids; each process is also a session."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property

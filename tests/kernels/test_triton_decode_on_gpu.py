@@ -1,4 +1,4 @@
-"""Decoding at lengths that only a CUDA device can take, and in a graph."""
+"""Tests decoding at lengths that only a CUDA device can handle, and in a graph."""
 
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ def test_long(lengths: list[int]) -> None:
 
 
 def test_graph_follows_the_lengths() -> None:
-    """One capture, replayed with lengths that grow on the device and with other queries: eager's bits."""
+    """One capture is replayed with growing lengths on the device and other queries, and gives eager's bits."""
     block, window, rule = 4, 8, BudgetRule(k_base=100, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
         "heads": (8, 2),
