@@ -1,4 +1,4 @@
-"""Layers in groups: the first selects, the others attend to the same keys and own no indexer."""
+"""Tests layers in groups: the first layer selects, and the others attend to the same keys without an indexer."""
 
 from typing import Any
 
@@ -77,8 +77,7 @@ def test_layers_without_indexer_report_recall_but_no_loss_of_their_own() -> None
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=["sparse", "warm-up"])
 def test_an_indexer_learns_the_mean_attention_of_its_group(phase: PhaseConfig, packed: bool) -> None:
-    """The gradients of its three projections against straight-line torch, from what the layers were given; and the
-    KL."""
+    """The KL and the gradients of the three projections equal plain torch on the layers' inputs."""
     config = tiny_config([phase], model={"num_layers": 4}, gsa={**GROUP, "indexer_activation": "relu"})
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
@@ -132,13 +131,13 @@ def test_an_indexer_learns_the_mean_attention_of_its_group(phase: PhaseConfig, p
             found = getattr(indexer, name).grad.double()
             assert (found - gradient).norm() < 1e-5 * gradient.norm(), (leader, name)
         assert kl[leader] == pytest.approx(expected.item() / int((causal.sum(-1) >= 2).sum()), rel=1e-5)
-        assert (probs[0] - probs[1]).abs().max() > 0.1  # the leader alone would teach something else
+        assert (probs[0] - probs[1]).abs().max() > 0.1  # the leader alone would give another target
         assert kl[leader + 1] != kl[leader + 1]  # NaN
     assert model.runtime.group_target is None
 
 
 class Listening:
-    """A core that keeps the queries, keys and selection that it was given."""
+    """Is a core that keeps its queries, keys and selection."""
 
     def __init__(self, core: Any, given: list[Any]) -> None:
         self.core, self.given = core, given
