@@ -169,10 +169,8 @@ def fitting_layers(needed: Callable[[int], int], most: int) -> int:
 
 
 def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
-    """Choose a backend by the time of one layer's attention, and return the microseconds of all that support it.
-
-    If times are about equal, cuDNN is chosen.
-    """
+    """Choose a backend by the time of one layer's attention, and return the microseconds of all that support it. If
+    times are about equal, cuDNN is chosen."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
@@ -228,10 +226,8 @@ def capture(
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[Steps, Place]:
-    """Capture the step at the decoder's position, with and without selection, and return it with a `Place`.
-
-    The step advances the counters, and the `Place` resets them.
-    """
+    """Capture the step at the decoder's position, with and without selection, and return it with a `Place`. The step
+    advances the counters, and the `Place` resets them."""
     filled = int(decoder.slot)
     with attends():
         wanted = decoder.step(refresh=True).clone()
@@ -266,10 +262,8 @@ def step_ms(times: dict[str, harness.Timing], name: str) -> float:
 def measure(
     report: harness.Report, batch: int, length: int, names: Sequence[str], arguments: argparse.Namespace
 ) -> None:
-    """Measure all models at one batch size and length.
-
-    Models that fit together take turns. Otherwise each is paired with the standard model, or runs alone.
-    """
+    """Measure all models at one batch size and length. Models that fit together take turns. Otherwise each is paired
+    with the standard model, or runs alone."""
     shapes, filled = arguments.shapes, length
     room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
     configs = {name: model_config(name, all_layers, room, shapes) for name in names}
@@ -367,8 +361,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
     """Run one sequence through the model's forward pass into its cache. Dense layers use the kernels' dense
-    attention.
-    """
+    attention."""
     shapes = arguments.shapes
     layers = arguments.layers or shapes["model"]["num_layers"]
     for name in (STANDARD, *PROMISES):

@@ -114,11 +114,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error, assuming normal values.
-
-    Their standard deviation is 1.48 times the median deviation. The standard error of the median is 1.25 times the
-    mean's.
-    """
+    """Return the median and its standard error, assuming normal values. Their standard deviation is 1.48 times the
+    median deviation. The standard error of the median is 1.25 times the mean's."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
@@ -190,10 +187,8 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from it.
-
-    Set the variable if a copy of the tree has no repository, or an old one.
-    """
+    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from it. Set the variable
+    if a copy of the tree has no repository, or an old one."""
     found = os.environ.get("GSA_COMMIT", "")
     # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():

@@ -1,7 +1,5 @@
-"""Shows when the kernels of a decoding step start and end, for `bench_generate.py --timeline`.
-
-It covers one layer and both ends of the step.
-"""
+"""Shows when the kernels of a decoding step start and end, for `bench_generate.py --timeline`. It covers one layer and
+both ends of the step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -263,8 +263,7 @@ class Disturbed:
 
             def a_save_fails() -> bool:
                 """Fill the disk repeatedly, because a running save may delete files and so make room for the next
-                one.
-                """
+                one."""
                 room = shutil.disk_usage(self._folder).free - LEFT_BYTES
                 with suppress(OSError):  # the disk is full, or a save was faster
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)

@@ -95,8 +95,7 @@ LONGEST_FILES = LONGEST.split()
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
     """Seed torch's own generator, because torch 2.13 seeds it differently in each process and tests run in any
-    order.
-    """
+    order."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
@@ -129,9 +128,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, and collect after 10,000 new objects instead of 700.
-
-    Collections took a thirtieth of the tests' time.
-    """
+    Collections took a thirtieth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)

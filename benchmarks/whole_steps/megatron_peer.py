@@ -70,8 +70,7 @@ class _PeerModel(NamedGPTModel):
 
 class MegatronTrainee:
     """Implements `Trainee`: trains all parameters of a plain model with the config's sizes, without gates and
-    indexer.
-    """
+    indexer."""
 
     def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel, attention: str) -> None:
         assert attention in ATTENTIONS

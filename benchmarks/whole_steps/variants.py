@@ -1,6 +1,5 @@
 """Lists the models and layouts of the bench of whole models. Does not load torch, because `cuda_connections` comes
-first.
-"""
+first."""
 
 from __future__ import annotations
 

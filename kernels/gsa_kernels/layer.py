@@ -239,11 +239,8 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def update_variance_ema(self) -> None:
-        """Update the moving average of the score variance; the first step initialises it.
-
-        The update runs after the optimizer step. All micro-batches of a step therefore use one value, and no token
-        depends on later tokens.
-        """
+        """Update the moving average of the score variance; the first step initialises it. The update runs after the
+        optimizer step. All micro-batches of a step therefore use one value, and no token depends on later tokens."""
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()
         decay = self.config.variance_ema_decay

@@ -28,8 +28,7 @@ RENAMED = {
 @dataclass(frozen=True)
 class GSAConfig:
     """Configures one layer. The defaults are the paper's: sizes of its 7B class (table 1), budgets, gate biases of
-    0.
-    """
+    0."""
 
     hidden_size: int = 4096
     """d, the hidden size."""

@@ -116,11 +116,8 @@ GROUP_KEYS = 8
 
 
 def long_row_bytes(num_keys: int, most_keys: int) -> int:
-    """Return the scratch memory of a row that is too long for registers.
-
-    The memory holds the maxima of groups, the maxima of clusters of groups if there are many groups, and the numbers of
-    the best groups.
-    """
+    """Return the scratch memory of a row that is too long for registers. The memory holds the maxima of groups, the
+    maxima of clusters of groups if there are many groups, and the numbers of the best groups."""
     groups = ceil_div(num_keys, GROUP_KEYS)
     return 4 * (groups + ceil_div(groups, GROUP_KEYS) + next_power_of_2(most_keys))
 
@@ -232,11 +229,8 @@ MULTIPROCESSORS = 132
 
 
 def segments_bytes(longest_list: int, multiprocessors: int) -> int:
-    """Bound the memory of the gradients that programs store if they share lists.
-
-    Most launches have fewer programs than allowed. A launch that fills the device without sharing stores no such
-    gradients.
-    """
+    """Bound the memory of the gradients that programs store if they share lists. Most launches have fewer programs than
+    allowed. A launch that fills the device without sharing stores no such gradients."""
     if longest_list < 2 * SEGMENT_KEYS:
         return 0
     return SEGMENT_WAVES * multiprocessors * SEGMENT_GRADIENT_BYTES

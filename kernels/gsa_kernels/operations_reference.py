@@ -243,11 +243,8 @@ def _temperature(indexer: Indexer) -> float | torch.Tensor:
 def _taken_rows(
     num_rows: int, selection: Selection | None, geometry: Geometry, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the sampled rows, int64 (None: all rows), and the factor for their sum.
-
-    The kernels over key lists sample whole tiles. The kernels over packed masks sample stretches of rows
-    (`sample_rows`).
-    """
+    """Return the sampled rows, int64 (None: all rows), and the factor for their sum. The kernels over key lists sample
+    whole tiles. The kernels over packed masks sample stretches of rows (`sample_rows`)."""
     rank, size = rows.share
     pool = geometry.indexer_pool
     if pool > 1:

@@ -1,7 +1,5 @@
-"""Implements the operations of `api.py` as Triton kernels with the same arguments and results.
-
-`decode_step` is imported at the end of the file.
-"""
+"""Implements the operations of `api.py` as Triton kernels with the same arguments and results. `decode_step` is
+imported at the end of the file."""
 
 from __future__ import annotations
 

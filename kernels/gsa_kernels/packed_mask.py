@@ -1,7 +1,5 @@
-"""Converts packed masks, which have a bit per key, to and from bool masks.
-
-A word of a packed mask is a uint32 stored as int32, because torch supports few operations on uint32.
-"""
+"""Converts packed masks, which have a bit per key, to and from bool masks. A word of a packed mask is a uint32 stored
+as int32, because torch supports few operations on uint32."""
 
 import torch
 

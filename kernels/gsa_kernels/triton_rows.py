@@ -6,10 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map a row's number in a chunk to its row in the sequence.
-
-    The chunk consists of stretches of STRETCH rows that start every SPACING rows from row_start on.
-    """
+    """Map a row's number in a chunk to its row in the sequence. The chunk consists of stretches of STRETCH rows that
+    start every SPACING rows from row_start on."""
     if SPACING == STRETCH:  # noqa: SIM108 (known at compile time)
         row = row_start + number
     else:
@@ -19,10 +17,8 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 @triton.jit
 def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Map COUNT numbers of a chunk, from `number` on, to rows of the sequence.
-
-    `number` is a multiple of COUNT. STRETCH is a multiple of COUNT or divides COUNT.
-    """
+    """Map COUNT numbers of a chunk, from `number` on, to rows of the sequence. `number` is a multiple of COUNT. STRETCH
+    is a multiple of COUNT or divides COUNT."""
     if STRETCH % COUNT == 0:  # neighbours
         rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
     else:

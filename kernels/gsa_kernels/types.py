@@ -174,8 +174,7 @@ class Geometry:
 @dataclass(frozen=True)
 class RowSample:
     """Describes which rows of the indexer loss to compute: all, a sample of stretches for an estimate, or a rank's
-    share.
-    """
+    share."""
 
     fraction: float = 1.0
     """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
@@ -195,10 +194,8 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Holds S_t of every query in the format for which attention is faster; `select` creates it.
-
-    Exactly one of packed mask and key lists is given.
-    """
+    """Holds S_t of every query in the format for which attention is faster; `select` creates it. Exactly one of packed
+    mask and key lists is given."""
 
     packed_mask: torch.Tensor | None
     """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32

@@ -1,7 +1,5 @@
 """Tests that layouts of four ranks train as one rank does: a tiny model, a few steps per phase, every statistic.
-
-test_layouts has whole runs.
-"""
+test_layouts has whole runs."""
 
 import json
 from typing import Any

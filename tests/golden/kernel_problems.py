@@ -1,7 +1,5 @@
-"""Lists the golden kernel problems, their inputs, and the hashes of the kernels' results. Needs a GPU.
-
-operations.py calls the kernels and follows their interface; this file does not import them.
-"""
+"""Lists the golden kernel problems, their inputs, and the hashes of the kernels' results. Needs a GPU. operations.py
+calls the kernels and follows their interface; this file does not import them."""
 
 import hashlib
 import importlib.util

@@ -147,10 +147,8 @@ def import_path(code: Path) -> str:
 
 
 def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the numbers that equal code must reproduce: each step's and validation's, except `NOT_COMPARED`.
-
-    The last validation uses the final weights.
-    """
+    """Yield the numbers that equal code must reproduce: each step's and validation's, except `NOT_COMPARED`. The last
+    validation uses the final weights."""
     for record in records:
         event = record.get("event")
         if event in (None, "validation"):

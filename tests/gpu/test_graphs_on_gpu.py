@@ -1,7 +1,5 @@
-"""Tests `train.cuda_graphs` on a CUDA device: equal bits, no waits, constant memory, and a run that resumes.
-
-Read the first failing test first: its trace names the operation that cannot be captured.
-"""
+"""Tests `train.cuda_graphs` on a CUDA device: equal bits, no waits, constant memory, and a run that resumes. Read the
+first failing test first: its trace names the operation that cannot be captured."""
 
 import time
 from dataclasses import dataclass

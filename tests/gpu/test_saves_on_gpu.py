@@ -1,7 +1,5 @@
-"""Tests saves on CUDA devices, whose copies are filled during the next step: the update waits, the host does not.
-
-The tests also cover a save that fails on one of two ranks.
-"""
+"""Tests saves on CUDA devices, whose copies are filled during the next step: the update waits, the host does not. The
+tests also cover a save that fails on one of two ranks."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
 """Tests DeepSpeed's ZeRO on CUDA devices, with and without its optimizer in host memory. Needs the package
-deepspeed.
-"""
+deepspeed."""
 
 import gc
 from pathlib import Path
@@ -56,10 +55,8 @@ STRATEGIES = {
 
 
 def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], int, int]:
-    """Return loss, gradient norm and update norm of some steps; the optimizer's device memory; trained parameters.
-
-    The memory includes weights that the optimizer frees.
-    """
+    """Return loss, gradient norm and update norm of some steps; the optimizer's device memory; trained parameters. The
+    memory includes weights that the optimizer frees."""
     path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
     config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
     parallel, phase = single_rank(), config.phases[-1]

@@ -1,7 +1,5 @@
-"""Lists every check between fields: the overrides that violate it, and the expected text of the error.
-
-A row is `override ; override -> fragment | fragment`. Indented lines continue the row above.
-"""
+"""Lists every check between fields: the overrides that violate it, and the expected text of the error. A row is
+`override ; override -> fragment | fragment`. Indented lines continue the row above."""
 
 from os.path import expanduser
 

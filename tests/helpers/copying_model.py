@@ -149,10 +149,8 @@ def _codes(count: int) -> torch.Tensor:
 
 
 def _key_before() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return W_Q, W_K [HEAD, WIDTH]. The product is 0 at tokens that are not keys.
-
-    At keys it is 1/2, plus up to 1/2 the closer they are to KEY_DISTANCE tokens back.
-    """
+    """Return W_Q, W_K [HEAD, WIDTH]. The product is 0 at tokens that are not keys. At keys it is 1/2, plus up to 1/2
+    the closer they are to KEY_DISTANCE tokens back."""
     query, key = torch.zeros(2, HEAD, WIDTH)
     for pair in FAST:
         angle = KEY_DISTANCE * RATES[pair]

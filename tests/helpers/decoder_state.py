@@ -13,10 +13,8 @@ KEPT_STEPS = 3
 
 @dataclass(frozen=True)
 class HeldState:
-    """Holds copies of what steps write: caches from the decoder's slot on, and all other state.
-
-    The workspace is scratch memory except for its counters, which are 0 between calls.
-    """
+    """Holds copies of what steps write: caches from the decoder's slot on, and all other state. The workspace is
+    scratch memory except for its counters, which are 0 between calls."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     """Tensors that steps write, and their contents."""

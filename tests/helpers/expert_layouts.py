@@ -1,7 +1,5 @@
-"""Trains mixtures of experts in many layouts in one world of four ranks: `expert_layouts.py FOLDER`.
-
-FOLDER/wanted.json names the layouts, as in many_layouts.py for dense models. The results go to FOLDER/results.json.
-"""
+"""Trains mixtures of experts in many layouts in one world of four ranks: `expert_layouts.py FOLDER`. FOLDER/wanted.json
+names the layouts, as in many_layouts.py for dense models. The results go to FOLDER/results.json."""
 
 import gc
 import json

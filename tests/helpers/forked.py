@@ -194,10 +194,7 @@ class ForkedAgent:
 
 def kill_unless_over(process: ForkServerProcess) -> None:
     """Kill a process unless it has ended. The server reaps its children at once, so the id may belong to another
-    process.
-
-    Ranks of one test file use ten thousand ids, and some systems have only 32,768.
-    """
+    process. Ranks of one test file use ten thousand ids, and some systems have only 32,768."""
     if process.exitcode is None:  # multiprocessing does not check by itself
         process.kill()
 
@@ -216,8 +213,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 
 def keep_server() -> None:
     """Reuse the parent's server in a fork. By default multiprocessing would wait for it as for a child of this
-    process.
-    """
+    process."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:
         server.ensure_running = resource_tracker.ensure_running
@@ -266,8 +262,7 @@ def _run_agent(
 
 class Fork:
     """Runs a function in a child of this process, with the methods of subprocess.Popen that torchrun and studies
-    use.
-    """
+    use."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None
@@ -331,10 +326,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Close the inherited connections of the agent, which must end with the agent.
-
-    Their numbers stay in use, because inherited objects may still close them.
-    """
+    """Close the inherited connections of the agent, which must end with the agent. Their numbers stay in use, because
+    inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
@@ -364,10 +357,8 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
 
 
 def _leave_imports_as_they_are() -> None:
-    """Skip cleanup of the server's imports when this fork ends.
-
-    Otherwise torch removes thousands of operators from its dispatcher one by one, and prints compile times.
-    """
+    """Skip cleanup of the server's imports when this fork ends. Otherwise torch removes thousands of operators from its
+    dispatcher one by one, and prints compile times."""
     for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         inherited.atexit = False
     atexit.unregister(dynamo_utils.dump_compile_times)

@@ -1,7 +1,5 @@
-"""Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks.
-
-Each case runs with two tensor-parallel ranks, and with two data-parallel ranks, whose layers have all heads.
-"""
+"""Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks. Each case
+runs with two tensor-parallel ranks, and with two data-parallel ranks, whose layers have all heads."""
 
 import dataclasses
 import json

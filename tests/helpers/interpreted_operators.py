@@ -1,7 +1,5 @@
-"""Replaces operators, casts and indices of the interpreter's tensors by single numpy calls, which are faster.
-
-All other cases go through Triton's own checks, so that errors of a GPU's compiler still occur.
-"""
+"""Replaces operators, casts and indices of the interpreter's tensors by single numpy calls, which are faster. All other
+cases go through Triton's own checks, so that errors of a GPU's compiler still occur."""
 
 import math
 from collections.abc import Callable
@@ -58,10 +56,8 @@ def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
 
 
 def _at_once(name: str, operator: Any, whole: Call) -> Call:
-    """Return a fast operator for tensors of one type, or for a tensor and a number; `whole` handles all other cases.
-
-    It applies the numpy operation and the result type that Triton's calls would find.
-    """
+    """Return a fast operator for tensors of one type, or for a tensor and a number; `whole` handles all other cases. It
+    applies the numpy operation and the result type that Triton's calls would find."""
     compares, reflected, adds = (
         operator in COMPARISONS,
         name in ("__radd__", "__rsub__", "__rmul__"),
@@ -166,10 +162,8 @@ def cast_at_once(whole: Call) -> Call:
 
 
 def to_tensor_at_once(whole: Call) -> Call:
-    """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment.
-
-    Tensors are returned unchanged, and a number gets its earlier handle again.
-    """
+    """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. Tensors are
+    returned unchanged, and a number gets its earlier handle again."""
     numbers = lru_cache(maxsize=4096, typed=True)(
         lambda number: whole(interpreter.interpreter_semantic, number)
     )

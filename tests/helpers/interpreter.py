@@ -277,10 +277,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Compute matrix products to fp32 in fp64, so that the order of the sums hardly ever shows.
-
-    numpy chooses this order by shapes and processor.
-    """
+    """Compute matrix products to fp32 in fp64, so that the order of the sums hardly ever shows. numpy chooses this
+    order by shapes and processor."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype
@@ -320,10 +318,7 @@ def _calculate_bf16() -> None:
 
 def _compare_as_a_gpu() -> None:
     """Return the number for a number and a NaN (PTX: max.f32, min.f32); create_maximumf and create_minimumf keep the
-    NaN.
-
-    Triton itself does so in reductions along an axis.
-    """
+    NaN. Triton itself does so in reductions along an axis."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)

@@ -110,8 +110,7 @@ class Case:
     @property
     def layers(self) -> int:
         """Return enough layers for the stages; without stages few, but different, layers. The text of `SELECTED` needs
-        four.
-        """
+        four."""
         return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -220,10 +219,8 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint and which layouts continue from it; in its own layout bit for bit.
-
-    The first reader continues after loading a damaged copy, once per kind of optimizer.
-    """
+    """Says which layout writes a checkpoint and which layouts continue from it; in its own layout bit for bit. The
+    first reader continues after loading a damaged copy, once per kind of optimizer."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

@@ -186,10 +186,8 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
 
 
 def in_parts(model: Model, parts: int) -> None:
-    """Compute matrix products on one rank as `parts` tensor-parallel ranks do.
-
-    Outputs of row-parallel layers and input gradients of column-parallel layers are sums of rounded parts.
-    """
+    """Compute matrix products on one rank as `parts` tensor-parallel ranks do. Outputs of row-parallel layers and input
+    gradients of column-parallel layers are sums of rounded parts."""
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear | ColumnParallelLinear):
@@ -236,10 +234,8 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Return the allowed deviation per step: the largest of the one-rank runs so far in its phase of `steps` steps.
-
-    It is at least the largest of any phase's first steps, which round alike.
-    """
+    """Return the allowed deviation per step: the largest of the one-rank runs so far in its phase of `steps` steps. It
+    is at least the largest of any phase's first steps, which round alike."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

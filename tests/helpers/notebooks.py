@@ -1,7 +1,5 @@
-"""Runs a notebook's code cells without Jupyter.
-
-`python tests/helpers/notebooks.py examples/*.ipynb` also writes their output and figures into the notebooks.
-"""
+"""Runs a notebook's code cells without Jupyter. `python tests/helpers/notebooks.py examples/*.ipynb` also writes their
+output and figures into the notebooks."""
 
 import base64
 import contextlib

@@ -41,8 +41,7 @@ ENVIRONMENT = {name: OF_RANKS[name] for name in ("OMP_NUM_THREADS", "TORCHDYNAMO
 
 def inherited() -> dict[str, str]:
     """Return the tests' environment without the W&B service of this process, which treats a killed run as still
-    running.
-    """
+    running."""
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
@@ -106,10 +105,8 @@ def numbers_of(
 
 
 def shown(output: str) -> str:
-    """Return the first error and the end of a run's output.
-
-    A failing rank makes the others fail, and these print far more.
-    """
+    """Return the first error and the end of a run's output. A failing rank makes the others fail, and these print far
+    more."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)

@@ -1,7 +1,5 @@
-"""Combines three kinds of parallelism in one world of eight ranks: `three_way_layouts.py FOLDER`.
-
-The ranks stay and change their layout, as in many_layouts.py with four ranks. The results go to FOLDER/results.json.
-"""
+"""Combines three kinds of parallelism in one world of eight ranks: `three_way_layouts.py FOLDER`. The ranks stay and
+change their layout, as in many_layouts.py with four ranks. The results go to FOLDER/results.json."""
 
 import gc
 import json

@@ -30,10 +30,8 @@ def block_mask(batch, length, block, window, chance, device):
 
 
 def with_full_parts(lists: KeyLists, block: int) -> KeyLists:
-    """Return the same selection with entries that all queries of a tile share in the full part.
-
-    Tiles of one block of queries that share these keys point to one copy of their list.
-    """
+    """Return the same selection with entries that all queries of a tile share in the full part. Tiles of one block of
+    queries that share these keys point to one copy of their list."""
     keys, words, fulls, counts, starts, word_starts = [], [], [], [], [], []
     num_keys = num_words = 0
     batch, tiles = lists.counts.shape

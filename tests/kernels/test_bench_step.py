@@ -62,10 +62,8 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call measures what the earlier ones' file lacks.
-
-    A case that does not fit in memory reports so, and the others continue. The whole model follows from two depths.
-    """
+    """A call measures what the earlier ones' file lacks. A case that does not fit in memory reports so, and the others
+    continue. The whole model follows from two depths."""
     import bench_step
 
     from helpers.single_rank import single_rank

@@ -179,10 +179,8 @@ def test_the_benches_of_attention_alone_read_the_export(
 
 
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
-    """Exported layers determine the model's scores and average. The model's own indexer still learns.
-
-    Its gradients come from a loss over the exported selections.
-    """
+    """Exported layers determine the model's scores and average. The model's own indexer still learns. Its gradients
+    come from a loss over the exported selections."""
     from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
     from whole_steps.planted_indexer import alike, exported, plant
     from whole_steps.step_bench import OurTrainee

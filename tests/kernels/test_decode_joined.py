@@ -193,10 +193,8 @@ def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
-    """In one graph with early launches, attention reads old keys before it waits, and the new token's key after it.
-
-    The new token differs in each step. Few keys are selected, so that the new one matters.
-    """
+    """In one graph with early launches, attention reads old keys before it waits, and the new token's key after it. The
+    new token differs in each step. Few keys are selected, so that the new one matters."""
     options: dict[str, Any] = {
         "hidden": 2048,
         "heads": (16, 4, 128),

@@ -1,7 +1,5 @@
 """Tests attention whose backward pass also computes the indexer's gradients, on Hopper or small in the interpreter.
-
-Results are compared with the reference in fp64, and bit for bit with attention alone.
-"""
+Results are compared with the reference in fp64, and bit for bit with attention alone."""
 
 from __future__ import annotations
 
@@ -124,8 +122,7 @@ def test_a_single_key(device: str) -> None:
 )
 def test_long_sequences(length: int, options: dict[str, Any]) -> None:
     """There are several chunks of rows and segments of keys, with heads as in training. Five repetitions agree in
-    bits.
-    """
+    bits."""
     case = make_case(length, "cuda", **{**TRAINING, **options})
     got = check(case, chunk_bytes=2**22)
     assert_attention_is_untouched(case, got)
@@ -272,10 +269,8 @@ def test_a_trace_tells_the_loss_from_attention_and_a_log_sum_spares_a_pass(
 
 @devices
 def test_parts_of_the_target(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part covers four heads, and their sum is the target that the loss gets otherwise.
-
-    With ranges of rows, other rows are not written, nor tiles without causal keys.
-    """
+    """Each part covers four heads, and their sum is the target that the loss gets otherwise. With ranges of rows, other
+    rows are not written, nor tiles without causal keys."""
     case = make_case(130, device, heads=(8, 2), gated=False, documents=True, query_start=30)
     problem, geometry = case.problem, case.problem.geometry
     selection, starts, (q, k, v) = problem.selection, geometry.document_starts, case.attended.values()

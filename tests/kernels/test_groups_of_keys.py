@@ -1,6 +1,5 @@
 """Tests groups of neighbouring keys that are selected together: Triton's results and gradients against the
-reference.
-"""
+reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Compares the indexer loss by Triton, through the public API, with the reference in fp64, on a GPU or interpreted.
-
-test_fused_indexer_loss.py tests the loss in attention's backward pass, test_indexer_loss_errors.py the errors.
-"""
+test_fused_indexer_loss.py tests the loss in attention's backward pass, test_indexer_loss_errors.py the errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,10 +78,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 runs in its own blocks, side by side; the others are fp32, which shows more digits.
-
-    Samples have at least three stretches of rows.
-    """
+    """bf16 runs in its own blocks, side by side; the others are fp32, which shows more digits. Samples have at least
+    three stretches of rows."""
     form, *options = case["attended"].split(", ")
     bf16, block = case["kernels"] == "bf16", FORMS[form]
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -214,8 +210,7 @@ def test_temperature_scale_and_frozen_tensors(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A temperature may be a number or have one dimension. The upstream gradient scales, and the rest gets no
-    gradient.
-    """
+    gradient."""
     cut(monkeypatch, SMALL)
     problem = make_problem(form, 33, device, batch=1)
     once = differentiate(problem, through_api(problem, "triton", RowSample()))
@@ -239,10 +234,8 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits do not change, because tiles are added in the same order whatever the chunk.
-
-    Over key lists, chunks divide the sums of the keys' gradients.
-    """
+    """Bits do not change, because tiles are added in the same order whatever the chunk. Over key lists, chunks divide
+    the sums of the keys' gradients."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
@@ -276,10 +269,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sums must be known. A wrong log-sum changes the gradient, which proves that it is read.
-
-    The value changes only in second order, here by 1e-3 squared per row.
-    """
+    """Both sums must be known. A wrong log-sum changes the gradient, which proves that it is read. The value changes
+    only in second order, here by 1e-3 squared per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches

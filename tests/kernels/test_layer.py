@@ -1,6 +1,5 @@
 """Compares `GatedSparseAttention` with the looped oracle, Triton with the reference, and runs the examples that use
-it.
-"""
+it."""
 
 from __future__ import annotations
 
@@ -267,8 +266,7 @@ def test_recomputation_changes_nothing() -> None:
 
 def test_the_call_that_the_authors_print() -> None:
     """This is their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md), on a CPU, with our import
-    line.
-    """
+    line."""
     config = GSAConfig(
         hidden_size=1024,
         num_heads=8,

@@ -141,10 +141,8 @@ def test_packed_mask_of_a_chunk_far_from_the_start(device):
     ("documents", "register_keys"), [(False, 32768), (True, 32)], ids=["registers", "groups"]
 )
 def test_selection(device, documents, register_keys, monkeypatch):
-    """The test compares packed masks, lists, and masks of some queries of the lists.
-
-    One kernel holds a row in registers, the other selects by groups.
-    """
+    """The test compares packed masks, lists, and masks of some queries of the lists. One kernel holds a row in
+    registers, the other selects by groups."""
     torch.manual_seed(2)
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
     length, start = 40, 25  # one program per row is slow to interpret

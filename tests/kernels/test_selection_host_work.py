@@ -1,7 +1,5 @@
-"""Tests the host's work in one selection: few, known torch operations and launches, and no wait for the device.
-
-Tensors have no data (device meta), and no kernel runs, so reading a value back raises an error.
-"""
+"""Tests the host's work in one selection: few, known torch operations and launches, and no wait for the device. Tensors
+have no data (device meta), and no kernel runs, so reading a value back raises an error."""
 
 import pytest
 import torch
@@ -71,10 +69,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, monkeypatch):
-    """In selection, attention and loss, forward and backward, nothing is computed on the host.
-
-    The host's work would make the device wait while short kernels run.
-    """
+    """In selection, attention and loss, forward and backward, nothing is computed on the host. The host's work would
+    make the device wait while short kernels run."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

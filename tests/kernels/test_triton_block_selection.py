@@ -1,8 +1,5 @@
-"""Compares selections that blocks of queries share, as key lists, with the torch references.
-
-The tests run in the interpreter (CPU) and, marked gpu, on a CUDA device. The expected selection is a stable sort of the
-kernels' scores.
-"""
+"""Compares selections that blocks of queries share, as key lists, with the torch references. The tests run in the
+interpreter (CPU) and, marked gpu, on a CUDA device. The expected selection is a stable sort of the kernels' scores."""
 
 import dataclasses
 from dataclasses import asdict, dataclass

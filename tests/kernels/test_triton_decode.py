@@ -191,10 +191,8 @@ def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> None:
-    """The token follows one whose selection is kept. The new token is in the list, in the window or in neither.
-
-    There is an unused slot, and a part has more keys than the first tile.
-    """
+    """The token follows one whose selection is kept. The new token is in the list, in the window or in neither. There
+    is an unused slot, and a part has more keys than the first tile."""
     k_max = 70
     rule = BudgetRule(k_max, k_max, k_max, "off")
     case = make_case(device, [99, 12, 0], 100, gate=True, k_max=k_max, splits=splits)
@@ -277,10 +275,8 @@ def test_default_parts(programs: int, rows: int, numbers: int, splits: tuple[int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The newest key is the first or last of a chunk, one of few, or the only one, with an unused slot.
-
-    The kernel beside it is launched, too.
-    """
+    """The newest key is the first or last of a chunk, one of few, or the only one, with an unused slot. The kernel
+    beside it is launched, too."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []

@@ -196,10 +196,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatch):
-    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are no power of two.
-
-    dK and dV have the same bits as without segments.
-    """
+    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are no power of two. dK and
+    dV have the same bits as without segments."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)

@@ -1,6 +1,5 @@
 """Compares the split of projections by Triton, with rotation and gates, with references: attention's and the
-indexer's.
-"""
+indexer's."""
 
 import pytest
 import torch

@@ -50,10 +50,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 def start_as(
     run_dir: Path, layout: str, workers: int, prefetch: int, *overrides: str, most_steps: int
 ) -> Run:
-    """Start or resume. If this process is slow, the run's last rank waits after `most_steps` steps.
-
-    Otherwise the run could end before it is killed.
-    """
+    """Start or resume. If this process is slow, the run's last rank waits after `most_steps` steps. Otherwise the run
+    could end before it is killed."""
     ranks, tensor = LAYOUTS[layout]
     split = (f"parallel.tensor={tensor}", f"train.micro_batch_size={4 * tensor // ranks}")
     options = (*split, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")

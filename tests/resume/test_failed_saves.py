@@ -1,7 +1,5 @@
-"""Tests saves that fail on one rank: they are reported, tried again, and finally stop the run.
-
-Either no file of the rank can grow, or its thread raises. Training does not change.
-"""
+"""Tests saves that fail on one rank: they are reported, tried again, and finally stop the run. Either no file of the
+rank can grow, or its thread raises. Training does not change."""
 
 import re
 from dataclasses import dataclass

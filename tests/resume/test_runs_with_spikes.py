@@ -253,10 +253,8 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
 
 @pytest.mark.nightly
 def test_a_rate_that_is_too_high_stops_the_run(runs):
-    """The rate rises to 2.5 until the first steps are judged. Which steps then spike depends on the processor.
-
-    At such a rate the last bits matter.
-    """
+    """The rate rises to 2.5 until the first steps are judged. Which steps then spike depends on the processor. At such
+    a rate the last bits matter."""
     hot = runs["hot"]
     assert hot.codes == [STOPPED_BY_MONITOR]
     spikes = hot.spikes()

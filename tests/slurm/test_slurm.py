@@ -1,7 +1,5 @@
-"""Tests a run under a real Slurm: preempted, asked to stop, its node lost, its time over. `make test-slurm`.
-
-The run ends with the numbers of an undisturbed run.
-"""
+"""Tests a run under a real Slurm: preempted, asked to stop, its node lost, its time over. `make test-slurm`. The run
+ends with the numbers of an undisturbed run."""
 
 import re
 import shutil

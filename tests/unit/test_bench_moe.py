@@ -64,11 +64,8 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
-    """The loss and all gradients of a step agree, including both of the router's losses.
-
-    Ours uses the loads of the previous step, so it takes the same step twice. megatron-core uses the only
-    micro-batch's.
-    """
+    """The loss and all gradients of a step agree, including both of the router's losses. Ours uses the loads of the
+    previous step, so it takes the same step twice. megatron-core uses the only micro-batch's."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)
@@ -95,8 +92,7 @@ def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None
 @pytest.mark.parametrize("experts", ["", *EXPERTS])
 def test_a_closed_trainee_leaves_nothing(experts: str) -> None:
     """Models take turns because they do not fit together, but megatron-core's dispatchers keep a tensor with its
-    graph.
-    """
+    graph."""
     config = tiny_config([SPARSE], moe=SIZES)
 
     def prepare(model: Model) -> None:
@@ -125,11 +121,8 @@ def test_what_cannot_be_compared_says_so() -> None:
 
 @pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real small steps run on a CPU, where nothing is traced and no graph is captured.
-
-    The test checks turns, comparisons and bars. Models that do not fit, or cannot be captured, say so, and the others
-    continue.
-    """
+    """Real small steps run on a CPU, where nothing is traced and no graph is captured. The test checks turns,
+    comparisons and bars. Models that do not fit, or cannot be captured, say so, and the others continue."""
     import bench_moe
 
     stand_in_for_cuda(monkeypatch)

@@ -1,7 +1,5 @@
-"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files.
-
-The tests also cover the state of a resumed optimizer. test_checkpoint_saves.py tests saves.
-"""
+"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files. The tests
+also cover the state of a resumed optimizer. test_checkpoint_saves.py tests saves."""
 
 import dataclasses
 import os
@@ -99,8 +97,7 @@ def test_milestones_stay_beside_the_newest(save, tmp_path):
 
 def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
     """It was moved to another disk, with a link in its place. Otherwise each save would warn that it cannot be
-    deleted.
-    """
+    deleted."""
     save(1)
     moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
     (tmp_path / "step_00000001").symlink_to(moved)

@@ -1,6 +1,5 @@
 """Tests that stdout and stderr never end or block a process, whatever receives them, and that lost lines are
-counted.
-"""
+counted."""
 
 import errno
 import os

@@ -1,7 +1,5 @@
-"""Tests reports of run folders with flipped bits, older versions' files or others' files.
-
-A report is written, and lists what it leaves out.
-"""
+"""Tests reports of run folders with flipped bits, older versions' files or others' files. A report is written, and
+lists what it leaves out."""
 
 import base64
 import json

@@ -1,7 +1,5 @@
-"""Tests several validation sets: each has its own text's perplexity on any number of replicas.
-
-Training does not change through evaluation.
-"""
+"""Tests several validation sets: each has its own text's perplexity on any number of replicas. Training does not change
+through evaluation."""
 
 import dataclasses
 import math

@@ -53,10 +53,8 @@ def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, mo
 
 
 def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch does not wait either: at the end it treats more than `parallel.timeout_minutes` as a hang.
-
-    A separate process draws them, and says so if a run has no records.
-    """
+    """The watch does not wait either: at the end it treats more than `parallel.timeout_minutes` as a hang. A separate
+    process draws them, and says so if a run has no records."""
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
     console, model = Mock(), cast(Any, None)

@@ -90,9 +90,7 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
     """Its file exists until a start opens the run folder. A start that ends earlier may be on a bad node, or preempted.
-
-    A start that does not say how to continue is rejected with the monitor's code.
-    """
+    A start that does not say how to continue is rejected with the monitor's code."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)

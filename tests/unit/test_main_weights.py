@@ -1,7 +1,5 @@
 """Tests that a phase's fp32 weights in bf16 training continue in the next phase, in process or by a checkpoint.
-
-tests/distributed/test_many_layouts.py uses several ranks.
-"""
+tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Tests that passes through a graph equal the schedule's; here a replay calls the captured pass again.
-
-tests/gpu/test_graphs_on_gpu.py has real graphs.
-"""
+tests/gpu/test_graphs_on_gpu.py has real graphs."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -59,8 +57,7 @@ def trained(
     config: Config = CONFIG,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the weights, and losses and gradient norms of steps, including a measured one and one after a
-    validation.
-    """
+    validation."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
     training = Training(

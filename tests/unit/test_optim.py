@@ -216,10 +216,8 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: bool) -> None:
-    """Its graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares.
-
-    The rest of the old wrapper must hold nothing and change nothing, even while it is referenced.
-    """
+    """Its graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares. The rest of the old
+    wrapper must hold nothing and change nothing, even while it is referenced."""
     config = tiny_config([DENSE, SPARSE], parallel={"overlap_grad_reduce": overlap})
     found = []
     for keeps_activation, keeps_optimizer in ((False, False), (True, False), (True, True)):

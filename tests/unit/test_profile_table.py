@@ -77,8 +77,7 @@ NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
 
 def gpu_trace() -> EventList:
     """Return two steps, of 2 ms together: attention with an indexer, its backward pass in autograd's thread, an
-    optimizer.
-    """
+    optimizer."""
     return tree(
         [
             named(f"{STEP}*", 1000, 1500),

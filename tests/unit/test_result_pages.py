@@ -197,9 +197,7 @@ def test_the_theory_of_one_layer_by_hand() -> None:
 
 def test_steps_over_lengths(folder: Path) -> None:
     """The page shows a case's newest row divided by the standard model's of the same device, commit and micro-batch.
-
-    Whole models use their own steps if measured, and scaled ones otherwise. The page shows the deepest models.
-    """
+    Whole models use their own steps if measured, and scaled ones otherwise. The page shows the deepest models."""
     common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
     gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
     rows = [

@@ -1,7 +1,5 @@
-"""Compares gradients of a router's losses with autograd of their definitions, for any micro-batches.
-
-The losses are means over the tokens of the global batch, times their coefficients.
-"""
+"""Compares gradients of a router's losses with autograd of their definitions, for any micro-batches. The losses are
+means over the tokens of the global batch, times their coefficients."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""Tests tasks between training steps: each request's log-likelihood equals a separate pass, on any replicas.
-
-Training does not change, a stop during tasks loses nothing, and tasks keep to their share of the time.
-"""
+"""Tests tasks between training steps: each request's log-likelihood equals a separate pass, on any replicas. Training
+does not change, a stop during tasks loses nothing, and tasks keep to their share of the time."""
 
 import dataclasses
 import json

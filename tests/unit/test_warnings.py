@@ -1,7 +1,5 @@
-"""Tests warnings of a run: GPU models on CPUs, text without a choice of keys, and indexers no better than random.
-
-The last warning comes once per phase, and not while the indexer is still learning.
-"""
+"""Tests warnings of a run: GPU models on CPUs, text without a choice of keys, and indexers no better than random. The
+last warning comes once per phase, and not while the indexer is still learning."""
 
 import dataclasses
 import logging

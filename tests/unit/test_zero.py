@@ -1,7 +1,5 @@
-"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's optimizer, and a step can be skipped.
-
-ZeRO leaves the model unchanged. tests/distributed/test_many_layouts.py uses several ranks.
-"""
+"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's optimizer, and a step can be skipped. ZeRO leaves
+the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
-"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large.
-
-Key lists give, for each tile of neighbouring queries, the keys that any of them selects.
-"""
+"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large. Key lists
+give, for each tile of neighbouring queries, the keys that any of them selects."""
 
 from dataclasses import replace
 

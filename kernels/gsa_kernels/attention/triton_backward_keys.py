@@ -37,11 +37,8 @@ def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 def backward_keys(
     inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of k and v: [B, Lk, Hkv, D].
-
-    The query heads of a key-value head may be divided into parts. Each part has its own program, and a second kernel
-    adds the gradients of the parts.
-    """
+    """Compute the gradients of k and v: [B, Lk, Hkv, D]. The query heads of a key-value head may be divided into parts.
+    Each part has its own program, and a second kernel adds the gradients of the parts."""
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]

@@ -1,7 +1,5 @@
-"""Sums attention probabilities over heads and over each block of queries.
-
-The sums are the target of the indexer loss when a block shares one selection.
-"""
+"""Sums attention probabilities over heads and over each block of queries. The sums are the target of the indexer loss
+when a block shares one selection."""
 
 import torch
 import triton

@@ -149,10 +149,8 @@ def _forward_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes ROWS rows, which are one tile of queries for HEADS heads, over all their keys.
-
-    The last tiles run first, because their queries have the most keys.
-    """
+    """One program computes ROWS rows, which are one tile of queries for HEADS heads, over all their keys. The last
+    tiles run first, because their queries have the most keys."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     QUERIES: tl.constexpr = ROWS // HEADS
@@ -249,10 +247,8 @@ def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Return the range of keys, from a multiple of KEYS, that contains every key selected by the tile's queries.
-
-    Keys outside the range would not change a bit of the result.
-    """
+    """Return the range of keys, from a multiple of KEYS, that contains every key selected by the tile's queries. Keys
+    outside the range would not change a bit of the result."""
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
     high = 0

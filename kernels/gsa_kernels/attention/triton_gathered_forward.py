@@ -188,7 +188,5 @@ def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
 @triton.jit
 def entry_words(loaded, entries, full_count):
     """Return the word of each entry from the result of `load_entry_words`; entries of the full part have all bits set.
-
-    Call this one step after the load, because any operation on loaded words waits for the load.
-    """
+    Call this one step after the load, because any operation on loaded words waits for the load."""
     return tl.max(tl.where((entries < full_count)[:, None], -1, loaded), 1)

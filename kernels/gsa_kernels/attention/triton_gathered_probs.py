@@ -114,10 +114,8 @@ def head_sum_probs_lists(
 
 
 def count_tiles_per_block(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """Return the tiles per block, 1 without blocks.
-
-    Raises ValueError if the lists are not for `length` queries, or if a tile crosses the end of a block.
-    """
+    """Return the tiles per block, 1 without blocks. Raises ValueError if the lists are not for `length` queries, or if
+    a tile crosses the end of a block."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))

@@ -32,10 +32,8 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """One program transposes 32 queries by 8 words, which are 256 keys; each key gets one word.
-
-    The key of the last query in block i is in word i + first_diagonal.
-    """
+    """One program transposes 32 queries by 8 words, which are 256 keys; each key gets one word. The key of the last
+    query in block i is in word i + first_diagonal."""
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)

@@ -31,10 +31,8 @@ def probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles with which three programs share a multiprocessor.
-
-    One program multiplies while another waits for its exponentials.
-    """
+    """Return tiles with which three programs share a multiprocessor. One program multiplies while another waits for its
+    exponentials."""
     tiles = probs_tiles(head_size, dtype)
     if dtype == torch.float32:
         return tiles

@@ -45,10 +45,8 @@ def decode_step(
     gate_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result.
-
-    The geometry's window is at least its selection_block, so that the tokens since the selection are attended to.
-    """
+    """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result. The geometry's window
+    is at least its selection_block, so that the tokens since the selection are attended to."""
     if indexer.keys.shape[:2] != cache.k.shape[:2]:
         raise ValueError(
             f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
@@ -150,8 +148,7 @@ def _attend(
     behind_selection: bool,
 ) -> torch.Tensor:
     """Arguments are as in `decode_attend`. behind_selection: the previous kernel is the selection's, not the
-    caller's.
-    """
+    caller's."""
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape

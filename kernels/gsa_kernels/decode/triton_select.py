@@ -158,8 +158,7 @@ def _find_bin_kernel(
     RELEASES_AT_ONCE: tl.constexpr,
 ):
     """One program computes the budget and its bin. For one span it counts keys above the bin and lists keys in the
-    bin.
-    """
+    bin."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)

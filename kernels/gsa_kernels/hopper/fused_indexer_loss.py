@@ -41,10 +41,8 @@ class Settings(NamedTuple):
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Return whether `attention_with_indexer_loss` supports q [B, L, H, D] and k [B, Lk, Hkv, D].
-
-    The requirements are bf16, a multiple of four query heads per key-value head, and Hopper or the interpreter.
-    """
+    """Return whether `attention_with_indexer_loss` supports q [B, L, H, D] and k [B, Lk, Hkv, D]. The requirements are
+    bf16, a multiple of four query heads per key-value head, and Hopper or the interpreter."""
     return (
         q.dtype == torch.bfloat16 and q.shape[2] // k.shape[2] % FUSED_LOSS_HEADS == 0 and on_hopper(q.device)
     )
@@ -116,8 +114,7 @@ class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Arguments: four tensors of attention, six of the indexer (some may be None), packed mask, document starts,
-        log-sum, `Settings`.
-        """
+        log-sum, `Settings`."""
         *tensors, settings = arguments
         packed_mask, document_starts, _ = tensors[10:]
         out, lse = attention_forward(AttentionInputs(*tensors[:4]), packed_mask, document_starts)

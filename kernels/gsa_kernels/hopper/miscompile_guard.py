@@ -102,11 +102,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the named layout, or the slice of one.
-
-    The result is None if the layout does not follow from a linear layout, because such layouts count one axis after the
-    other.
-    """
+    """Return the named layout, or the slice of one. The result is None if the layout does not follow from a linear
+    layout, because such layouts count one axis after the other."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:

@@ -209,11 +209,8 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Return where a thread stores the first of its sums: [QUERIES / 4, 2, 4, KEYS / 2].
-
-    Lanes 0 .. 15 store the first half of a query's keys and the other lanes the second half: two blocks, or the halves
-    of one.
-    """
+    """Return where a thread stores the first of its sums: [QUERIES / 4, 2, 4, KEYS / 2]. Lanes 0 .. 15 store the first
+    half of a query's keys and the other lanes the second half: two blocks, or the halves of one."""
     tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]

@@ -1,7 +1,5 @@
-"""Sums the queries' targets over each block of queries and over the parts of the heads (target_blocks.py).
-
-The sums are the target of the loss if a block shares one selection.
-"""
+"""Sums the queries' targets over each block of queries and over the parts of the heads (target_blocks.py). The sums are
+the target of the loss if a block shares one selection."""
 
 import torch
 import triton
@@ -78,10 +76,8 @@ def _sum_kernel(
     ROW_BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program sums TILES blocks of keys for ROWS rows of 32 queries, or one row of ROW_BLOCKS times 32.
-
-    Grid: (keys, rows, B).
-    """
+    """One program sums TILES blocks of keys for ROWS rows of 32 queries, or one row of ROW_BLOCKS times 32. Grid:
+    (keys, rows, B)."""
     batch = tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(1) * ROWS
     key_block = tl.program_id(0) * TILES

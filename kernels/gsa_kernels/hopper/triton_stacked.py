@@ -62,11 +62,8 @@ def rounded_product(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def sum_of_heads(weights, a, KIND: tl.constexpr):
-    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN].
-
-    The first product is rounded separately. Otherwise the compiler fuses either product into the addition, and the
-    choice changes the last bit.
-    """
+    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN]. The first product is rounded
+    separately. Otherwise the compiler fuses either product into the addition, and the choice changes the last bit."""
     first = (tl.arange(0, weights.shape[0]) == 0)[:, None, None]
     return tl.sum(tl.where(first, rounded_product(weights, a, KIND), weights * a), 0)
 
@@ -85,10 +82,8 @@ def exp2_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def sum_in_lanes(x):
-    """Sum [.., BM, BN] to [.., BM, 4] over the columns that one thread holds, without an exchange between lanes.
-
-    Four lanes share a row of a product, and one lane holds the columns 8 i + 2 lane + {0, 1}.
-    """
+    """Sum [.., BM, BN] to [.., BM, 4] over the columns that one thread holds, without an exchange between lanes. Four
+    lanes share a row of a product, and one lane holds the columns 8 i + 2 lane + {0, 1}."""
     if len(x.shape) == 3:
         parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2])
         total = tl.sum(tl.sum(parts, 4), 2)
@@ -128,11 +123,8 @@ def by_key_as_held(x):
 
 @triton.jit
 def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.constexpr, BN: tl.constexpr):
-    """Load the BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys.
-
-    Call this one step ahead. If the compiler pipelines these loads, as it does for keys and target, it loads them
-    twice.
-    """
+    """Load the BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys. Call this
+    one step ahead. If the compiler pipelines these loads, as it does for keys and target, it loads them twice."""
     tile = ()
     for i in tl.static_range(BN // 32):
         if HAS_MASK:
@@ -148,10 +140,8 @@ def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.co
 def expand_attended(
     tile_words, rows, cols, starts, HAS_MASK: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
 ):
-    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys.
-
-    A packed mask contains only causal keys.
-    """
+    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys. A packed
+    mask contains only causal keys."""
     if HAS_MASK:
         # The shift has two parts, and the second is known at compile time: see the attention's `expand_words`.
         column = tl.arange(0, BN)

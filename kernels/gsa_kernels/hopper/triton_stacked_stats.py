@@ -61,10 +61,8 @@ def stacked_stats_kernel(
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,  # the sum of the target is known: it is not read
 ):
-    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B).
-
-    Segments without a causal key of any row write nothing. Scores are in units of log 2, for exp2.
-    """
+    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B). Segments without a causal key of any
+    row write nothing. Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(

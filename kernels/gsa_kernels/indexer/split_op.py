@@ -1,7 +1,5 @@
-"""Splits the indexer's joint projection into queries, key and weights, batch first, and applies RoPE.
-
-The forward and the backward pass take one kernel each.
-"""
+"""Splits the indexer's joint projection into queries, key and weights, batch first, and applies RoPE. The forward and
+the backward pass take one kernel each."""
 
 from typing import Any
 

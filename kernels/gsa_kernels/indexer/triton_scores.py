@@ -41,10 +41,8 @@ STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it.
-
-    Row r is the query at position query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride).
-    """
+    """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it. Row r is the query at position
+    query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride)."""
 
     indexer: Indexer
     """With queries [B, R, HI, DI]."""

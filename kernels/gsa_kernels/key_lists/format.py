@@ -1,7 +1,5 @@
 """Defines key lists (CSR): for each tile of adjacent queries, the keys that any of them selects, with membership words.
-
-The attention and loss kernels use this format for long sequences, whose packed mask would take too much memory.
-"""
+The attention and loss kernels use this format for long sequences, whose packed mask would take too much memory."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ from gsa_kernels.packed_mask import int32_words
 
 @dataclass
 class KeptHits:
-    """Keeps the transposed lists of all tiles, as `find_key_hits` returns them for rows of `max_count`.
-
-    The indexer loss computes them, and attention's backward pass reuses them.
-    """
+    """Keeps the transposed lists of all tiles, as `find_key_hits` returns them for rows of `max_count`. The indexer
+    loss computes them, and attention's backward pass reuses them."""
 
     of_all: Any = None
     """(TileRows, KeyHits) of triton_reduce_keys.py."""
@@ -94,10 +90,8 @@ def union_density(lists: KeyLists) -> float:
 
 
 def key_lists_from_mask(mask: torch.Tensor, queries: int = TILE_QUERIES) -> KeyLists:
-    """Build lists from bool [B, L, Lk] without a full part. This plain torch code defines the format.
-
-    The queries are the last L of Lk positions. The code loops over the tiles and is only for tests.
-    """
+    """Build lists from bool [B, L, Lk] without a full part. This plain torch code defines the format. The queries are
+    the last L of Lk positions. The code loops over the tiles and is only for tests."""
     batch, length, num_keys = mask.shape
     check_mask("mask", mask, batch, length, max(num_keys, length))
     if queries not in TILE_SIZES:

@@ -44,8 +44,7 @@ class CountedKeys:
 @dataclass(frozen=True)
 class FilledLists:
     """Holds the lists of adjacent tiles. Fields are as in `KeyLists`; starts count from the first entry of these
-    tiles.
-    """
+    tiles."""
 
     keys: torch.Tensor
     words: torch.Tensor

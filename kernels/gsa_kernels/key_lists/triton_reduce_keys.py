@@ -40,8 +40,7 @@ class KeyHits:
 @dataclass(frozen=True)
 class TileRows:
     """Describes a range of tiles, first <= b * T + i < last. Entry j of tile i has the partial row starts[i - first] +
-    j.
-    """
+    j."""
 
     first: int
     last: int
@@ -96,10 +95,8 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
 
 
 def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[TileRows]:
-    """Run `split_tiles` if every tile has `max_count` rows: three launches compute all ranges.
-
-    The last tile of a range runs first, because it has the longest list.
-    """
+    """Run `split_tiles` if every tile has `max_count` rows: three launches compute all ranges. The last tile of a range
+    runs first, because it has the longest list."""
     num_tiles, size, device = lists.counts.numel(), lists.max_count, lists.counts.device
     fitting = max(max_rows // size if size > 0 else num_tiles, 1)
     step = fitting - fitting % multiple if fitting >= multiple else fitting
@@ -119,10 +116,8 @@ def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[Ti
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """Transpose the lists of a range of tiles on the device.
-
-    The result takes 4 bytes per partial row. The computation needs B * Lk * tiles / 4 bytes of scratch memory.
-    """
+    """Transpose the lists of a range of tiles on the device. The result takes 4 bytes per partial row. The computation
+    needs B * Lk * tiles / 4 bytes of scratch memory."""
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows
     tiles = tile_rows.last - first_tile

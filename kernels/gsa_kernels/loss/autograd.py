@@ -1,8 +1,5 @@
-"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function.
-
-The loss is linear in its upstream gradient, which is one scalar. The forward pass therefore also computes the
-gradients.
-"""
+"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function. The loss is
+linear in its upstream gradient, which is one scalar. The forward pass therefore also computes the gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

@@ -78,11 +78,8 @@ class GatheredOutputs:
 
 
 def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
-    """Return block shapes that fit registers and shared memory.
-
-    The bf16 shapes are the fastest of five measured (docs/kernels.md, Tuning). The others are chosen by their shared
-    memory.
-    """
+    """Return block shapes that fit registers and shared memory. The bf16 shapes are the fastest of five measured
+    (docs/kernels.md, Tuning). The others are chosen by their shared memory."""
     dtype = inputs.q_idx.dtype
     size = inputs.padded_heads * inputs.rows * inputs.block_d
     if dtype == torch.float32:

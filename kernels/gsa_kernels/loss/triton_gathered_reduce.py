@@ -1,6 +1,5 @@
 """Runs the third step of a chunk of tiles: adds the segments of each tile in order, so that results repeat bit for
-bit.
-"""
+bit."""
 
 import triton
 import triton.language as tl

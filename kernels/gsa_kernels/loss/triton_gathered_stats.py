@@ -49,9 +49,7 @@ def gathered_stats_kernel(
     WEIGHT_BIAS: tl.constexpr,
 ):
     """One program scores the rows of a tile against SEGMENT of its entries, up to its count. Grid: (segments, N, B).
-
-    Scores are in units of log 2, for exp2.
-    """
+    Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(1) + tl.program_id(1)

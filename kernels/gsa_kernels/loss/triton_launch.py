@@ -152,8 +152,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate memory uninitialised, because every element is written before it is read. The tests poison the
-    memory.
-    """
+    memory."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -52,10 +52,8 @@ def _reduce_rows(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Reduce BR rows of one row tile, from group * BR on, for one head. The first row's place receives their sums.
-
-    The loops are unrolled so that several loads are in flight, because the kernel waits for memory, not for arithmetic.
-    """
+    """Reduce BR rows of one row tile, from group * BR on, for one head. The first row's place receives their sums. The
+    loops are unrolled so that several loads are in flight, because the kernel waits for memory, not for arithmetic."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1)
@@ -148,8 +146,7 @@ def _reduce_keys(
     ADDS: tl.constexpr,
 ):
     """Reduce BK keys from group * BK on and BD dimensions from part * BD on, over the row tiles with causal keys
-    here.
-    """
+    here."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1).to(tl.int64)
@@ -234,10 +231,8 @@ def reduce_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B).
-
-    Without WITH_GRADIENTS the first axis is tiles * BM / BR.
-    """
+    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B). Without WITH_GRADIENTS the first axis is tiles
+    * BM / BR."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
     factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)
@@ -272,8 +267,7 @@ def totals_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program sums a row of `partial_sums` in fp64, because it has tens of thousands of numbers, some of both
-    signs.
-    """
+    signs."""
     row = tl.program_id(0)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):

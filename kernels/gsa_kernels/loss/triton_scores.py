@@ -217,10 +217,8 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Load target probabilities [BM, BN] of the keys from `key` on, and add the parts in their own type.
-
-    Off the attended set the result is 0, because the memory is unspecified there.
-    """
+    """Load target probabilities [BM, BN] of the keys from `key` on, and add the parts in their own type. Off the
+    attended set the result is 0, because the memory is unspecified there."""
     if IN_BLOCKS:
         places += key * KEY
         p = tl.load(places)

@@ -58,10 +58,8 @@ def multiply(
     launch: Launch,
     chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `row_product`, which has checked them, and a tiling.
-
-    `added` is bias and residual. `chained`: start before the previous kernel ends.
-    """
+    """Launch the kernel with the arguments of `row_product`, which has checked them, and a tiling. `added` is bias and
+    residual. `chained`: start before the previous kernel ends."""
     batch, columns = x.shape
     rows = out.shape[1]
     tiling, awaited, advances = launch
@@ -109,10 +107,8 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return numbers of rows, as int64 if the offsets of a weight's elements exceed int32.
-
-    The output layer of a large vocabulary exceeds int32.
-    """
+    """Return numbers of rows, as int64 if the offsets of a weight's elements exceed int32. The output layer of a large
+    vocabulary exceeds int32."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
     else:  # noqa: RET505 (the compiler reads what follows a return)
@@ -121,10 +117,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a pointer past the first ROWS rows of a weight, which are the gate's.
-
-    The offset is int64, because a large constant offset would become negative as int32.
-    """
+    """Return a pointer past the first ROWS rows of a weight, which are the gate's. The offset is int64, because a large
+    constant offset would become negative as int32."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505

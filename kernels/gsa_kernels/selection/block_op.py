@@ -62,10 +62,8 @@ def select_block_mask(
     *,
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
 ) -> Selection:
-    """Return the selection of `select_block_lists` as a packed mask with a row per query.
-
-    This format suits budgets that are a large part of the sequence.
-    """
+    """Return the selection of `select_block_lists` as a packed mask with a row per query. This format suits budgets
+    that are a large part of the sequence."""
     _check_block(geometry)
     top_k = select_keys(indexer, rule, variance_ema, geometry, row_chunk_bytes=row_chunk_bytes)
     assert top_k.packed_mask is not None

@@ -1,7 +1,5 @@
-"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask.
-
-Key lists give, for each tile of 32 queries, the keys that any of them selects.
-"""
+"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask. Key lists give, for
+each tile of 32 queries, the keys that any of them selects."""
 
 import math
 from dataclasses import dataclass
@@ -83,8 +81,7 @@ class _Chunk:
 
     def fill(self) -> FilledLists:
         """Wait for the counts and return the lists. Rows that failed selection by candidates, which are rare, come
-        first.
-        """
+        first."""
         counted = self.counted.wait()
         if self.failed is not None and self.failed_on_host is not None and self.failed_on_host.any():
             self.selector.select_failed(self.rows, self.failed, self.outputs, self.failed_on_host)
@@ -138,8 +135,7 @@ def _columns(inputs: ScoreInputs, rows: range) -> int:
 
 def _mask_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:
     """Return the start of the flat `buffer` as a packed mask. It is zeroed unless kernels write all words that are
-    read.
-    """
+    read."""
     inputs = selector.inputs
     shape = (inputs.batch, len(rows), _columns(inputs, rows))
     packed_mask = buffer[: math.prod(shape)].view(shape)

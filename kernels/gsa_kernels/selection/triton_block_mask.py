@@ -1,6 +1,5 @@
-"""Builds the packed mask of a selection that blocks of queries share.
-
-Each query gets the causal part of its block's top-k, and its own local window."""
+"""Builds the packed mask of a selection that blocks of queries share. Each query gets the causal part of its block's
+top-k, and its own local window."""
 
 import torch
 import triton

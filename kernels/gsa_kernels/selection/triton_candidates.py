@@ -1,8 +1,5 @@
-"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold.
-
-For each row the kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates'
-indices and scores.
-"""
+"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold. For each row the
+kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates' indices and scores."""
 
 from dataclasses import dataclass
 

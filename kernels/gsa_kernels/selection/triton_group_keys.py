@@ -56,10 +56,8 @@ def _keys_of_groups_kernel(
     group_mask, out, row_start, num_rows, num_groups, num_words, group_words,
     POOL: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program expands a tile of words. Grid: (row tiles, word tiles, B).
-
-    Word w has the keys of 32 / POOL groups, which are part of word w / POOL of the groups.
-    """
+    """One program expands a tile of words. Grid: (row tiles, word tiles, B). Word w has the keys of 32 / POOL groups,
+    which are part of word w / POOL of the groups."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     batch = tl.program_id(2).to(tl.int64)

@@ -177,10 +177,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` causal scores reach, and the number that reach it.
-
-    The number is at most `most`, unless scores are equal.
-    """
+    """Find a score that at least `wanted` causal scores reach, and the number that reach it. The number is at most
+    `most`, unless scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -159,11 +159,8 @@ def _best_groups_kernel(
     NUM_CLUSTERS: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Compute moments and budget k of a row, and the ascending list of its k best groups.
-
-    NUM_CLUSTERS is the number of clusters of 8 groups, from the row's first group on, that are searched first. 0
-    searches the groups directly.
-    """
+    """Compute moments and budget k of a row, and the ascending list of its k best groups. NUM_CLUSTERS is the number of
+    clusters of 8 groups, from the row's first group on, that are searched first. 0 searches the groups directly."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row

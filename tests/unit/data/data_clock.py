@@ -1,7 +1,5 @@
-"""Provides a clock for the limits of reads that advances only when an action says that it blocks.
-
-Slow machines therefore never reach a limit, and the tests never wait for something that hangs.
-"""
+"""Provides a clock for the limits of reads that advances only when an action says that it blocks. Slow machines
+therefore never reach a limit, and the tests never wait for something that hangs."""
 
 import contextlib
 import queue

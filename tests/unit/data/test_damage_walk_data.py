@@ -1,7 +1,5 @@
-"""Tests that every damage between two starts to text, prepared tokens and indexed datasets raises an error.
-
-`pytest -s tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, result of a resume.
-"""
+"""Tests that every damage between two starts to text, prepared tokens and indexed datasets raises an error. `pytest -s
+tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, result of a resume."""
 
 import builtins
 import shutil
@@ -27,10 +25,8 @@ LINES = 40
 
 
 def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
-    """Return the samples of the corpus, which must equal the earlier one, and the sum of all ids.
-
-    Raises DataFault if the corpus differs or cannot be read.
-    """
+    """Return the samples of the corpus, which must equal the earlier one, and the sum of all ids. Raises DataFault if
+    the corpus differs or cannot be read."""
     corpus = open_corpus(str(root), reading=READING)
     samples = sample_contents(corpus, READING)
     changed = changed_files(before, samples)
@@ -117,10 +113,8 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
 
 
 def test_samples_of_many_shards_do_not_wait_for_one_another(tmp_path, monkeypatch):
-    """On a network file system each opening takes milliseconds, and each start opens every shard.
-
-    Here each opening waits for another one, so that sequential openings would never end.
-    """
+    """On a network file system each opening takes milliseconds, and each start opens every shard. Here each opening
+    waits for another one, so that sequential openings would never end."""
     for number in range(64):
         (tmp_path / f"{number}.jsonl").write_bytes(bytes(4 * SAMPLE_BYTES + number))
     corpus, plain_open, two_are_opened = open_corpus(str(tmp_path)), open, threading.Barrier(2)

@@ -1,7 +1,5 @@
-"""Tests every fault of a corpus by name: the default, the result of `skip`, and the counts.
-
-test_data_formats.py covers faults of gzip and Parquet files, and copied shards.
-"""
+"""Tests every fault of a corpus by name: the default, the result of `skip`, and the counts. test_data_formats.py covers
+faults of gzip and Parquet files, and copied shards."""
 
 import os
 import signal

@@ -1,7 +1,5 @@
-"""Tests an evaluation during a run: checkpoints are deleted while they are read, and neither harms the other.
-
-The tests also cover what a kill at any moment leaves.
-"""
+"""Tests an evaluation during a run: checkpoints are deleted while they are read, and neither harms the other. The tests
+also cover what a kill at any moment leaves."""
 
 import dataclasses
 import hashlib

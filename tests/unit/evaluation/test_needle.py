@@ -1,7 +1,5 @@
-"""Tests needles in a haystack: a model constructed to find them does so with a selection of few keys.
-
-The same model without one part does not find them.
-"""
+"""Tests needles in a haystack: a model constructed to find them does so with a selection of few keys. The same model
+without one part does not find them."""
 
 import json
 from collections.abc import Sequence

@@ -167,9 +167,7 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
 )
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
     """White space that becomes part of the next token belongs to the continuation, and the tokens match the whole text.
-
-    The tokenizer adds no second space. Every continuation has a preceding token.
-    """
+    The tokenizer adds no second space. Every continuation has a preceding token."""
     tokenizer = Tokenizer(TOKENIZER)
     (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")
     whole = tokenizer.encode(context + continuation).tolist()

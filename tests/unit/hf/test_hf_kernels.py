@@ -80,10 +80,8 @@ def steps(
 def test_prompt_and_decoding(
     changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
 ) -> None:
-    """The batch has padding in front, and the first sequence enters its third block.
-
-    A static cache keeps selections of blocks, but not when sequences change places.
-    """
+    """The batch has padding in front, and the first sequence enters its third block. A static cache keeps selections of
+    blocks, but not when sequences change places."""
     model = model_of(**changes)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, prompt, kind, swap_at)
@@ -103,10 +101,8 @@ def test_prompt_and_decoding(
 def test_short_inputs_attend_to_all_keys(
     changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt with fewer keys than the limit uses dense attention and computes no scores.
-
-    Tokens decoded after it pass the limit as after a longer prompt.
-    """
+    """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
+    the limit as after a longer prompt."""
     model = model_of(**changes, dense_below=24, k_max=8)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")

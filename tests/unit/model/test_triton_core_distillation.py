@@ -110,10 +110,8 @@ def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
 def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
     distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is as under context parallelism, with a learned temperature and recomputation.
-
-    The kernels get the sums from selection and attention.
-    """
+    """This is as under context parallelism, with a learned temperature and recomputation. The kernels get the sums from
+    selection and attention."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)

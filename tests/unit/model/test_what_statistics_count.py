@@ -49,10 +49,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("documents", [1, 2, 4, 8])
 def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> None:
-    """A document's first token gets most of a query's attention, whatever the number of documents.
-
-    The share of the sequence's first token falls with this number, and is therefore a separate measure.
-    """
+    """A document's first token gets most of a query's attention, whatever the number of documents. The share of the
+    sequence's first token falls with this number, and is therefore a separate measure."""
     length, heads, logit = 128, 3, torch.tensor([4.0, 6.0, 2.0])
     packed = documents * length
     starts = torch.arange(packed).div(length, rounding_mode="floor")[None].int() * length

@@ -1,7 +1,5 @@
-"""Computes cross-entropy over a vocabulary that may be split over ranks, with one pass over the logits each way.
-
-No temporary has the size of the logits. The backward pass can overwrite the logits with their gradient.
-"""
+"""Computes cross-entropy over a vocabulary that may be split over ranks, with one pass over the logits each way. No
+temporary has the size of the logits. The backward pass can overwrite the logits with their gradient."""
 
 from typing import Any
 

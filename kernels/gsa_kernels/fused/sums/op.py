@@ -1,7 +1,5 @@
-"""Adds sums of a step to existing values in one or two launches each, deterministically.
-
-torch needs one launch for the sum, one before it for a cast to fp64, and one for the addition.
-"""
+"""Adds sums of a step to existing values in one or two launches each, deterministically. torch needs one launch for the
+sum, one before it for a cast to fp64, and one for the addition."""
 
 import torch
 import triton
