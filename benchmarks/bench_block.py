@@ -60,8 +60,7 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
 
-    # Keys have a larger scale than queries, so that logits have a standard deviation of 1.5 and sigmoids do not
-    # saturate.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     indexer = Indexer(draw(1, blocks, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, blocks, HEADS))
     rule, geometry = BudgetRule(K_BASE, K_MIN, k_max), Geometry(selection_block=block, local_window=window)
 

@@ -94,8 +94,7 @@ def _dense_part_kernel(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program attends to one part of the keys of one key-value head. All tensors are contiguous; length is a
-    multiple of SPLITS * KEYS."""
+    """One program attends to one part of the keys of one key-value head; length is a multiple of SPLITS * KEYS."""
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     rows, dims = tl.arange(0, 16), tl.arange(0, D)

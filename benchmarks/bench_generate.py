@@ -360,8 +360,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
 
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
-    """Run one sequence through the model's forward pass into its cache. Dense layers use the kernels' dense
-    attention."""
+    """Prefill one sequence's cache by the model's forward pass. Dense layers use the kernels' dense attention."""
     shapes = arguments.shapes
     layers = arguments.layers or shapes["model"]["num_layers"]
     for name in (STANDARD, *PROMISES):

@@ -53,8 +53,7 @@ LIKENESS = 0.9
 
 PROMISES = (
     # Fields: attention, r (None: as selected), length, column, slower attention, promised ratio per shape. Shared
-    # selections are timed with their attention. Alone, their launch takes the host longer than their kernels take the
-    # device.
+    # selections are timed with their attention, because their launch alone takes longer than their kernels.
     ("GSA token", 4, 131072, "forward_ms", "torch cuDNN", {"1.7B": 2.0, "7B": 3.0}),
     ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
     ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),
@@ -79,8 +78,7 @@ def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: 
     inputs = cases.indexer_inputs(1, length, LIKENESS, block)
     if pool > 1:
         starts = torch.zeros(1, length, dtype=torch.int32, device=cases.DEVICE)
-        # Means of independent keys are smaller than keys. A trained indexer's means would not be, so they are scaled
-        # up.
+        # Means of independent keys are smaller than keys, unlike a trained indexer's, so they are scaled up.
         keys = pool_keys(inputs.k_idx.detach(), group_firsts(starts, pool), pool) * pool**0.5
         inputs = replace(inputs, k_idx=keys.requires_grad_())
     window = WINDOW if block > 1 else 0

@@ -84,8 +84,7 @@ LEFT_GIB = 1.0
 """Memory that a turn may leave allocated: workspaces of libraries."""
 TRACED_STEPS = 2
 ROUNDING = 0.02
-"""Allowed relative difference of a layer's output in bf16: eps is 0.008, and each output sums two successive
-products."""
+"""Allowed relative difference of a layer's bf16 output: eps is 0.008, and an output sums two products."""
 
 
 @dataclass

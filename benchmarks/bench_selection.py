@@ -109,8 +109,7 @@ def make_indexer(length: int, query_start: int, dtype: torch.dtype) -> Indexer:
         return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
     q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)[:, query_start:].contiguous()
-    # Keys have a larger scale than queries, so that logits have a standard deviation of 1.5 and sigmoids do not
-    # saturate.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     k_idx = draw(1, length, INDEXER_SIZE) * 1.5
     weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
     return Indexer(q_idx, k_idx, weight_logits)

@@ -113,8 +113,7 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 
 
     inputs = IndexerInputs(
         alike(INDEXER_HEADS, INDEXER_SIZE),
-        # Keys have a larger scale than queries, so that logits have a standard deviation of 1.5 and sigmoids do not
-        # saturate.
+        # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
         1.5 * normal(batch, length, INDEXER_SIZE),
         alike(INDEXER_HEADS),
         normal(INDEXER_HEADS),

@@ -1,5 +1,4 @@
-"""Shows when the kernels of a decoding step start and end, for `bench_generate.py --timeline`. It covers one layer and
-both ends of the step."""
+"""Shows when kernels of one layer, and at both ends of a step, start and end (`bench_generate.py --timeline`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

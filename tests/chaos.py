@@ -80,8 +80,7 @@ DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
 """Free space on the full disk: enough for lines of metrics, but not for a checkpoint."""
 SAME_ETTR = 0.003
-"""Tolerance between the two ETTRs: the independent one counts the first step of each start as the mean of the
-others."""
+"""Tolerance between the ETTRs: the independent one counts a start's first step as the mean of the others."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +261,7 @@ class Disturbed:
         with ballast.open("wb") as file:
 
             def a_save_fails() -> bool:
-                """Fill the disk repeatedly, because a running save may delete files and so make room for the next
-                one."""
+                """Fill the disk repeatedly, because a running save may delete files."""
                 room = shutil.disk_usage(self._folder).free - LEFT_BYTES
                 with suppress(OSError):  # the disk is full, or a save was faster
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)

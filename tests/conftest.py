@@ -39,8 +39,7 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # The ranks set this, too. Otherwise megatron-core's fusions are compiled, by a C++ compiler if nothing is cached
-    # yet.
+    # The ranks set this, too. Otherwise megatron-core's fusions are compiled, by a C++ compiler if not cached.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if find_spec("triton"):  # otherwise tests that need Triton are skipped
         from helpers.interpreter import mend_interpreter
@@ -87,15 +86,13 @@ unit/data/test_data_faults.py unit/evaluation/test_results.py unit/test_main_wei
 unit/model/test_row_fraction.py kernels/test_triton_decode.py kernels/test_api.py unit/test_job_script.py
 unit/test_tasks.py unit/test_trainer.py unit/hf/test_hf_saving.py resume/test_failed_saves.py
 """
-"""The files in order of their duration (CPU seconds plus waiting), down to 5 s; shorter files fill the gaps at the
-end."""
+"""Files by duration (CPU seconds plus waiting), down to 5 s; shorter files fill the gaps at the end."""
 LONGEST_FILES = LONGEST.split()
 
 
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
-    """Seed torch's own generator, because torch 2.13 seeds it differently in each process and tests run in any
-    order."""
+    """Seed torch's generator, which torch 2.13 seeds differently in each process; tests run in any order."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:

@@ -69,8 +69,7 @@ class _PeerModel(NamedGPTModel):
 
 
 class MegatronTrainee:
-    """Implements `Trainee`: trains all parameters of a plain model with the config's sizes, without gates and
-    indexer."""
+    """Implements `Trainee` for a plain model with the config's sizes, without gates and indexer."""
 
     def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel, attention: str) -> None:
         assert attention in ATTENTIONS

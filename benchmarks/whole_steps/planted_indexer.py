@@ -56,8 +56,7 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
         of_tile = shared.repeat_interleave(TILE, 1)[:, :length]
         return (likeness**0.5 * of_tile + (1 - likeness) ** 0.5 * own).to(weight.dtype)
 
-    # Keys have a larger scale than queries, so that logits have a standard deviation of 1.5 and sigmoids do not
-    # saturate.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     queries, keys, weights = of_queries(heads, dim), 1.5 * normal(1, length, dim), of_queries(heads)
     projections = IndexerProjections(queries, keys.to(weight.dtype), weights)
     return Planted(projections, normal(heads), normal(heads), None)

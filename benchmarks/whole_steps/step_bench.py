@@ -144,8 +144,7 @@ class OurTrainee:
 
 
 def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Return the seconds of each step, one after the other as in training; on a GPU the host does not wait in
-    between."""
+    """Return the seconds of successive steps; as in training, a GPU's host does not wait in between."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):

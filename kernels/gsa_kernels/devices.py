@@ -16,8 +16,8 @@ def on_hopper(device: torch.device) -> bool:
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
-    """Return whether the device supports programmatic dependent launch, as Hopper does. A kernel can then start before
-    the previous kernel ends."""
+    """Return whether kernels may start before the previous kernel ends (programmatic dependent launch), as on
+    Hopper."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 

@@ -29,8 +29,8 @@ class LayerOutput(NamedTuple):
     output: torch.Tensor
     """[B, L, d]"""
     indexer_loss: torch.Tensor
-    """fp32, 0-d: mean KL over the rows that see two keys or more, to be added to the loss of the model; its gradient
-    reaches the indexer alone."""
+    """fp32, 0-d: mean KL over rows with two or more causal keys, to add to the model's loss; only the indexer gets its
+    gradient."""
     selection: Selection
     """What the queries selected, also in dense attention, where they attend to more."""
 
@@ -256,8 +256,8 @@ class GatedSparseAttention(nn.Module):
             moved = self._buffers[name]
             assert buffer is not None
             assert moved is not None
-            # A meta tensor has no values to keep, and `to_empty` leaves memory uninitialised. Both buffers therefore
-            # start at 0.
+            # A meta tensor has no values to keep, and `to_empty` leaves memory uninitialised, so both buffers start at
+            # 0.
             if buffer.is_meta:
                 self._buffers[name] = torch.zeros_like(buffer, device=moved.device)
             else:

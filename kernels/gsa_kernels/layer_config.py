@@ -27,8 +27,7 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class GSAConfig:
-    """Configures one layer. The defaults are the paper's: sizes of its 7B class (table 1), budgets, gate biases of
-    0."""
+    """Configures one layer, by default as in the paper: sizes of its 7B class (table 1), budgets, gate biases."""
 
     hidden_size: int = 4096
     """d, the hidden size."""
@@ -60,8 +59,8 @@ class GSAConfig:
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
-    """Number of latest keys that are always selected. The paper has 0; a `selection_block` above 1 needs at least as
-    much."""
+    """Number of latest keys that are always selected. The paper has 0; `selection_block` > 1 needs at least its
+    value."""
     selection_block: int = 1
     """Each aligned block of this number of queries shares a selection; 1 in the paper."""
     rope_base: float = 10000.0

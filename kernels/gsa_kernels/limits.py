@@ -126,8 +126,7 @@ CANDIDATES_FROM = 8192
 """Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
 
 MOST_CANDIDATES = 16384
-"""Largest number of candidates of one row, which stay in registers. If `candidate_room` is larger, no row is selected
-by candidates."""
+"""Largest number of candidates of one row, which stay in registers; `candidate_room` must not exceed it."""
 
 CANDIDATE_SAMPLE_STRIDE = 32
 """Stride of the sampled keys, from which the lowest useful score of a row is estimated."""
@@ -174,8 +173,7 @@ class LossTile:
     segment: int
     """Keys per program."""
     stacked: bool
-    """Whether one product computes all heads side by side, in bf16 on Hopper. Partial gradients of the keys are then
-    bf16."""
+    """Whether one bf16 product on Hopper computes all heads side by side. Partial key gradients are then bf16."""
 
 
 def loss_tile(heads: int, dim: int, element_bytes: int, stacks: bool) -> LossTile:

@@ -12,8 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
-    """Return the index of (row, head) in [B, R, HI] and whether it exists: [HEADS, BM]; HEADS >= HI is a power of
-    two."""
+    """Return (row, head)'s index in [B, R, HI] and whether it exists: [HEADS, BM]; HEADS >= HI is a power of two."""
     heads = tl.arange(0, HEADS)
     return row_index[None, :] * HI + heads[:, None], valid[None, :] & (heads < HI)[:, None]
 

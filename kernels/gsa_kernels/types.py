@@ -41,7 +41,7 @@ class Indexer:
     """c, [HI]; 0 if None."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
     inverse_temperature: float | torch.Tensor = 1.0
-    """beta > 0 in softmax(beta * I) of the indexer loss: a number, or a tensor of one element, which may require a
+    """beta > 0 in softmax(beta * I) of the indexer loss: a number or a one-element tensor, which may require a
     gradient."""
 
     def __post_init__(self) -> None:
@@ -173,8 +173,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Describes which rows of the indexer loss to compute: all, a sample of stretches for an estimate, or a rank's
-    share."""
+    """Describes which rows of the indexer loss to compute: all, a sample of stretches, or a rank's share."""
 
     fraction: float = 1.0
     """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
@@ -194,8 +193,7 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Holds S_t of every query in the format for which attention is faster; `select` creates it. Exactly one of packed
-    mask and key lists is given."""
+    """Holds S_t of every query as either a packed mask or key lists, whichever is faster; `select` creates it."""
 
     packed_mask: torch.Tensor | None
     """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32

@@ -13,8 +13,7 @@ SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--wa
 
 
 def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
-    """The models are ours and megatron-core's. Configs that megatron-core cannot run are reported, and the others
-    run."""
+    """The models are ours and megatron-core's. Configs that megatron-core cannot run are reported, not fatal."""
     report = tmp_path / "bench.json"
     command = [
         "benchmarks/bench_training.py",
@@ -44,8 +43,7 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
-    """If all ranks run out of memory, the next variant follows. If one does, the run ends with all results and the
-    reason."""
+    """If all ranks run out of memory, the next variant follows. If one does, the run ends and reports why."""
     report = tmp_path / "bench.json"
     command = ["tests/helpers/failing_bench.py", "--config", "configs/demo.yaml", "--json", str(report)]
     command += ["--layouts", "tp=1;tp=2;tp=1,opt=off;tp=2,sp", "--layers", "1", *SHORT]

@@ -1,5 +1,4 @@
-"""Tests that layouts of four ranks train as one rank does: a tiny model, a few steps per phase, every statistic.
-test_layouts has whole runs."""
+"""Tests that layouts of four ranks train as one rank does: few steps of a tiny model, with every statistic."""
 
 import json
 from typing import Any

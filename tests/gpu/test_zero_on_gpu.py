@@ -1,5 +1,4 @@
-"""Tests DeepSpeed's ZeRO on CUDA devices, with and without its optimizer in host memory. Needs the package
-deepspeed."""
+"""Tests DeepSpeed's ZeRO on CUDA devices, with its optimizer on the device or in host memory. Needs deepspeed."""
 
 import gc
 from pathlib import Path

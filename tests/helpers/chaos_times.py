@@ -63,8 +63,7 @@ def starts_in(goodput: Path) -> list[dict[str, float]]:
 
 
 def with_parts(happened: Sequence[Happened], starts: Sequence[Mapping[str, float]]) -> None:
-    """Fill in the parts of each restart. If a start died early, the next one counts, and the time before it is
-    `down`."""
+    """Fill in the parts of each restart. If a start died early, the next one counts, and the rest is `down`."""
     for each in happened:
         if each.start is not None:
             start = starts[each.start]

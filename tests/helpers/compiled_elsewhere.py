@@ -64,8 +64,7 @@ class Driver:
 
 
 def found_in(capability: int, launches: Callable[[], object]) -> list[str]:
-    """Compile the kernels of these launches for a compute capability such as 90; return wrong sums and excess
-    memory."""
+    """Compile these kernels for a compute capability such as 90; return wrong sums and excess memory."""
     compiled = []
     run = JITFunction.run
 

@@ -53,8 +53,7 @@ from gsa_train.reliability.health import products
 from gsa_train.reliability.stop_signals import StopRequest
 
 NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
-"""A weight that every step reads; an embedding that no step reads; AdamW's state of the weight; the variance
-average."""
+"""Weights that every step or no step reads; AdamW's state of the first; the variance average."""
 
 UNREAD_ID = 3
 """The byte 0, which no text contains."""

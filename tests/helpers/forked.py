@@ -212,8 +212,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 
 
 def keep_server() -> None:
-    """Reuse the parent's server in a fork. By default multiprocessing would wait for it as for a child of this
-    process."""
+    """Reuse the parent's server in a fork, for which multiprocessing would otherwise wait as for a child."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:
         server.ensure_running = resource_tracker.ensure_running
@@ -261,8 +260,7 @@ def _run_agent(
 
 
 class Fork:
-    """Runs a function in a child of this process, with the methods of subprocess.Popen that torchrun and studies
-    use."""
+    """Runs a function in a child process, with the subprocess.Popen methods that torchrun and studies use."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None
@@ -369,8 +367,7 @@ def run_file(command: list[str]) -> None:
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     gc.freeze()  # imported objects need not be searched at each collection
     _leave_imports_as_they_are()
-    # Children of a forkserver would start another one for their children, and readers would import torch for 2 seconds
-    # each.
+    # Children of a forkserver would start another one for their children, and each reader would import torch.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")

@@ -80,8 +80,7 @@ G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": T
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
-"""Halves the passes through the layers where one rank trains sequences separately. `context` and pipelines have
-several."""
+"""Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
@@ -109,8 +108,7 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Return enough layers for the stages; without stages few, but different, layers. The text of `SELECTED` needs
-        four."""
+        """Return layers for the stages; without stages few, but different, layers. `SELECTED`'s text needs four."""
         return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -237,8 +235,7 @@ RESHARDED = {
         INTERLEAVED,
         [{"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {}, {"context": 2, "tensor": 2}],
     ),
-    # Each copy of the embedding has its own bucket of gradients. The readers have more tensor- than data-parallel
-    # ranks.
+    # Each copy of the embedding has its own bucket. The readers have more tensor- than data-parallel ranks.
     "pipeline, tied": Reshard(
         {"pipeline": 2, "pipeline_layers": [3, 1]},
         [{"tensor": 4, **ZERO_3}, {"tensor": 2, **INTERLEAVED}],

@@ -44,8 +44,7 @@ from helpers.single_rank import CONFIG
 from whole_steps.step_bench import release_memory
 
 LR = 1e-4
-"""With 1e-3, rounding differences in bf16 grow 2.6 times per step. One rank's own runs then differ too much for a
-test."""
+"""With 1e-3, bf16 rounding differences grow so fast that one rank's own runs differ too much for a test."""
 FACTOR = 3.0
 """Allowed ratio of a layout's largest deviation to the largest of four runs: both are maxima of few draws."""
 FLOOR = 1e-6

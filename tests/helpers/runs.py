@@ -40,8 +40,7 @@ ENVIRONMENT = {name: OF_RANKS[name] for name in ("OMP_NUM_THREADS", "TORCHDYNAMO
 
 
 def inherited() -> dict[str, str]:
-    """Return the tests' environment without the W&B service of this process, which treats a killed run as still
-    running."""
+    """Return the tests' environment without this process's W&B service, which treats a killed run as running."""
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
@@ -105,8 +104,7 @@ def numbers_of(
 
 
 def shown(output: str) -> str:
-    """Return the first error and the end of a run's output. A failing rank makes the others fail, and these print far
-    more."""
+    """Return the first error and the end of a run's output: ranks that fail after the first print far more."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)
@@ -295,8 +293,7 @@ def whole_run(layout: Literal["one rank", "tensor x pipeline", "context"]) -> Ru
     if layout == "tensor x pipeline":
         return finished(*WHOLE, *TENSOR_X_PIPELINE, ranks=4)
     if layout == "context":
-        # These are torchrun's own ranks, each with its own order of sets. All other finished runs are forked from one
-        # process.
+        # torchrun's own ranks have their own orders of sets; all other finished runs are forked from one process.
         return finished(*WHOLE, "parallel.context=2", ranks=2, real=True)
     return finished(*WHOLE)
 

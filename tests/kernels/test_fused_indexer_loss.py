@@ -121,8 +121,7 @@ def test_a_single_key(device: str) -> None:
     ids=str,
 )
 def test_long_sequences(length: int, options: dict[str, Any]) -> None:
-    """There are several chunks of rows and segments of keys, with heads as in training. Five repetitions agree in
-    bits."""
+    """With heads as in training, and several chunks of rows and segments of keys, five repetitions agree in bits."""
     case = make_case(length, "cuda", **{**TRAINING, **options})
     got = check(case, chunk_bytes=2**22)
     assert_attention_is_untouched(case, got)

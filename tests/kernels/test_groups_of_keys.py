@@ -1,5 +1,4 @@
-"""Tests groups of neighbouring keys that are selected together: Triton's results and gradients against the
-reference."""
+"""Compares Triton's results and gradients with the reference for groups of keys that are selected together."""
 
 from __future__ import annotations
 

@@ -209,8 +209,7 @@ def test_rows_without_target_or_attended_keys(
 def test_temperature_scale_and_frozen_tensors(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A temperature may be a number or have one dimension. The upstream gradient scales, and the rest gets no
-    gradient."""
+    """A temperature may be a number or have one dimension. The upstream gradient scales the others."""
     cut(monkeypatch, SMALL)
     problem = make_problem(form, 33, device, batch=1)
     once = differentiate(problem, through_api(problem, "triton", RowSample()))

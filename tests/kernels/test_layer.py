@@ -1,5 +1,4 @@
-"""Compares `GatedSparseAttention` with the looped oracle, Triton with the reference, and runs the examples that use
-it."""
+"""Compares `GatedSparseAttention` with the looped oracle, Triton with the reference, and runs its examples."""
 
 from __future__ import annotations
 
@@ -265,8 +264,7 @@ def test_recomputation_changes_nothing() -> None:
 
 
 def test_the_call_that_the_authors_print() -> None:
-    """This is their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md), on a CPU, with our import
-    line."""
+    """This is their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md) with our import line."""
     config = GSAConfig(
         hidden_size=1024,
         num_heads=8,

@@ -218,8 +218,7 @@ def test_rows_that_are_done_again(
 def test_a_guess_that_lets_too_few_through(
     device: str, failures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sampled keys have high scores and the others low ones. The guess assumes a k_t below the number of
-    samples."""
+    """The sampled keys have high scores and the others low ones; the guess assumes a small k_t."""
     case = make_case(device, 60)
     _, positions = candidates.sample_keys(score_inputs(case.indexer, case.geometry))
     shares = torch.rand(60, 1, generator=torch.Generator().manual_seed(0)).to(device)

@@ -1,5 +1,4 @@
-"""Compares the split of projections by Triton, with rotation and gates, with references: attention's and the
-indexer's."""
+"""Compares Triton's split of attention's and the indexer's projections, with rotation and gates, with references."""
 
 import pytest
 import torch

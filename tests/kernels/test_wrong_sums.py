@@ -116,8 +116,7 @@ def test_a_kernel_is_refused_or_said_to_be_unread(tmp_path: Path, caplog: pytest
 
 @pytest.mark.nightly
 def test_what_triton_compiles() -> None:
-    """Real layouts: a sum known to be wrong, a similar right sum, and the indexer loss for each GPU. Heads of 256 fill
-    the shared memory."""
+    """Real layouts are tested: a wrong sum, a similar right sum, and the indexer loss for each GPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     script = Path(__file__).parents[1] / "helpers" / "compiled_elsewhere.py"
     result = subprocess.run(

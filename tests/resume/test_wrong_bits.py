@@ -147,8 +147,7 @@ def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str,
 
 @pytest.mark.nightly
 def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
-    """With tensor parallelism ranks 0 and 2 are replicas; 1 and 3 hold the other half. No recheck can see this
-    fault."""
+    """Ranks 0 and 2 are replicas; 1 and 3 hold the other tensor-parallel half. No recheck can see this fault."""
     split = runs["split"]
     assert split.codes == [CORRUPTED] * 4
     assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]

@@ -91,8 +91,7 @@ def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("experts", ["", *EXPERTS])
 def test_a_closed_trainee_leaves_nothing(experts: str) -> None:
-    """Models take turns because they do not fit together, but megatron-core's dispatchers keep a tensor with its
-    graph."""
+    """Models take turns because they do not fit together, but megatron-core's dispatchers keep a tensor."""
     config = tiny_config([SPARSE], moe=SIZES)
 
     def prepare(model: Model) -> None:

@@ -1,5 +1,4 @@
-"""Tests that stdout and stderr never end or block a process, whatever receives them, and that lost lines are
-counted."""
+"""Tests that stdout and stderr never end or block a process, and that lost lines are counted."""
 
 import errno
 import os

@@ -1,5 +1,4 @@
-"""Tests reports of run folders with flipped bits, older versions' files or others' files. A report is written, and
-lists what it leaves out."""
+"""Tests that reports of damaged or foreign run folders are written, and list what they leave out."""
 
 import base64
 import json

@@ -1,5 +1,4 @@
-"""Tests several validation sets: each has its own text's perplexity on any number of replicas. Training does not change
-through evaluation."""
+"""Tests several validation sets: each has its own perplexity on any replicas, and training does not change."""
 
 import dataclasses
 import math

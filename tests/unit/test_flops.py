@@ -128,8 +128,7 @@ def brute_force(
     for query in range(LENGTH):
         first = query - query % block
         visible = set(range(starts[query], query + 1))
-        # The indexer may select any k_base keys up to the block's first query; here the oldest, which overlap the
-        # window least.
+        # The indexer may select any k_base keys up to the block's first query; the oldest overlap the window least.
         chosen = set(range(starts[first], first + 1)[: gsa.k_base])
         selected = visible & (chosen | {s for s in visible if query - s < gsa.local_window})
         attended = selected if phase.attention == "sparse" else visible

@@ -346,8 +346,7 @@ def test_of_links_the_node_that_explains_most_is_named_and_its_neighbours_are_no
 
 
 def test_where_all_nodes_would_be_named_none_is() -> None:
-    """The cause is then between the nodes, and no job can continue without all. A single node is named for its
-    device."""
+    """The cause is then between the nodes, which the job needs. A single node is named for its device."""
     for nodes, bad, named in (("aabb", {1}, ["a"]), ("aabb", {0, 1, 3}, []), ("aa", {1}, ["a"])):
         findings = [Finding(node, 0, "", ["wrong"] * (rank in bad)) for rank, node in enumerate(nodes)]
         assert nodes_of_bad_devices(findings) == named

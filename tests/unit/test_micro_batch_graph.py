@@ -56,8 +56,7 @@ def trained(
     batches: Callable[[int], list[MicroBatch]],
     config: Config = CONFIG,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights, and losses and gradient norms of steps, including a measured one and one after a
-    validation."""
+    """Return weights, and losses and gradient norms of steps, one of them measured and one after a validation."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
     training = Training(

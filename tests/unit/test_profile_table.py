@@ -76,8 +76,7 @@ NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
 
 
 def gpu_trace() -> EventList:
-    """Return two steps, of 2 ms together: attention with an indexer, its backward pass in autograd's thread, an
-    optimizer."""
+    """Return two steps, of 2 ms together: attention with an indexer, its backward pass, an optimizer."""
     return tree(
         [
             named(f"{STEP}*", 1000, 1500),
@@ -245,8 +244,7 @@ def test_a_profiled_step_on_the_cpu() -> None:
 def test_kernels_follow_the_operations_of_a_real_trace() -> None:
     """Each operation of a real step and its backward pass is treated as launching a kernel."""
     expected = {
-        # Forward and twice backward, except the first input, which needs no gradient; recomputed products run forward
-        # twice.
+        # Forward and twice backward, except the first input without a gradient; recomputed products run forward twice.
         ("aten::mm", "attention"): 2,
         ("aten::mm", "indexer"): 3,
         ("aten::mm", "mlp"): 4,

@@ -170,8 +170,7 @@ def _block_probs_kernel(
                 if HAS_DOCUMENTS:
                     first_keys = tl.load(document_starts + queries, mask=valid, other=0)
                 hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
-            # The mask is applied after the sum. The exponential of a masked key may overflow, and this line drops the
-            # infinity.
+            # The mask is applied after the sum, because the exponential of a masked key may overflow to infinity.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)

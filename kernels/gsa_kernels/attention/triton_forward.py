@@ -58,8 +58,7 @@ def attention_forward(
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    # A tile has two heads of half the number of queries. The two rows of a product in one thread then share their mask
-    # bits.
+    # A tile has two heads of half the queries, so that the two rows of a product in one thread share their mask bits.
     paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
     in_tile = 2 if paired else 1
     grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))

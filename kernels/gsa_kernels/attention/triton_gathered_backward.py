@@ -192,8 +192,7 @@ def _launch(
         )
 
 
-# Values that depend on the data must not be specialised: a new list length would recompile and stop training for
-# seconds.
+# Values from the data are not specialised, because each new list length would recompile and stop training.
 @triton.jit(
     do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order", "segments"]
 )

@@ -102,8 +102,7 @@ def head_sum_probs_lists(
         D=head_size,
         QUERIES=lists.queries,
         ENTRIES=shape.entries,
-        # Longer loops over the tiles of queries are not unrolled: unrolling would hold all tiles in shared memory, up
-        # to 128 KiB.
+        # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
         SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),
@@ -219,8 +218,7 @@ def _gathered_probs_kernel(
                 tl.load(counts + list_index + part),
             )
             hit = ((word[:, None] >> rows[None, :]) & 1) != 0
-            # The mask is applied after the sum. The exponential of an unselected key may overflow, and this line drops
-            # the infinity.
+            # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
             total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
             if SUM_QUERIES:
                 sums += tl.sum(total, 1)

@@ -31,7 +31,7 @@ def probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 
 def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles with which three programs share a multiprocessor. One program multiplies while another waits for its
+    """Return tiles with which three programs share a multiprocessor: while one multiplies, others wait for
     exponentials."""
     tiles = probs_tiles(head_size, dtype)
     if dtype == torch.float32:
@@ -154,8 +154,7 @@ def _probs_kernel(
     if seen:
         heads: tl.constexpr = KV_HEADS * GROUP
         lse_rows = lse + batch64 * heads * length + rows
-        # The log-sum-exp is loaded one head ahead. The compiler pipelines only the operands of a product and would wait
-        # here.
+        # The log-sum-exp is loaded one head ahead, because the compiler pipelines only the operands of a product.
         next_lse = tl.load(lse_rows, mask=valid, other=0.0)
         for kv_head in range(KV_HEADS):
             k_tile = load_rows(
@@ -182,8 +181,7 @@ def _probs_kernel(
             if HAS_DOCUMENTS:
                 first_keys = tl.load(document_starts + rows, mask=valid, other=0)
             hit = causal_hit(query_start + rows, columns, first_keys, HAS_DOCUMENTS)
-        # The mask is applied after the sum. The exponential of an unselected key may overflow, and this line drops the
-        # infinity.
+        # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
         total = tl.where(hit, total, 0.0)
     out += (batch64 * num_rows + number) * num_keys
     target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * num_keys + columns[None, :])

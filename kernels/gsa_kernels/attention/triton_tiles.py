@@ -40,8 +40,8 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 def float_warps(head_size: int) -> int:
-    """Return the warps for a tile of 32 queries and 32 keys in fp32. Four warps do not have the registers for products
-    over 256 channels."""
+    """Return warps for an fp32 tile of 32 queries and 32 keys: four lack the registers for products over 256
+    channels."""
     return 8 if head_size > 128 else 4
 
 

@@ -147,8 +147,7 @@ def _attend(
     out: torch.Tensor | None,
     behind_selection: bool,
 ) -> torch.Tensor:
-    """Arguments are as in `decode_attend`. behind_selection: the previous kernel is the selection's, not the
-    caller's."""
+    """Run `decode_attend`. behind_selection: the previous kernel is the selection's, not the caller's."""
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape

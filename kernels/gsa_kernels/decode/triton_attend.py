@@ -33,8 +33,7 @@ SETTLED_TILE = Tile(128, 8, 1)
 """Tile for keys that are loaded before the wait, except in short parts. Keys beyond the first tile follow the wait.
 Eight warps hold the tile in registers."""
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
-"""Tiles for heads of 256: eight warps hold 64 keys and values in 64 registers per thread. Longer parts use tiles in two
-stages."""
+"""Tiles for heads of 256: eight warps hold 64 keys and values in registers. Longer parts use tiles in two stages."""
 KEPT_TILE = Tile(64, 4, 1)
 """The same tile for a step that keeps its selection and has its own parts. Measured on an H200."""
 STRIP = 16

@@ -20,8 +20,7 @@ def launch_entry(
     out: tuple[torch.Tensor, torch.Tensor | None],
     chained: bool,
 ) -> None:
-    """Launch the kernel with the arguments of `enter_token`, which has checked them. `out`: q and the indexer's
-    queries."""
+    """Launch the kernel with the checked arguments of `enter_token`. `out`: q and the indexer's queries."""
     q, index_queries = out
     batch = projected.shape[0]
     heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim

@@ -21,16 +21,14 @@ class PairTiling(NamedTuple):
     pairs: int
     """Pairs of rows that a program multiplies at a time, a power of two."""
     programs: int
-    """Largest number of programs. They take tiles in turns and load the next tile while they multiply the current
-    one."""
+    """Largest number of programs, which take tiles in turns and load the next tile while they multiply."""
 
 
 DEFAULT_TILING = PairTiling(2, 528)
 """Measured on an H200 for the product alone."""
 
 _WARPS, _MOST_REGISTERS = 4, 128
-"""Warps per program and registers per thread, so that 528 programs run at once on the 132 multiprocessors of an H100 or
-H200."""
+"""Warps per program and registers per thread, so that 528 programs run at once on an H100 or H200."""
 
 
 class Sections(NamedTuple):
@@ -267,8 +265,7 @@ def _joined_kernel(
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
-    # The weight is loaded before the wait, because no kernel of the chain writes it. Registers hold it until x is
-    # ready.
+    # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,

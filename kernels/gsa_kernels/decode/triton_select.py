@@ -157,8 +157,7 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program computes the budget and its bin. For one span it counts keys above the bin and lists keys in the
-    bin."""
+    """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + batch), max_length)
@@ -356,8 +355,7 @@ def _find_cut_in_list(
         of_equal = wanted - count_high
         below = count * 0 - 1
         last = length - 1
-        # Invariant: fewer than `of_equal` of these entries have positions <= below; at least `of_equal` have positions
-        # <= last.
+        # Invariant: fewer than `of_equal` of these have positions <= below; at least `of_equal` have positions <= last.
         while last - below > 1:
             centre = below + ((last - below) >> 1)
             found = tl.sum(((keys == low) & (positions <= centre)).to(tl.int32))

@@ -113,8 +113,8 @@ def attention_with_indexer_loss(
 class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arguments: four tensors of attention, six of the indexer (some may be None), packed mask, document starts,
-        log-sum, `Settings`."""
+        """Arguments: four tensors of attention, six of the indexer, packed mask, document starts, log-sum,
+        `Settings`."""
         *tensors, settings = arguments
         packed_mask, document_starts, _ = tensors[10:]
         out, lse = attention_forward(AttentionInputs(*tensors[:4]), packed_mask, document_starts)

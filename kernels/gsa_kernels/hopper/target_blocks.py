@@ -18,8 +18,7 @@ KEY = tl.constexpr(32)
 
 
 def block_shape(rows: int, keys: int) -> tuple[int, int, int]:
-    """Return (row blocks, key blocks, 1024), rounded to even numbers, because kernels take up to two blocks
-    unmasked."""
+    """Return (row blocks, key blocks, 1024), in even numbers because kernels take up to two blocks unmasked."""
     size: int = BLOCK.value
     return 2 * triton.cdiv(rows, 2 * size), 2 * triton.cdiv(keys, 2 * size), size * size
 

@@ -137,8 +137,7 @@ def stacked_grad_kernel(
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
         queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D)
         weights = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
-        # With tanh the derivative has a factor of 1/2, which is applied here, so that one set of weights serves both
-        # uses.
+        # With tanh the derivative has a factor of 1/2. Applying it here lets one set of weights serve both uses.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
         beta_log2 = tl.load(beta) * (LOG2_E / factor)
         # The log-sum belongs to the whole scores. Scores by tanh lack the term sum_j weight_j.

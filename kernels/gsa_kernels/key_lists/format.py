@@ -71,8 +71,7 @@ class KeyLists:
     """Position of the first query: query t is at position query_start + t. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts` on the host, if known there. Buffers then have the size of the lists instead of T * max_count
-    entries."""
+    """`counts` on the host, if known there, so that buffers have the size of the lists instead of T * max_count."""
 
     kept_hits: KeptHits = field(default_factory=KeptHits, compare=False, repr=False)
 

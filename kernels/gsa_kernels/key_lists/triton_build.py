@@ -43,8 +43,7 @@ class CountedKeys:
 
 @dataclass(frozen=True)
 class FilledLists:
-    """Holds the lists of adjacent tiles. Fields are as in `KeyLists`; starts count from the first entry of these
-    tiles."""
+    """Holds the lists of adjacent tiles, with the fields of `KeyLists`; starts count from these tiles' first entry."""
 
     keys: torch.Tensor
     words: torch.Tensor

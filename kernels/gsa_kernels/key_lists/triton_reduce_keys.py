@@ -39,8 +39,7 @@ class KeyHits:
 
 @dataclass(frozen=True)
 class TileRows:
-    """Describes a range of tiles, first <= b * T + i < last. Entry j of tile i has the partial row starts[i - first] +
-    j."""
+    """Describes tiles first <= b * T + i < last; entry j of tile i has the partial row starts[i - first] + j."""
 
     first: int
     last: int

@@ -46,8 +46,8 @@ class Target:
     """Holds the target of the indexer loss, which is computed in chunks of rows."""
 
     of_rows: TargetRows
-    """The target at any positive scale. Values off the attended set are ignored. It is called once per chunk, without
-    gradients."""
+    """The target at any positive scale, called once per chunk without gradients. Values off the attended set are
+    ignored."""
     row_sum: float | None = None
     """Sum of each row over the attended set, if known: `head_sum_probs_rows` gives one per head. A relative error of
     1e-5 changes the gradients by this amount and the value by its square. Only the bf16 kernels use this field and

@@ -1,5 +1,4 @@
-"""Runs the third step of a chunk of tiles: adds the segments of each tile in order, so that results repeat bit for
-bit."""
+"""Runs the third step of a chunk of tiles: adds segments in order, so that results repeat bit for bit."""
 
 import triton
 import triton.language as tl

@@ -76,8 +76,7 @@ class Outputs:
     dw: torch.Tensor | None
 
     adds_keys: bool = True
-    """True: kernels add to dk, which is fp32 and which the caller initialises to 0. False: the only chunk writes all of
-    it."""
+    """True: kernels add to dk, which the caller initialises to 0 in fp32. False: the only chunk writes all of dk."""
 
     gradient_scale: torch.Tensor | None = None
     """fp32 with one element: factor of dq, dk and dw, but not of `partial_sums`. 1 if None."""
@@ -151,8 +150,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate memory uninitialised, because every element is written before it is read. The tests poison the
-    memory."""
+    """Allocate uninitialised memory, because every element is written before it is read; the tests poison it."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

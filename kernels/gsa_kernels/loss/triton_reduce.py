@@ -145,8 +145,7 @@ def _reduce_keys(
     STACKED: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Reduce BK keys from group * BK on and BD dimensions from part * BD on, over the row tiles with causal keys
-    here."""
+    """Reduce BK keys from group * BK on and BD dimensions from part * BD on, over row tiles with these causal keys."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1).to(tl.int64)
@@ -231,8 +230,7 @@ def reduce_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B). Without WITH_GRADIENTS the first axis is tiles
-    * BM / BR."""
+    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B), without gradients (tiles * BM / BR, B)."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
     factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)
@@ -266,8 +264,7 @@ def totals_kernel(
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program sums a row of `partial_sums` in fp64, because it has tens of thousands of numbers, some of both
-    signs."""
+    """One program sums a row of `partial_sums`, in fp64 for tens of thousands of numbers, some of both signs."""
     row = tl.program_id(0)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):

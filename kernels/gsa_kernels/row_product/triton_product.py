@@ -107,8 +107,7 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return numbers of rows, as int64 if the offsets of a weight's elements exceed int32. The output layer of a large
-    vocabulary exceeds int32."""
+    """Return row numbers, as int64 if a weight's offsets exceed int32, as in the output layer of a large vocabulary."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
     else:  # noqa: RET505 (the compiler reads what follows a return)
@@ -177,8 +176,7 @@ def _one_row_kernel(
     rows = _wide_enough(tl.program_id(0) * TILE + tl.arange(0, TILE), ROWS, COLUMNS)
     row_ok = rows < ROWS
     up_ptr = _second_half(weight_ptr, ROWS, COLUMNS)
-    # The weight is loaded before the wait, because no kernel of the chain writes it. Registers hold it until x is
-    # ready.
+    # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     w = load_rows(weight_ptr, rows, row_ok, COLUMNS, 0, FIRST)
     if SECOND:
         w_second = load_rows(weight_ptr, rows, row_ok, COLUMNS, FIRST, SECOND)

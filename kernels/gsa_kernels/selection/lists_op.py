@@ -52,8 +52,7 @@ def select_key_lists(
         buffers = _mask_buffers(selector)
         filled: list[FilledLists] = []
         waiting: _Chunk | None = None
-        # The longest rows run first. Their computation hides the host's work on them, and little is left to wait for at
-        # the end.
+        # The longest rows run first and hide the host's work on them, so that little remains to wait for.
         for number, rows in enumerate(reversed(selector.chunks)):
             packed_mask = _mask_of(buffers[number % 2], selector, rows)
             chunk = _select_and_count(selector, rows, Outputs(packed_mask, budget, variance, rows.start))
@@ -80,8 +79,7 @@ class _Chunk:
     """The same tensor on the host, available after the counts."""
 
     def fill(self) -> FilledLists:
-        """Wait for the counts and return the lists. Rows that failed selection by candidates, which are rare, come
-        first."""
+        """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""
         counted = self.counted.wait()
         if self.failed is not None and self.failed_on_host is not None and self.failed_on_host.any():
             self.selector.select_failed(self.rows, self.failed, self.outputs, self.failed_on_host)
@@ -134,8 +132,7 @@ def _columns(inputs: ScoreInputs, rows: range) -> int:
 
 
 def _mask_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:
-    """Return the start of the flat `buffer` as a packed mask. It is zeroed unless kernels write all words that are
-    read."""
+    """Return the start of `buffer` as a packed mask, zeroed unless kernels write all words that are read."""
     inputs = selector.inputs
     shape = (inputs.batch, len(rows), _columns(inputs, rows))
     packed_mask = buffer[: math.prod(shape)].view(shape)

@@ -26,12 +26,10 @@ _COLUMNS, _MAX_REGISTERS = 32, 128
 combination of 32 or 64 keys with 128, 168 or 255 registers."""
 
 _TIED_SPANS = 8
-"""Spans per program for tiles of rows with equal scores. Such tiles are rare, and fewer programs skip the others
-faster."""
+"""Spans per program for tiles of rows with equal scores: these are rare, and fewer programs skip other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Smallest finite fp32. Keys that are not causal have the score -inf, so they are no candidates even of rows without a
-threshold."""
+"""Smallest finite fp32. Keys that are not causal score -inf, so they are no candidates even without a threshold."""
 
 
 def columns_per_program(inputs: ScoreInputs) -> int:

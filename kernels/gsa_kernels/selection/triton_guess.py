@@ -32,8 +32,7 @@ class Guesses:
     infinite if all of them are candidates."""
 
     tied: torch.Tensor
-    """int32 [B, tiles of rows]: 1 for each of the score kernel's tiles in which some row has a finite `last`, else
-    0."""
+    """int32 [B, tiles of rows]: 1 for tiles of the score kernel in which some row has a finite `last`, else 0."""
 
 
 def guess_thresholds(
@@ -155,8 +154,7 @@ def _guess_kernel(
     if MODE == "direct":
         variance = variance * (1 + error)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
-    # With this variance, the sample holds about `expected` of the row's k best keys. It holds more than `wanted` once
-    # in 1e6 rows.
+    # With this variance, the sample holds about `expected` of the k best keys, and more than `wanted` once in 1e6 rows.
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)
     wanted = (expected + 5 * tl.sqrt(expected) + 3).to(tl.int32)
     threshold = float("-inf") + origin * 0

@@ -39,8 +39,7 @@ def narrow_candidates(
             packed mask becomes 0, and its budget and variance are not written.
     """
     inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
-    # Only the device knows the number of candidates. Kernels of all sizes are launched, and each row belongs to one of
-    # them.
+    # Only the device knows the number of candidates, so kernels of all sizes run, and each row belongs to one.
     most = candidates.entries.shape[2]
     sizes = [most >> shift for shift in reversed(range(_SIZES)) if most >> shift >= _SMALLEST_SIZE] or [most]
     for above, size in zip([-1, *sizes[:-1]], sizes, strict=True):
@@ -169,8 +168,7 @@ def _narrow_kernel(
         deviation = tl.where(listed, distance - mean, 0.0)
         variance = tl.sum(deviation * deviation) / divisor
     else:
-        # Steps have a fixed size, so that the order of the sums depends only on the row and not on the rest of the
-        # chunk.
+        # Steps have a fixed size, so that the order of the sums depends only on the row, not on the chunk.
         total = tl.zeros([SPANS], dtype=tl.float32)
         squares = tl.zeros([SPANS], dtype=tl.float32)
         sums_ptr += chunk_row * sums_per_row * 2

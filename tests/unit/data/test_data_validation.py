@@ -112,8 +112,7 @@ def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> N
 
 
 def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    """All labels count except the first of the stream. The spaces that the tokenizer adds before documents do not
-    count."""
+    """All labels count except the stream's first, but not spaces that the tokenizer adds before documents."""
     isolated, across = read(mixed, tokenizer), read(mixed, tokenizer, across=True)
     assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
     stream = stream_of(across.text.blocks, across.text.lengths)

@@ -198,8 +198,7 @@ def test_frequencies_of_common_words_are_rulers(length, in_example, in_list, mat
 
 
 def test_frequencies_of_coded_words_are_rulers(material: Material) -> None:
-    """The counts are from `generate_input_output` of RULER's freq_words_extraction.py: 4000 / 50 words with the
-    dots."""
+    """The counts are from `generate_input_output` of RULER's freq_words_extraction.py: 4000 / 50 words with dots."""
     sample = TASKS["fwe"].make(random.Random(0), 900, Setting(4000, material))
     found = Counter(sample.prompt.split("\n\n")[1].split())
     expected = [int(1000 * rank**-2.0 / (math.pi**2 / 6)) for rank in range(1, 81)]

@@ -8,8 +8,7 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 
-# These are not tuned on a GPU yet. Experts have rows of some hundred columns, for which few lanes of the last block
-# idle.
+# These are not tuned yet. Rows of experts have some hundred columns, so few lanes of the last block are idle.
 ROWS, COLUMNS, WARPS = 8, 256, 4
 
 
