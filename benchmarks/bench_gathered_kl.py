@@ -48,7 +48,6 @@ class Attention:
 def loss_of(
     x: IndexerInputs, lists: KeyLists, block: int, target_tiles: TargetTiles, row_fraction: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
-    """Return the loss and its gradients."""
     loss, _ = gathered_indexer_loss(x.of_kernels, target_tiles, lists, block, RowSample(row_fraction, seed=0))
     return loss, *torch.autograd.grad(loss, x.leaves)
 

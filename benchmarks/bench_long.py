@@ -128,8 +128,6 @@ def kl_backward(
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a row of the table."""
-
     attention: str
     run: cases.Dense | Gathered
     r: float | None = None
@@ -256,7 +254,6 @@ def measure(
 
 
 def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str, Any]]) -> None:
-    """Compare this shape and length with the promises."""
     found = {(row["attention"], None): row for row in rows} | {
         (row["attention"], row["r"]): row for row in rows
     }

@@ -58,7 +58,6 @@ class Sample:
 
 
 def read_sample(data: str) -> list[Document]:
-    """Read all documents of a folder."""
     manifest = build_manifest(data)
     found = [
         item for path, _ in manifest.shards for item in read_documents(manifest, path, Reading(), Counter())
@@ -85,7 +84,6 @@ def shard_orders(
 
 
 def write_text(documents: list[Document], orders: Iterator[tuple[str, list[int]]], out: Path) -> Manifest:
-    """Write shards in SlimPajama's layout."""
     lines = [
         orjson.dumps({"text": each.text_utf8.decode(), "meta": {"redpajama_set_name": each.source}}) + b"\n"
         for each in documents

@@ -47,8 +47,6 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Describes a row of the grid."""
-
     shape: Shape
     granularity: int
     """Tokens per entry."""
@@ -142,7 +140,6 @@ def count_flops(variant: Variant, length: int) -> int:
 
 
 def check(report: harness.Report, name: str, share: int) -> None:
-    """Check output and gradients against fp64."""
     variant = VARIANTS[name]
     chosen = select(variant, CHECKED_LENGTH, share)
     x = cases.attention_inputs(variant.shape, 1, CHECKED_LENGTH)

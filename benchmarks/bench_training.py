@@ -203,7 +203,6 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
-    """Print model and layout, then numbers."""
     import harness  # loads torch
 
     columns = {

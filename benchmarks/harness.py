@@ -237,8 +237,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Bar:
-    """Holds a figure that a bench promises."""
-
     what: str
     value: float
     limit: float

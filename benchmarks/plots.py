@@ -171,7 +171,6 @@ def _log_axes(ax: Axes, ticks: list[float], text: Callable[[float, int | None], 
 
 
 def _legend(figure: Figure, panels: dict[tuple[str, str], Axes]) -> None:
-    """Draw one legend for all panels, below them."""
     entries: dict[str, Any] = {}
     for ax in panels.values():
         entries |= {name: line for line, name in zip(*ax.get_legend_handles_labels(), strict=True)}

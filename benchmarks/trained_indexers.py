@@ -41,7 +41,6 @@ class Indexer:
     """Neighbouring keys that are selected together."""
 
     def select(self) -> Selection:
-        """Select as key lists."""
         arguments = self._arguments
         if self.pool > 1:
             return select_groups(*arguments, kernel="gathered")

@@ -145,7 +145,6 @@ class Disturbed:
 
     @property
     def run(self) -> Run:
-        """Return the newest start."""
         return self._starts[-1]
 
     @property
@@ -301,7 +300,6 @@ class Disturbed:
 
 @contextmanager
 def disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """Mount a separate file system."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True)
     try:

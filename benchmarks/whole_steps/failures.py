@@ -36,8 +36,6 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes the failure of one rank."""
-
     reason: str
     collectives: dict[str, int]
     """Maps a group's name to the number of collectives begun in it."""

@@ -166,8 +166,6 @@ class NamedSequentialMLP(SequentialMLP):
 
 
 class NamedGroupedMLP(GroupedMLP):
-    """Computes its products by torch."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("experts"), patch.object(megatron_experts.gg, "ops", TorchProducts):
             return super().forward(*args, **kwargs)

@@ -60,17 +60,13 @@ def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
 class Trainee(Protocol):
     """Defines what the benches drive."""
 
-    def step(self, batches: list[MicroBatch]) -> None:
-        """Take one optimizer step."""
-        ...
+    def step(self, batches: list[MicroBatch]) -> None: ...
 
     def loss(self) -> float:
         """Return the last step's loss per token. Collective; waits for the device."""
         ...
 
-    def close(self) -> None:
-        """Release model and optimizer."""
-        ...
+    def close(self) -> None: ...
 
 
 class OurTrainee:
@@ -172,7 +168,6 @@ class Memory:
 
 
 def peak_memory(device: torch.device) -> Memory:
-    """Return the peak since `reset_peak_memory`."""
     if device.type != "cuda":
         return Memory(0, 0)
     return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))

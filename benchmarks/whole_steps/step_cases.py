@@ -91,8 +91,6 @@ LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True)
 class StepCase:
-    """Describes a step of one model."""
-
     shape: str
     length: int
     layers: int

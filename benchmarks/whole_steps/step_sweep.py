@@ -158,7 +158,6 @@ class Sweep:
         release_memory(self.parallel.device)
 
     def identity(self, case: StepCase) -> Cells:
-        """Return the cells that identify the row."""
         return {
             "gpu": self.report.environment["gpu"],
             "commit": self.report.environment["commit"],

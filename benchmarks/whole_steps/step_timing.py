@@ -55,8 +55,6 @@ by key, in attention over key lists and in its loss."""
 
 @dataclass
 class Row:
-    """Holds one model at one micro-batch size."""
-
     config: str
     micro_batch: int
     sequences: int
@@ -81,8 +79,6 @@ class Row:
 
 @dataclass
 class Subject:
-    """Holds a model on the device."""
-
     name: str
     bench: OurTrainee
     others_bytes: int

@@ -18,8 +18,6 @@ ATTENTIONS = ("local", "sdpa")
 
 @dataclass(frozen=True)
 class Variant:
-    """Describes a model in a layout."""
-
     name: str
     """The config's name, or megatron's with its attention."""
     layout: str

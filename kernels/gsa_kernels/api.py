@@ -271,7 +271,6 @@ def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
 def _check_selection(
     selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
 ) -> None:
-    """Check that the selection belongs to these queries."""
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     length = q.shape[1]
     check_shape("k", k, "[B, query_start + L, Hkv, D]", (len(q), geometry.query_start + length, None, None))

@@ -82,7 +82,6 @@ def check_activation(activation: str, heads: int, **biases: torch.Tensor | None)
 
 
 def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dense_below: int) -> None:
-    """Check the arguments of `adaptive_budget`."""
     check_at_least("k_base", k_base, 1)
     check_at_least("k_min", k_min, 1)
     check_at_least("dense_below", dense_below, 0)

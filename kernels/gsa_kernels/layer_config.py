@@ -115,7 +115,6 @@ class GSAConfig:
 
     @property
     def head_size(self) -> int:
-        """D."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property

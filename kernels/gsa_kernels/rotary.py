@@ -44,7 +44,6 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """Return the factor of cosines and sines."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, rates: torch.Tensor, base: float) -> torch.Tensor:

@@ -122,7 +122,6 @@ class BudgetRule:
 
     @property
     def most_keys(self) -> int:
-        """Return the largest k_t."""
         return max(self.k_max, self.dense_below - 1)
 
 

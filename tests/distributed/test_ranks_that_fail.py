@@ -71,7 +71,6 @@ def test_ranks_that_hang_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_signal_goes_to_ranks_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes may have their ids by then."""
     (tmp_path / "code.py").touch()
     environment = {**inherited(), **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     command, log = [str(tmp_path / "code.py")], tmp_path / "log"

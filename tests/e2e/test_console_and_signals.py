@@ -78,7 +78,6 @@ class Terminal:
             time.sleep(0.2)
 
     def living(self) -> list[psutil.Process]:
-        """List launcher and ranks."""
         found = []
         for each in processes_of(self.run):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed

@@ -33,7 +33,6 @@ def launch(
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command in the ranks' environment."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=REPOSITORY,

@@ -15,8 +15,6 @@ Results = Mapping[str, Values | str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares one run or problem."""
-
     name: str
     values: int
     """Number of values in the golden file."""

@@ -71,7 +71,6 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Return the number of queries that select."""
         return -(-self.length // self.block)
 
 

@@ -78,7 +78,6 @@ def test_a_layer_repeats_bit_for_bit(precision: str) -> None:
 
 
 def test_experts_without_tokens_get_gradients_of_zero() -> None:
-    """This includes all experts of a rank."""
     experts: Any = layer_of("grouped").experts
     for counts in ([0] * 16, [0] * 15 + [24], [3] + [0] * 14 + [21]):
         rows = torch.ones(sum(counts), WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)

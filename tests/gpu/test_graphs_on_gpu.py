@@ -48,8 +48,6 @@ MEASURED = 5
 
 @dataclass
 class Trained:
-    """Holds the results of some steps."""
-
     numbers: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     tensors: dict[str, torch.Tensor]

@@ -7,8 +7,6 @@ Damage = Callable[[Path], None]
 
 
 def flip(place: float) -> Damage:
-    """Flip one bit at this fraction of the file."""
-
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[min(int(place * len(content)), len(content) - 1)] ^= 4
@@ -26,8 +24,6 @@ def empty(path: Path) -> None:
 
 
 def put(other: Path) -> Damage:
-    """Replace the content by another file's."""
-
     def change(path: Path) -> None:
         path.write_bytes(other.read_bytes())
 

@@ -49,7 +49,6 @@ def evaluated_model(config: Config) -> Model:
 
 
 def save_run(model: Model, config: Config, folder: Path) -> Path:
-    """Write the run's folder with one checkpoint."""
     tokenizer = Tokenizer(config.data.tokenizer)
     data = {"tokenizer_fingerprint": tokenizer.fingerprint}
     if config.data.format == "chat":

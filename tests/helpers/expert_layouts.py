@@ -124,7 +124,6 @@ class Balances:
         self.models: list[Model] = []
 
     def gather(self) -> dict[str, list[list[float]]]:
-        """Gather the balances. Collective."""
         (model,) = self.models
         mine = {
             str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]

@@ -64,8 +64,6 @@ LONGEST_SLEEP_SECONDS = 20.0
 
 
 class Faults:
-    """Implements the faults of this rank."""
-
     def __init__(self, faults: dict[str, Any], marks: Path | None = None) -> None:
         """`marks` is a folder of the run that records faults which happen once in its life."""
         self._faults, self._marks = faults, marks
@@ -187,7 +185,6 @@ class Faults:
         return hooks
 
     def _first(self, name: str) -> bool:
-        """Return True for the first call in this process."""
         known = name in self._done
         self._done.add(name)
         return not known

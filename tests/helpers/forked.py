@@ -233,7 +233,6 @@ def start_process(
 def _run_agent(
     torchrun: list[str], command: list[str], cwd: Path, environment: dict[str, str], log: Path, ranks: Path
 ) -> None:
-    """Become torchrun, in the child."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
         SubprocessHandler,
@@ -301,8 +300,6 @@ def usual_signals(numbers: Iterable[int]) -> None:
 
 
 class _ForkedRank(Fork):
-    """Is a rank forked by its agent."""
-
     def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> None:
         def run() -> None:
             with ranks.open("a") as file:

@@ -46,8 +46,6 @@ class ForkedStudy:
 
 
 class ForkedJob(Fork):
-    """Holds a job of the study."""
-
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         ends_with_parent = end_with(os.getpid())
 

@@ -34,7 +34,6 @@ CASES = {
 
 
 def leave(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
-    """Do what a rank does after its last step."""
     place, exit_code = CASES[case]
     store = dist.TCPStore(
         *listener.getsockname(),

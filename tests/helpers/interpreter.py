@@ -343,7 +343,6 @@ def _in_fp32(handle: Any) -> Any:
 
 
 def _rounded(values: Any) -> Any:
-    """Round fp32 to bf16, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
     halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     halves = np.where(np.isnan(values), 0x7FC0, halves)

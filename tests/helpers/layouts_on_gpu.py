@@ -118,8 +118,6 @@ Series = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    """Describes the model to train."""
-
     tiny: bool
     precision: str
     experts: bool = False
@@ -209,7 +207,6 @@ def _product_in_parts(
 
 @contextmanager
 def alone() -> Iterator[Parallel]:
-    """Create a world of this rank on its device."""
     world = ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
     with patch.dict(os.environ):
         for name in world:
@@ -227,7 +224,6 @@ def numbers(records: Series) -> Series:
 
 
 def deviations(series: Series, expected: Series, metric: str) -> list[float]:
-    """Return relative deviations per step."""
     pairs = [(mine[metric], other[metric]) for mine, other in zip(series, expected, strict=True)]
     return [abs(mine - other) / abs(other) if other else 0.0 for mine, other in pairs]
 
@@ -281,7 +277,6 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
 
 
 def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
-    """Run this rank's share of the one-rank runs."""
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
         case = ONE_RANK[name]

@@ -123,8 +123,6 @@ def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OnTheHost(torch.Tensor):
-    """Is a tensor with contents among tensors without."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily():

@@ -120,8 +120,6 @@ def check_code(process: object, code: int, expected: int, output: str) -> None:
 
 @dataclass
 class Run:
-    """Holds a running or finished run."""
-
     folder: Path
     process: subprocess.Popen[bytes] | ForkedRanks | ForkedAgent | None
     """None for a copy, and for a run of another process of the test session."""
@@ -148,18 +146,15 @@ class Run:
         return read_records(path) if path.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the records of training steps, without validations."""
         return [record for record in self.records() if "event" not in record]
 
     def steps_printed(self) -> list[int]:
-        """Return the steps that this start took."""
         return [int(step) for step in re.findall(r"^step +(\d+)/.* gnorm ", self.output, re.MULTILINE)]
 
     def series(self, key: str) -> list[Any]:
         return [record[key] for record in self.steps()]
 
     def wait(self, expected: int = 0, seconds: float = LONGEST_WAIT_SECONDS) -> Run:
-        """Wait for the end and check the exit code."""
         assert self.process is not None
         try:
             code = self.process.wait(seconds)
@@ -270,7 +265,6 @@ def run_script(
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:
-    """Run from start to successful end."""
     return start(run_dir, *overrides, ranks=ranks, **options).wait()
 
 

@@ -81,7 +81,6 @@ def random_blocks(config: Config, seed: int = 0) -> torch.Tensor:
 
 
 def random_batches(config: Config, seed: int = 0, attend_across: bool = False) -> list[MicroBatch]:
-    """Draw the micro-batches of one step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = random_blocks(config, seed).to(device).split(config.train.micro_batch_size)
     return [to_micro_batch(part, EOS, attend_across) for part in parts]
@@ -151,12 +150,10 @@ def read_stats(model: Model) -> dict[str, list[float]]:
 
 
 def as_numbers(layers: dict[str, list[float | None]]) -> dict[str, list[float]]:
-    """Replace missing records by NaN."""
     return {name: [math.nan if each is None else each for each in row] for name, row in layers.items()}
 
 
 def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
-    """Return the statistics of one step's batches, per layer."""
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
     for batch in random_batches(config):

@@ -58,5 +58,4 @@ def record(step: int, loss: float | str, seconds: float = 1.0, **others: Any) ->
 
 
 def unpack(pack: Path, folder: Path) -> None:
-    """Unpack as in the guide."""
     subprocess.run(["tar", "xf", pack, "-C", folder], check=True)

@@ -33,8 +33,6 @@ Start = tuple[str, tuple[str, int | None, str]]
 
 @dataclass
 class Worker:
-    """Holds what the session knows about one worker."""
-
     pid: int
     received: Connection
     running: list[Start] = field(default_factory=list)
@@ -118,8 +116,6 @@ def _bury(session: pytest.Session, worker: Worker) -> None:
 
 
 class _Reporter:
-    """Sends a worker's reports to the session."""
-
     def __init__(self, config: pytest.Config, sent: Connection) -> None:
         self._config, self._sent = config, sent
 

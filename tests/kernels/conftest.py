@@ -15,7 +15,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Use one thread, because the tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -28,8 +28,6 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Holds one token of each sequence, and the caches."""
-
     q: torch.Tensor
     indexer: Indexer
     cache: state.LayerCache

@@ -45,7 +45,6 @@ class Problem:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the indexer's tensors that require a gradient."""
         names = (
             "queries",
             "keys",
@@ -236,7 +235,6 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
 
 
 def assert_same(got: Results, want: Results, near: tuple[str, ...] = ()) -> None:
-    """Check equal bits, except for the gradients in `near`."""
     assert torch.equal(got.total, want.total)
     assert torch.equal(got.rows.nan_to_num(-1.0), want.rows.nan_to_num(-1.0))
     for name, gradient in want.grads.items():

@@ -53,7 +53,6 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Check closeness where sums run in another order."""
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 6 * 2**-7}[want.dtype]
     torch.testing.assert_close(got.to(want.dtype), want, rtol=tolerance, atol=tolerance)
 

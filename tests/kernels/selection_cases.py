@@ -31,8 +31,6 @@ BY_REGISTERS, BY_GROUPS = 32768, 32
 
 @dataclass
 class Case:
-    """Holds one indexer and its queries."""
-
     indexer: Indexer
     geometry: Geometry
 

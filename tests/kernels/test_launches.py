@@ -54,7 +54,6 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
 
 
 def one_step(case: Case) -> list[torch.Tensor | None]:
-    """Return output, loss and every gradient, on `api_cases.DEVICE`."""
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")
     out, lse = api.sparse_attention(

@@ -406,7 +406,6 @@ def test_what_a_layer_refuses() -> None:
 
 
 def test_the_code_in_the_docs_runs() -> None:
-    """The blocks of docs/kernels.md run one after the other."""
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE | re.DOTALL
     )

@@ -253,7 +253,6 @@ def test_scores() -> None:
 
 
 def test_a_row_of_a_million_scores() -> None:
-    """Blocks of 32 queries share it."""
     rule = BudgetRule(2048, 256, 4096, "off")
     selector = Selector(make_indexer(TILES), rule, torch.zeros(()), Geometry(None, 0, 32, 64), 2**20, None)
     rows = range(TILES - 1, TILES)

@@ -58,7 +58,6 @@ def spoiled(case: Case, place: str, value: float) -> Problem:
 
 
 def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
-    """Map rows of selections to queries."""
     return rows.repeat_interleave(case.selection_block, 1)[:, : api_cases.LENGTH]
 
 

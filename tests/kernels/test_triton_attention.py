@@ -56,7 +56,6 @@ def make_mask(kind, batch, length, starts, device):
 
 
 def attention(packed=None, geometry=None):
-    """Attend with q, k, v and the gate."""
     return lambda q, k, v, gate: masked_attention(q, k, v, packed, geometry or Geometry(), gate)
 
 

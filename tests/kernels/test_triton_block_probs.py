@@ -15,7 +15,6 @@ from gsa_kernels.types import Geometry
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """Fill torch.empty with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -51,7 +51,6 @@ class Case:
         return block_op.select_block_lists(self.indexer, rule, ema, self.geometry, **options)
 
     def top_k(self, rule: BudgetRule = RULE, **options: Any) -> torch.Tensor:
-        """Return the packed mask of the rows."""
         ema = torch.tensor(EMA, device=self.of_tokens.keys.device)
         found = op.select_keys(self.indexer, rule, ema, self.geometry, **options).packed_mask
         assert found is not None

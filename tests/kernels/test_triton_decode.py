@@ -146,7 +146,6 @@ def test_floor_above_the_cut(device: str) -> None:
 
 
 def test_few_distinct_scores(device: str) -> None:
-    """Scores tie across the cut, at several levels."""
     case = make_case(device, [700], 700)
     levels = torch.randint(0, 3, (1, 700, 1), generator=torch.Generator().manual_seed(1))
     case.indexer.keys[:] = levels.to(case.indexer.keys) * 0.25

@@ -25,7 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def attention(lists, **options):
-    """Attend with q, k, v and the gate."""
     return lambda q, k, v, gate: gathered_attention(q, k, v, lists, gate, **options)
 
 

@@ -134,7 +134,6 @@ def test_long_lists(length: int, documents: bool, candidates_from: int | None) -
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(value, marks=ON_GPU) for value in (None, 8192)])
 def test_lists_at_128k(candidates_from: int | None) -> None:
-    """Some tiles are compared with the packed mask."""
     case = make_case("cuda", 131072, heads=4, dim=64, dtype=torch.bfloat16)
     selected, selection = select_both(case, FULL_RULE, candidates_from=candidates_from)
     lists, words = selected.key_lists, selection.packed_mask

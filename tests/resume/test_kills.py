@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Kill:
-    """Holds the state at a kill, and what remained."""
-
     run: Run
     processes: list[int]
     latest: str
@@ -94,7 +92,6 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
 
 @pytest.fixture(scope="module")
 def survivor(kills: list[Kill]) -> Run:
-    """Return the last start."""
     logs = sorted(kills[0].run.folder.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)
     return Run(kills[0].run.folder, None, logs[-1], "")
 
@@ -117,7 +114,6 @@ def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):
 
 
 def test_a_kill_during_a_write_leaves_the_checkpoint_before(kills):
-    """A kill hits all processes, or only one rank."""
     for during_write, unfinished in ((kills[1], 10), (kills[3], 15)):
         names = [name for name in during_write.unfinished if name.startswith(f".tmp_step_{unfinished:08d}/")]
         assert names

@@ -21,7 +21,6 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Start in `run_dir/name`, and return the error message."""
     monkeypatch.setattr(
         train, "init_parallel", lambda *of_config: single_rank()
     )  # These are this process's, for all tests.
@@ -68,7 +67,6 @@ def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusa
     ids=["incomplete", "damaged", "another model", "other data", "no device"],
 )
 def test_a_refused_resume_leaves_no_trace(old_run, refusal, fault, override, expected):
-    """Neither a new folder nor an old one changes."""
     checkpoint = old_run.checkpoints / "step_00000015"
     if fault == "incomplete":
         (checkpoint / "metadata.json").unlink()

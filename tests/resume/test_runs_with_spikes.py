@@ -126,7 +126,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def print_table(runs: dict[str, Finished]) -> None:
-    """Print the table, which -s shows."""
     print(f"\n{'run':<16} {'exit':>4} {'flagged steps':<28} {'done':<36} validation loss")
     for name, run in runs.items():
         done = [
@@ -220,7 +219,6 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
 
 
 def test_the_same_command_does_not_run_into_the_same_spike(runs):
-    """`restart` skips its batches."""
     stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
     assert again.codes == [STOPPED_BY_MONITOR]
     assert "the monitor stopped this run" in again.log

@@ -73,7 +73,6 @@ def rows_of(study: Path, name: str, columns: Sequence[str]) -> list[dict[str, st
 
 
 def tables(study: Path) -> list[list[dict[str, str]]]:
-    """Read the tables without folders and commits."""
     return [
         rows_of(study, "arms.csv", ("arm", "metric", "at", "n", "mean", "deviation", "not_finite")),
         rows_of(study, "values.csv", ("arm", "seed", "metric", "at", "value")),

@@ -65,7 +65,6 @@ def test_wandb_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_megatrons_model_is_counted_as_what_it_is() -> None:
-    """This includes the sizes of a GSA config."""
     sizes = Sizes(sequences_per_device=2, seq_len_tokens=64, num_layers=2)
     config = plain(sizes.apply(DEMO, "tp=1", world_size=1))
     count = count_parameters(config.model, config.gsa, config.moe)
@@ -114,7 +113,6 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
 
 
 def test_keys_that_the_queries_of_a_text_see() -> None:
-    """Documents limit them, except in megatron-core's model."""
     sizes = Sizes(1, seq_len_tokens=8, num_layers=1, overrides=["gsa.k_min=1", "gsa.k_base=2"])
     ours, megatron = variants([DEMO], DEMO, ["sdpa"], ["tp=1"], sizes, 1)
     blocks = torch.tensor([[5, 6, 0, 7, 8, 9, 1, 1, 1], [5] * 9], dtype=torch.int32)

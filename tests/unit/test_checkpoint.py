@@ -265,7 +265,6 @@ DAMAGES = [
 
 @pytest.fixture(scope="module")
 def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint to copy."""
     return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
 
 

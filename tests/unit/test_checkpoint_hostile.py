@@ -47,7 +47,6 @@ def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def folder(intact: Path, tmp_path: Path) -> Path:
-    """Copy a checkpoint into a run's folder."""
     copy = tmp_path / "run" / "checkpoints" / intact.name
     shutil.copytree(intact, copy)
     (copy.parent / "latest").write_text(copy.name)
@@ -77,7 +76,6 @@ def craft_common(folder: Path, marker: Path) -> None:
 
 
 def craft_object(folder: Path, marker: Path) -> None:
-    """Put a hostile object next to the tensors."""
     replace_entry(folder, "_extra_state", [Crafted(marker)])
 
 
@@ -149,8 +147,6 @@ def test_nothing_runs_when_it_is_loaded_unverified(craft, folder, trained, tmp_p
 
 
 class GetAttribute:
-    """Is pickled as `getattr(of, name)`."""
-
     def __init__(self, of: Any, name: str) -> None:
         self.of, self.name = of, name
 

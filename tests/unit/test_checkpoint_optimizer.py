@@ -103,7 +103,6 @@ def assert_arrives(
 
 @pytest.mark.parametrize(("distributed", "precision"), KINDS)
 def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
-    """Writer and reader may differ in optimizer and precision."""
     folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
     for kind in KINDS:
         assert_arrives(folder, 3, before, config_of(*kind))
@@ -216,7 +215,6 @@ def keep_padding(phase_optimizer: Any) -> None:
 def test_a_state_from_the_wrong_place_is_refused(
     precision: str, other_precision: str, tmp_path: Path
 ) -> None:
-    """A state from the right place is accepted."""
     config = overlapped(precision)
     good, before = write_trained(config, 2, tmp_path / "good", keep_padding)
     bad, _ = write_trained(config, 2, tmp_path / "bad")

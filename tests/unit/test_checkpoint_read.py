@@ -57,7 +57,6 @@ def written(
 
 @pytest.fixture(scope="module")
 def reader(config: Config) -> tuple[Any, Any]:  # noqa: F811
-    """Return what is filled."""
     model = tiny_model(config)
     return model, build_optimizer(model, SPARSE, config)
 

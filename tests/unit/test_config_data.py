@@ -125,5 +125,4 @@ def test_a_folder_that_may_not_be_read_is_a_problem(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan"), 1e300])
 def test_without_a_usable_limit_no_file_is_looked_for(tmp_path, seconds):
-    """The range checks report the wrong limit."""
     assert check_data(DataConfig(str(tmp_path / "no"), read_timeout_seconds=seconds)) == []

@@ -137,7 +137,6 @@ def markdown_of(path: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the headings' anchors as on GitHub."""
     outside_code = re.sub(r"^```.*?^```", "", markdown_of(page), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", outside_code, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

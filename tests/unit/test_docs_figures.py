@@ -105,7 +105,6 @@ def attention(tokens: int, selection: str) -> list[float]:
 
 
 def step(length: str, model: str) -> float:
-    """Return the speed relative to the standard model."""
     return 1 / EFFICIENCY[f"step_1.7b_{length}_{model}", "time"]
 
 

@@ -118,7 +118,6 @@ def test_every_stage_and_rank_is_named():
 
 
 def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
-    """A run rejects them before it starts anything."""
     path, missing = Path("configs/demo.yaml"), f"checkpoint.initial_weights={tmp_path / 'gone'}"
     # The config's folder may contain a demo, which would resume from its own checkpoint.
     options = [missing, f"run.dir={tmp_path}"]

@@ -69,7 +69,6 @@ class Seen:
 def by_tokens(
     seen: Seen, score: str, loads: list[float] | None, biases: list[float] | None
 ) -> dict[str, float]:
-    """Compute the metrics of one layer."""
     entropies, z_losses, balance = [], [], []
     for logits in seen.logits:
         z_losses.append(math.log(sum(map(math.exp, logits))) ** 2)

@@ -103,7 +103,6 @@ def test_marks_become_the_loss_mask() -> None:
 
 
 def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Path) -> None:
-    """They had other tokens, and other tokens were scored."""
     config = config_of(chats)
     batches = TrainBatches(config, single_rank(), load_tokenizer(config), None)
     batches.next_step()

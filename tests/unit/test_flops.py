@@ -35,7 +35,6 @@ LENGTH = 23
 
 
 def shapes(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Return every parameter's shape by part."""
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     found: dict[str, list[tuple[int, ...]]] = {
         "embedding": [(model.vocab_size, d)],

@@ -63,7 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Return the exit code."""
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
     try:
         return main()

@@ -25,7 +25,6 @@ def account(*lines: Line) -> Account:
 
 
 def lost(found: Account) -> dict[str, float]:
-    """Return the lost time without zeros."""
     return {name: round(seconds, 9) for name, seconds in found.lost_seconds.items() if abs(seconds) > 1e-9}
 
 
@@ -77,7 +76,6 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> N
 
 
 def test_before_the_next_start_nobody_knows_what_is_kept() -> None:
-    """All logged steps count."""
     found = account(*killed_and_resumed()[:6])
     assert found.productive_seconds == 20
     assert lost(found)["repeated"] == 3.0

@@ -43,7 +43,6 @@ class Clock(RunClock):
         return monotonic
 
     def wait(self, seconds: float, activity: str) -> None:
-        """Advance by this time with this activity."""
         self.begin(activity)
         self.at += seconds
 
@@ -246,7 +245,6 @@ def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None
 
 
 def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
-    """One then replaces another completely."""
     log, clock = start(tmp_path, 1000)
     for activity in ACTIVITIES:
         clock.wait(123.4567, activity)
@@ -258,7 +256,6 @@ def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
 
 
 def test_a_start_at_step_0_by_the_same_job_goes_on_with_the_account(tmp_path: Path) -> None:
-    """The earlier contents have been moved away."""
     killed(tmp_path)
     lines = read_lines(tmp_path)
     lost_lines = lost_line(tmp_path, lines)

@@ -200,8 +200,6 @@ def test_more_ranks_than_gpus_are_wrong_use_and_no_bad_node(monkeypatch: pytest.
 
 
 class FakeNvml:
-    """Answers as nvidia-ml-py does."""
-
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8
 
     class NVMLError(Exception):

@@ -103,7 +103,6 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
 
 
 def test_a_save_that_comes_early_waits_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a run does not wait either."""
     single_rank()
     monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
     monkeypatch.setattr(host_memory, "PAUSE_OVER_BLOCK", 1e9)

@@ -16,7 +16,6 @@ from gsa_train.run.triton_cache import DurableCache
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return Triton's folder as the start has set it."""
     for name in ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"):
         monkeypatch.delenv(name, raising=False)
     found: dict[str, str] = {}

@@ -100,7 +100,6 @@ def reluctant(tmp_path):
 
 
 def line_of(step):
-    """Return a line of 30 bytes with its end."""
     return {"step": step, "text": "a" * (7 - len(str(step)))}
 
 

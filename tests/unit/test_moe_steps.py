@@ -36,7 +36,6 @@ def balances(model: Model) -> list[list[float]]:
 
 @BOTH
 def test_filler_counts_and_all_of_it_goes_one_way(moe: dict[str, Any]) -> None:
-    """docs/how_to/mixture_of_experts.md says so."""
     config = tiny_config(moe=moe)
     model = tiny_model(config)
     enter_phase(model, SPARSE)

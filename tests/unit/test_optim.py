@@ -109,15 +109,12 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) ->
 
 
 class LeavesOut(SpikeDetector):
-    """Calls every step a spike."""
-
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         verdict = super().judge(loss, grad_norm, grad_clip)
         return verdict._replace(applied=torch.tensor(False))
 
 
 def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
-    """Return weights, averages, fp32 weights, moments and step counts."""
     tensors = {
         name: value for name, value in model.gpt.state_dict().items() if isinstance(value, torch.Tensor)
     }
@@ -241,7 +238,6 @@ def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: b
 
 
 def assert_same_weights(one: Model, other: Model) -> None:
-    """Compare parameters and moving averages."""
     states = one.gpt.state_dict(), other.gpt.state_dict()
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():

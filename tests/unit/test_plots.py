@@ -186,7 +186,6 @@ def test_figures_without_data_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_killed_run(tmp_path):
-    """Soon after its start, most lines have one point."""
     write_run(tmp_path / "run", steps=10, tail='{"step": 70, "phase": "spa')
     for path in write_plots(tmp_path / "run"):
         assert_picture(path)

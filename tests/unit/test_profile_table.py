@@ -44,7 +44,6 @@ def on_host(
 
 
 def named(name: str, start: float, end: float, thread: int = MAIN) -> FunctionEvent:
-    """Return a range of the host's code."""
     return on_host(name, start, end, thread=thread, is_range=True)
 
 

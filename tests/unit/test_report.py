@@ -151,7 +151,6 @@ def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
 
 
 def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
-    """The losses of the n-gram models do not matter."""
     write_run(tmp_path / "a", every=1)
     (tmp_path / "a" / "summary.json").write_text(
         '{"steps": 60, "unigram_perplexity": 1e6, "bigram_perplexity": null}'

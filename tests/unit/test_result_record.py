@@ -46,7 +46,6 @@ def lose_folders(folder: Path) -> None:
 
 
 def values(folder: Path) -> dict[tuple[str, str, str], float]:
-    """Map (run, key, at) to its value."""
     return dict(read_record(small(folder), folder / "out").values)
 
 

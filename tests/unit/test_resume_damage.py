@@ -52,7 +52,6 @@ def start_of(config: Config, **arguments: Any) -> Start:
 
 
 def go_on(config: Config, **arguments: Any) -> Start:
-    """Start without an error, which opens the run folder."""
     start = start_of(config, **arguments)
     open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
     return start
@@ -171,7 +170,6 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
-    """Its node lacks the shared folder."""
     is_dir = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: path.name != "step_00000006" and is_dir(path))
     message = r"step_00000006 is damaged: rank 0 on \S+ does not see it"

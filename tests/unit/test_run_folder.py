@@ -55,7 +55,6 @@ def config(tmp_path: Path) -> Config:
 
 
 def open_at(step: int, config: Config, validation_due: bool = False) -> None:
-    """Start at a checkpoint of the run itself."""
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
     state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
     start = Start(checkpoint, state, same_run=True)

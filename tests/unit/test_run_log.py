@@ -70,7 +70,6 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
 
 
 def test_where_nothing_is_written_late_records_are_made_all_the_same() -> None:
-    """They also tell the monitor about warnings and saves."""
     made: list[int] = []
     log = RunLog(None, None, None, writes_late=True)
     log.log_late(partial(made.append, 1))

@@ -257,7 +257,6 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
 
 
 def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path):
-    """A full disk or a kill leaves it."""
     with open_run(tmp_path) as sinks:
         for step in range(1, 5):
             sinks.log(step_record(step))

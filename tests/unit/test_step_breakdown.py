@@ -76,7 +76,6 @@ def test_answers_known_by_hand(name: str) -> None:
 
 
 def test_every_microsecond_is_counted_once() -> None:
-    """The expected values count each microsecond."""
     draw = random.Random(0)
     names = ["gemm", "softmax", D2D, NCCL, H2D]
     intervals = []

@@ -52,7 +52,6 @@ def study(tmp_path: Path) -> Study:
 
 
 def finish(run: StudyRun, evaluated: bool = True) -> None:
-    """Write the folder of a finished run."""
     (run.folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     (run.folder / "checkpoints" / "latest").write_text("step_00000010")
     (run.folder / "config.yaml").write_text(config_to_yaml(run.config))

@@ -41,7 +41,6 @@ def of_arm(study: Study, arm: str) -> StudyRun:
 
 
 def save(run: StudyRun, step: int) -> None:
-    """Write the files by which a checkpoint is recognised."""
     folder = run.folder / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / "metadata.json").write_text("{}")

@@ -41,7 +41,6 @@ from helpers.tiny_run import tiny_run
 
 
 def limit_files_to(size_bytes: int) -> None:
-    """Let the kernel refuse larger files of this process."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
@@ -50,7 +49,6 @@ def run_of(
     checkpoint_config: CheckpointConfig,
     log: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[Run, PhaseRange, PhaseOptimizer]:
-    """Return a run after three steps."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)

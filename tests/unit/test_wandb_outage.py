@@ -55,7 +55,6 @@ def log_start(folder, steps, server, then="answer"):
 
 
 def cut_last_record(folder):
-    """Cut the previous start's record, as a kill does."""
     wandb.teardown()  # its service has written everything when it ends
     newest = max(folder.glob("wandb/run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(newest, newest.stat().st_size - 10)
@@ -169,7 +168,6 @@ def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, 
 
 @pytest.mark.nightly
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
-    """W&B raises no error there."""
     log_start(tmp_path, (1,), server, then=401)
     assert "W&B has refused the last records; to send them later: " in said(caplog)[-1]
     server.does = "answer"

@@ -144,8 +144,6 @@ def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DeviceEvent:
-    """Occurs when the device's clock has reached it."""
-
     now = 0.0
 
     def __init__(self, enable_timing: bool) -> None:

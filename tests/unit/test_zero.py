@@ -46,7 +46,6 @@ GSA = {"k_base": 16, "k_min": 16, "k_max": 16, "indexer_temperature": "learned"}
 
 
 def config_of(stage: int | None, offload: bool = False, recompute: str = "none") -> Config:
-    """Return a bf16 config, as on GPUs."""
     zero = {"strategy": "deepspeed", "zero_stage": stage, "offload_optimizer": offload}
     parallel: dict[str, Any] = {} if stage is None else zero
     train = {**TRAIN, "precision": "bf16", "recompute": recompute}

@@ -21,7 +21,6 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return the tile shape for the gradient of q."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:

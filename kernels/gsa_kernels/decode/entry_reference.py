@@ -63,7 +63,6 @@ class AngleTable(NamedTuple):
     """0: the indexer has no RoPE."""
 
     def angles(self) -> Angles:
-        """Return the angles of the new tokens."""
         counts = (self.channels, self.channels, self.index_channels, self.index_channels)
         cos, sin, index_cos, index_sin = self.values.index_select(0, self.lengths).split(counts, -1)
         return Angles(cos, sin, index_cos, index_sin) if self.index_channels else Angles(cos, sin)
@@ -80,8 +79,6 @@ class JoinedProduct(NamedTuple):
 
 
 class EntryCache(NamedTuple):
-    """Holds the caches of one layer."""
-
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""
     v: torch.Tensor

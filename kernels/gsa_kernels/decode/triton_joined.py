@@ -32,8 +32,6 @@ _WARPS, _MOST_REGISTERS = 4, 128
 
 
 class Sections(NamedTuple):
-    """Describes what to compute."""
-
     heads: bool
     """Queries, keys and values."""
     gate: bool

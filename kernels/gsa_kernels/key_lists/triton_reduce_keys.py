@@ -207,7 +207,6 @@ def _mark_kernel(
 
 @triton.jit
 def _population(word):
-    """Count the bits set in each int32."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)

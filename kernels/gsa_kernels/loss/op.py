@@ -70,8 +70,6 @@ class Attended:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Describes what to compute."""
-
     gradients: bool
     value: bool = True
     """False: the sum and the KL are None; the gradients have the same bits."""

@@ -78,7 +78,6 @@ def gathered_grad_kernel(
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """Grid and segments are as in the first pass."""
     segment = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(1) + tl.program_id(1)

@@ -122,7 +122,6 @@ def grad_kernel(
     HAS_STARTS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """Grid and segments are as in the first pass."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(

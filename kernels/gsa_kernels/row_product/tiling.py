@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes of one launch."""
-
     rows: int
     """Rows of the weight that a program multiplies, a power of two; with a gate, the number of pairs of rows."""
 

@@ -30,8 +30,6 @@ class Awaited(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How to launch a product."""
-
     tiling: Tiling | None = None
     """How the weight's rows are divided; None: chosen by B, K and N."""
     awaited: Awaited | None = None
@@ -41,8 +39,6 @@ class Launch(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Holds what is applied to x before the product."""
-
     gate: torch.Tensor | None
     norm_weight: torch.Tensor | None
     eps: float

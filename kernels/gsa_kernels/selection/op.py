@@ -133,7 +133,6 @@ class Selector:
         self.buffer = score_buffer(inputs, scored)
 
     def by_candidates(self, rows: range) -> bool:
-        """Return whether the chunk is selected by candidates."""
         return rows.start >= self.first_guessed
 
     def select(self, rows: range, outputs: Outputs) -> torch.Tensor | None:

@@ -109,7 +109,6 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 
 def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
-    """Return a config that trains the imported weights."""
     section = dataclasses.replace(imported.gsa, **gsa)
     train = dataclasses.replace(tiny_config().train, seq_len_tokens=imported.train.seq_len_tokens)
     return dataclasses.replace(

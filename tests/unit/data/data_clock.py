@@ -83,8 +83,6 @@ class Action(threading.Thread):
 
 
 class Connected(threading.Event):
-    """Is waited for by whoever asks for a connection."""
-
     clock: Clock
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -95,7 +95,6 @@ def read_run(
     global_batch_size: int = 16,
     state: dict[str, Any] | None = None,
 ) -> Run:
-    """Run `steps` steps, and stop the workers."""
     run = Run(manifest, tokenizer, config, world_size, state)
     for _ in range(steps):
         run.step(global_batch_size, micro_batch_size=2)

@@ -245,7 +245,6 @@ class Readers:
 
 @pytest.fixture
 def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readers]:
-    """Start a stream with two reader processes."""
     iterators = []
 
     class Loader(DataLoader[Any]):

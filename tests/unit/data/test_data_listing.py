@@ -99,7 +99,6 @@ def test_names_that_cannot_be_addressed(tmp_path: Path, name: bytes) -> None:
 
 
 def test_the_log_says_what_is_read_and_what_not(tmp_path, caplog, monkeypatch):
-    """Half of a corpus may have other names."""
     for name in (
         "a.jsonl",
         "b.c/b.jsonl.zst",

@@ -149,7 +149,6 @@ class Lane:
         return self.failed[name].lines if name in self.failed else self.shards[name]
 
     def line_at(self, name: str, number: int) -> Document | str:
-        """Return what a start finds at a line."""
         return self.lines_of(name)[number] if number < len(self.lines_of(name)) else "lost_lines"
 
     def read_again(self) -> None:

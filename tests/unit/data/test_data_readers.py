@@ -55,7 +55,6 @@ def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, t
 
 
 def workers() -> set[int | None]:
-    """Return their process ids."""
     return {child.pid for child in multiprocessing.active_children()}
 
 

@@ -46,8 +46,6 @@ class Server:
             self.clock.stand_still()
 
     def before(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as answered by this server."""
-
         def answered(*arguments: Any, **options: Any) -> Any:
             self.answer(method)
             return function(*arguments, **options)
@@ -142,7 +140,7 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
 
 
 def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    """This includes reads, every read has its own thread."""
+    """Reads share it, although every read has its own thread."""
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)
@@ -237,7 +235,6 @@ def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
-    """fsspec's own `find` would skip it."""
     whole_ls = SilentFileSystem.ls
 
     def refused(self: Any, path: str, detail: bool = True, **options: Any) -> Any:

@@ -80,7 +80,6 @@ def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path
 
 
 def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """They fail even if training may skip bad data."""
     skip = Reading(on_bad_shard="skip")
     source = tmp_path / "text" / "s.jsonl.zst"
     write_shard(source, [line("gate " * 100), line("open " * 100)])

@@ -46,7 +46,6 @@ class RunUnderWay:
         self.save()
 
     def save(self) -> None:
-        """Save other weights than before."""
         self.step += 1
         with torch.no_grad():
             for parameter in self._trained[0].gpt.parameters():
@@ -56,7 +55,6 @@ class RunUnderWay:
         assert (result.error, result.warnings) == (None, [])
 
     def is_read_by(self, found: EvaluatedModel) -> bool:
-        """Return whether the evaluation read its newest weights completely."""
         ours = {name: each.sum() for name, each in self._trained[0].gpt.named_parameters()}
         norms = [found.model.model.norm.weight.sum(), found.model.lm_head.weight.sum()]
         expected = [ours["decoder.final_layernorm.weight"], ours["output_layer.weight"]]

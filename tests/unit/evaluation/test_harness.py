@@ -244,7 +244,6 @@ def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypat
 
 
 def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
-    """Sum over all tokens except the first."""
     logits = model.evaluated.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
     return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
 

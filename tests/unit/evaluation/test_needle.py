@@ -50,7 +50,6 @@ def model(folders: dict[Defect, Path]) -> GSAForCausalLM:
 
 
 def ruler_of(folder: Path, out: Path, lengths: str, samples: int, *more: str) -> dict[str, Any]:
-    """Return the results of launch/evaluate.py."""
     words = ["--hf", str(folder), "--out", str(out), "--name", "needle", "--ruler", lengths]
     words += ["--ruler-tasks", ",".join(TASKS), "--ruler-samples", str(samples)]
     words += ["--haystack", str(folder.parent / "essay"), "--batch-size", "3", *more]
@@ -130,7 +129,6 @@ def test_what_is_selected(model: GSAForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def selected(model: GSAForCausalLM, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Return bool [L, L] of each layer."""
     found: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][2][0]))

@@ -48,7 +48,6 @@ def material() -> Material:
 
 
 def reader(asked: Sequence[Sample], new_tokens: int) -> list[str]:
-    """Answer only from the prompt."""
     return [f" {read(each.prompt.rpartition(chr(10) * 2)[2], each.prompt)}, I think." for each in asked]
 
 

@@ -39,13 +39,11 @@ ALL: dict[str, dict[str, dict[str, Any]]] = {"pool": POOL, "blocks": BLOCKS, "pl
 
 @pytest.fixture(autouse=True)
 def one_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use this process's world, which exists already."""
     monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Path]]:
-    """Create model, config and run folder of each."""
     made = {}
     for name, sections in ALL.items():
         config = evaluated_config(evaluate={"max_blocks": READ}, **sections)

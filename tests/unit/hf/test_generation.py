@@ -55,7 +55,6 @@ def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, An
 
 
 def chosen(model: Any, monkeypatch: pytest.MonkeyPatch) -> type:
-    """Choose the decoder of a model on a GPU."""
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr(type(model), "device", torch.device("cuda"))
         return type(generation.Generator(model).decoder)

@@ -150,7 +150,6 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "previous-mean", "pool"])
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
-    """Variances, selections, blocks and groups ignore it."""
     model, lengths, room = tiny_model(name), (30, 23, 9), 30
     rows = [distinct_tokens(1, length, seed=length) for length in lengths]
     tokens, mask = torch.zeros(3, room, dtype=torch.long), torch.zeros(3, room, dtype=torch.long)

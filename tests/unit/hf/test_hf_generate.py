@@ -18,7 +18,6 @@ GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
 
 
 def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return prompts with padding in front."""
     room = max(lengths)
     tokens, mask = torch.zeros(2, len(lengths), room, dtype=torch.long)
     for row, length in enumerate(lengths):

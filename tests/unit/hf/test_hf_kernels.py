@@ -171,7 +171,6 @@ def test_loss_and_gradients(changes: dict[str, Any]) -> None:
 
 
 def test_pieces_of_blocks_by_the_mean_of_the_block_before() -> None:
-    """The block before may be in the previous piece."""
     model, tokens = model_of(**PREVIOUS_MEAN, num_hidden_layers=1), distinct_tokens(1, 37)
     with torch.no_grad():
         whole = model(tokens).logits

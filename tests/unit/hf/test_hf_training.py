@@ -132,7 +132,6 @@ def test_a_coefficient_that_nothing_adds_is_refused() -> None:
 
 
 def test_an_idle_indexer_waits_for_no_gradient() -> None:
-    """DistributedDataParallel would wait for its gradients."""
     model, tokens = tiny_model().train(), distinct_tokens(2, 20)
     _, found = gradients(model, input_ids=tokens, labels=tokens)
     assert {name for name, each in model.named_parameters() if each.requires_grad} == found.keys()

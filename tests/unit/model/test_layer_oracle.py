@@ -188,7 +188,6 @@ def test_layer_equals_the_oracle(name: str) -> None:
 
 
 def seen_by_leaders(case: Case, config: Config, sequence: int) -> list[int]:
-    """Count the causal keys of the queries that select."""
     documents = case.packing[sequence] if case.packing else [0] * LENGTH
     return [
         sum(documents[s] == documents[t] for s in range(t + 1))
@@ -367,7 +366,6 @@ def run_layer(
 
 
 def frequencies(dim: int, config: GSATransformerConfig) -> torch.Tensor:
-    """Compute the layer's frequencies in fp64."""
     rates = config.rotary_base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return rates if config.yarn is None else config.yarn.scaled(rates, config.rotary_base)
 

@@ -75,7 +75,6 @@ def feed_forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> 
 
 
 def in_loops(layer: MixtureOfExperts, moe: MoEConfig, hidden: torch.Tensor, weights: torch.Tensor) -> Made:
-    """Compute the layer by its definitions, token by token."""
     own = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
     hidden = hidden.detach().double().requires_grad_()
     length, sequences = hidden.shape[:2]

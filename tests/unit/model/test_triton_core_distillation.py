@@ -224,7 +224,6 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
 def test_when_attention_distils(
     distillations: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test varies each condition separately."""
     model, _ = model_of_kernels(SPARSE, {})
     core = model.attentions[0].over_chunks.core
     assert isinstance(core, TritonCore)
