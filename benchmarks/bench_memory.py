@@ -41,8 +41,8 @@ from gsa_data.token_files import TokenFolder, identity_of
 from gsa_data.token_writer import write_shard
 
 BAR_SHARDS = 2
-"""Allowed growth in shards of text. A lane that opens a large shard late and memory that the allocator keeps add up to
-about one. Shards that are never released would add up to all shards of the second half."""
+"""Allowed growth in shards of text. A large shard that a lane opens late, and memory that the allocator keeps, add up
+to about one. Shards that are never released would add up to all shards of the second half."""
 NUM_LANES = 8
 STEP_BLOCKS = 8
 SAMPLES = 200

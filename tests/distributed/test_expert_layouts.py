@@ -56,7 +56,7 @@ def one_rank(name: str) -> list[dict[str, Any]]:
 
 
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
-    """Otherwise the comparisons would depend on the processor. The test covers all layers of all runs here."""
+    """Comparisons must not depend on the processor, so no two scores may be near, in any layer of any run here."""
     if not results["trained"]:
         pytest.skip("no layout was chosen beside it")
     assert math.inf > results["margin"] > CLEAR_MARGIN

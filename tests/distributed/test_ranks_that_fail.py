@@ -45,7 +45,7 @@ def test_a_rank_that_raises_says_so_before_it_waits_for_others(tmp_path: Path) -
 
 
 def test_a_rank_that_aborts_says_where(tmp_path: Path) -> None:
-    """This happens if C++ throws in a thread or a library has a bug."""
+    """A rank aborts if C++ throws in a thread or a library has a bug."""
     said = said_of("os.abort()", tmp_path)
     assert said.startswith("rank 1 ended by SIGABRT, expected 0:\n")
     assert re.search("Fatal Python error: Aborted\n.* in fails", said, re.DOTALL)

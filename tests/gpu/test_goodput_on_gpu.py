@@ -40,7 +40,7 @@ def test_triton_tells_when_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_account_of_a_run_on_a_gpu(tmp_path: Path) -> None:
-    """One step in five is logged, and the device may lag the host at the borders of a phase."""
+    """The run logs one step in five, and the device may lag the host at the borders of a phase."""
     run = train(tmp_path, *SMALL, "logging.every_steps=5", "train.micro_batch_size=4", real=True)
     account = read_account(run.folder)
     assert account is not None

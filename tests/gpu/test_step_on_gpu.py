@@ -121,7 +121,7 @@ def test_the_host_waits_for_nothing(trainer, name, phase, overrides):
 
 
 def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
-    """Its numbers are read after the next step's launch, and equal what a waiting host reads."""
+    """A step's numbers are read after the next step's launch, and equal what a waiting host reads."""
     one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
     found = []
     for each, waits in ((one, False), (other, True)):

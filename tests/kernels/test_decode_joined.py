@@ -151,7 +151,7 @@ def test_a_counter_starts_again() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(8, 5)], ids=str)
 def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
-    """There are eleven pairs of rows, so a tile also has rows of the queries, which are not written."""
+    """Eleven pairs of rows make a tile contain rows of the queries, too, which must not be written."""
     options = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
     given, cache = make(**options, channels=(32, 22), bias=True, wide=wide, dtype=torch.float32)
     assert cache.rows is not None

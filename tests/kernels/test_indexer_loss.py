@@ -128,7 +128,7 @@ def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], 
 
 @devices
 def test_bf16_head_by_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the form on devices other than Hopper."""
+    """Devices other than Hopper loop over the heads."""
     cut(monkeypatch, BY_HEAD)
     check(make_problem("packed mask", 70, device, dtype=BF16, indexer=(4, 64), batch=1))
 
@@ -187,7 +187,7 @@ def test_long_sequences(
 def test_rows_without_target_or_attended_keys(
     device: str, form: str, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both give a value and gradient of 0. If kernels know the sum of the target, no row lacks a target."""
+    """Rows without a target, and rows without attended keys, give a value and gradient of 0."""
     cut(monkeypatch, blocks, 1)
     problem = make_problem(form, 50, device, batch=1, log_sum=blocks is STACKED)
     mask = problem.mask.clone()
@@ -268,8 +268,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sums must be known. A wrong log-sum changes the gradient, which proves that it is read. The value changes
-    only in second order, here by 1e-3 squared per row."""
+    """The loss saves a pass if both sums are known. A wrong log-sum changes the gradient, so the loss reads it. The
+    value changes only in second order, here by 1e-3 squared per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches

@@ -18,7 +18,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 
 def test_errors() -> None:
-    """These errors are not covered by the types of the API."""
+    """The types of the API do not cover these errors."""
     problem = make_problem("packed mask", 10, "cpu", log_sum=True)
     indexer, selection = problem.indexer, problem.selection
     assert selection is not None

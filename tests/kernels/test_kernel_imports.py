@@ -41,7 +41,8 @@ def test_what_an_import_leaves_out(module: str, left_out: str) -> None:
 
 
 def test_the_nine_names_are_the_real_ones() -> None:
-    """One process imports all modules, because a folder with a function's name would replace the function."""
+    """The test imports all modules in one process, because a folder with a function's name would replace the
+    function."""
     functions, types = (
         "select sparse_attention indexer_loss decode_step",
         "Selection Geometry Indexer BudgetRule",

@@ -90,7 +90,7 @@ def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(name, monkeypatch)
     "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
 )
 def test_no_second_derivatives(name: str) -> None:
-    """They would be wrong, because the kernels record no graph."""
+    """Second derivatives would be wrong, because the kernels record no graph."""
     case = CASES[name]
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")

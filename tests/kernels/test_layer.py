@@ -264,7 +264,7 @@ def test_recomputation_changes_nothing() -> None:
 
 
 def test_the_call_that_the_authors_print() -> None:
-    """This is their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md) with our import line."""
+    """The call is the authors' quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md) with our import."""
     config = GSAConfig(
         hidden_size=1024,
         num_heads=8,
@@ -297,7 +297,7 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_call_that_the_authors_print_on_a_gpu() -> None:
-    """These are the sizes of their README, with the fused kernels."""
+    """The call has the sizes of the authors' README, and runs the fused kernels."""
     config = GSAConfig(
         hidden_size=4096, num_heads=32, num_kv_heads=8, k_base=2048, value_gate=True, output_gate=True
     )

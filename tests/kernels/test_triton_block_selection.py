@@ -198,7 +198,7 @@ def test_budgets(device: str, rule: BudgetRule) -> None:
     ("levels", "register_keys"), [("equal", BY_REGISTERS), ("two", BY_REGISTERS), ("two", BY_GROUPS)]
 )
 def test_ties(device: str, levels: str, register_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both selection kernels choose the first of equal scores."""
+    """The two selection kernels choose the first of equal scores."""
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128) // 4)
     case = make_case(device, 90, 16, 20)

@@ -58,7 +58,7 @@ def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
 
 @devices
 def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
-    """Both ranks run in turn, with collectives by hand."""
+    """The test runs two ranks in turn, and does their collectives by hand."""
     logits = torch.randn(6, 40, device=device) * 3
     targets = torch.randint(40, (6,), device=device)
     parts = logits.chunk(2, 1)

@@ -62,7 +62,7 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """There are more keys than the parts take at once and fewer than the selection's room; the last tile is short."""
+    """The selection has more keys than the parts take at once, and room for more; the last tile is short."""
     rule = BudgetRule(120, 4, 150, "off")
     check(make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits), rule, 9)
 

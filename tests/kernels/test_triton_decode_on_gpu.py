@@ -64,7 +64,7 @@ def test_long(lengths: list[int]) -> None:
 
 
 def test_graph_follows_the_lengths() -> None:
-    """One capture is replayed with growing lengths on the device and other queries, and gives eager's bits."""
+    """A captured step is replayed with growing lengths on the device and other queries, and gives eager's bits."""
     block, window, rule = 4, 8, BudgetRule(k_base=100, k_min=16, k_max=128)
     sizes: dict[str, Any] = {
         "heads": (8, 2),

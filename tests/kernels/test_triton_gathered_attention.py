@@ -41,7 +41,7 @@ def attention(lists, **options):
     gated=[True, False],
 )
 def test_output_and_gradients(device, case):
-    """Some groups of heads are no power of two, and some need several programs."""
+    """The cases include groups of heads that are no power of two, or that need several programs."""
     length, first, batch = case["length"], case["query_start"], 2 if case["heads"][0] < 8 else 1
     num_keys = first + length
     torch.manual_seed(length)
@@ -70,7 +70,7 @@ def test_full_parts_and_shared_lists(device, queries, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_other_lists_compile_nothing(monkeypatch):
-    """Neither the length of lists nor the ranges of tiles in scratch memory are compiled in."""
+    """The length of lists and the ranges of tiles in scratch memory must not be compile-time constants."""
     torch.manual_seed(7)
     inputs = make_inputs(1, 700, 2, 1, 64, torch.bfloat16, "cuda")
 

@@ -88,7 +88,7 @@ def test_the_folder_is_whole_again(failing: Failing) -> None:
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
-    """Their threads would wait two hours for this rank's."""
+    """The other ranks' threads would wait two hours for this rank's."""
     faults = {"lost_saves": [1, [1]]}
     run = start(tmp_path, ranks=RANKS, faults=faults).wait(expected=1)
     assert (

@@ -114,7 +114,7 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
     ids=["damaged", "W&B"],
 )
 def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path, damaged, override, expected):
-    """Neither a new folder nor an old one changes, and the message comes once. See also test_refused_starts.py."""
+    """Folders do not change, and the message comes once. test_refused_starts.py tests more reasons."""
     checkpoint = old_run.checkpoints / "step_00000015"
     if damaged:
         cut(checkpoint)

@@ -96,7 +96,8 @@ def test_milestones_stay_beside_the_newest(save, tmp_path):
 
 
 def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
-    """It was moved to another disk, with a link in its place. Otherwise each save would warn about it."""
+    """The checkpoint is on another disk, with a link in its place. If the link stayed, each save would warn about
+    it."""
     save(1)
     moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
     (tmp_path / "step_00000001").symlink_to(moved)

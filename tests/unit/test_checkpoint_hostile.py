@@ -337,7 +337,7 @@ def loaders_in(path: Path) -> list[str]:
 
 
 def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
-    """This includes loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's."""
+    """The test covers loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's."""
     root = Path(__file__).parents[2]
     found = {
         str(path.relative_to(root)): calls

@@ -259,7 +259,7 @@ def test_a_nan_of_an_earlier_version_is_told_as_one_and_not_as_a_state_from_the_
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_learning_rates_and_betas_are_the_new_config_s(distributed: bool, tmp_path: Path) -> None:
-    """This holds even if the checkpoint's parameter groups differ: gates have their own learning rate."""
+    """The config's rates count even if the checkpoint's parameter groups differ: gates have their own learning rate."""
     config = config_of(distributed, "fp32")
     folder, before = write_trained(config, 2, tmp_path)
 

@@ -134,7 +134,7 @@ def test_the_other_files_are_checked_before(written: tuple[Path, Any, Any], tmp_
 
 
 def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(written, reader, tmp_path):
-    """Other ranks wait for this one in the middle of the load."""
+    """An error would leave other ranks waiting for this one in the middle of the load."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(written[0], folder)
     files = tensor_files(folder)

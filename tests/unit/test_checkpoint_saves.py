@@ -144,7 +144,7 @@ def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everythi
 
 
 def test_the_copies_of_a_save_that_another_rank_cannot_make_are_dropped(make_saver, trained, monkeypatch):
-    """They have ended when the next save may use their memory."""
+    """The dropped copies have ended when the next save may use their memory."""
     saver, errors = make_saver(), iter([None, "rank 1: no copy in host memory"])
     with monkeypatch.context() as patch:
         patch.setattr(saver, "_agree", lambda error: next(errors))

@@ -74,7 +74,7 @@ def test_an_empty_file_is_the_defaults(write):
     ],
 )
 def test_nothing_is_no_value_of_a_section_or_list(write, text, override, said):
-    """It would mean the defaults: a phase of 1000 steps for a stray dash."""
+    """An empty value would mean the defaults: a phase of 1000 steps for a stray dash."""
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(write(text), [override])
 

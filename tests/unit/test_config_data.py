@@ -72,7 +72,7 @@ def test_every_validation_set_must_be_there(tmp_path):
 
 
 def test_a_share_that_does_not_answer_is_waited_for_and_then_named(tmp_path, monkeypatch, caplog):
-    """Its server is gone, so calls never end. The clock advances only during waits."""
+    """The share's server is gone, so calls never end. The clock advances only during waits."""
     good, dead, model = tmp_path / "good", tmp_path / "dead", tmp_path / "tokenizer.model"
     for folder in (good, dead):
         folder.mkdir()

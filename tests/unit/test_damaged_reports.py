@@ -122,7 +122,7 @@ READ += ["summary.json", "stopped.json", "evaluations/a/results.json"]
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("kinds", ["flipped keys", pytest.param("odd values", marks=pytest.mark.nightly)])
 def test_no_damaged_record_keeps_a_report_from_being_written(tmp_path, name, kinds):
-    """Otherwise a finished run failed forever: training ended, and drawing raised KeyError."""
+    """A finished run once failed forever: training ended, and drawing raised KeyError."""
     folder = tmp_path / "run"
     write_all_that_a_report_reads(folder)
     count = 0
@@ -188,7 +188,7 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     ],
 )
 def test_a_report_shows_nothing_that_a_link_leads_out_to(tmp_path, caplog, name):
-    """Otherwise someone who draws another's run and shows the page would reveal their own file."""
+    """Who draws another's run and shows the page must not reveal their own file."""
     folder, secret = tmp_path / "run", tmp_path / "secret"
     write_all_that_a_report_reads(folder)
     secret.write_bytes(b"my own words")

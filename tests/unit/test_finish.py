@@ -38,7 +38,7 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
 
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
 def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, monkeypatch):
-    """Otherwise a complete run with a flipped bit in its records ended in KeyError at each start."""
+    """A complete run with a flipped bit in its records once ended in KeyError at each start."""
 
     def fail(folder: Path) -> list[Path]:
         raise error
@@ -93,7 +93,7 @@ def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkey
 
 
 def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path, monkeypatch):
-    """Otherwise the main rank had a traceback while the others waited for it."""
+    """The main rank once had a traceback while the others waited for it."""
     (tmp_path / "a" / "summary.json").mkdir(parents=True)
     left: list[int] = []
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})

@@ -292,7 +292,7 @@ def test_operations_match_the_loops_also_where_documents_end(model, gsa, moe, ph
 
 
 def test_both_models_count_the_same_keys_where_everything_is_selected():
-    """Otherwise their MFU is incomparable: one counts attention over the sequence, the other over documents."""
+    """MFU was incomparable when one model counted attention over the sequence, and the other over documents."""
     standard = GSAConfig(attention="dense", value_gate=False, output_gate=False)
     dense, sparse = PhaseConfig(attention="dense", train="all"), PhaseConfig(attention="sparse", train="all")
     plain = flops_per_token(MODEL, standard, DENSE, dense, LENGTH, mean_visible=6.0)

@@ -237,7 +237,7 @@ def test_the_sign_of_an_earlier_process_is_not_taken_for_the_newest_ones(tmp_pat
 
 
 def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None:
-    """It was killed while it prepared its first step: its newest line is younger than its progress."""
+    """The process was killed while it prepared its first step, so its newest line is younger than its progress."""
     log, clock = start(tmp_path, 1000)
     clock.at += 6
     log.beat(0, 1004.5)

@@ -111,7 +111,7 @@ def test_only_steps_have_the_steps_limit_and_who_waits_for_another_activity_has_
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
-    """There are exceptions if one call may block its threads, or others may wait for it outside of steps."""
+    """A silent process is not frozen if one call may block its threads, or others may wait for it outside of steps."""
     ages = [age("saving"), age(activity, silent=STEP_SECONDS + 1), age("validating")]
     limit = limit_for_all(ages, LONGEST)
     if activity in ("starting", "compiling", "ending"):
@@ -213,7 +213,7 @@ def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(tmp_path, monkeypatc
 
 
 def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monkeypatch):
-    """Otherwise the writing rank would count as frozen within the time of a step."""
+    """Without a heartbeat the writing rank would count as frozen within the time of a step."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     comes_back, told = threading.Event(), []
 

@@ -172,7 +172,7 @@ class Gpus:
 def test_a_gpu_that_is_lost_or_fails_at_once_is_named_before_ranks_meet(
     count: int, error: Exception | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the other ranks would wait for its rank, and nothing would exclude its node."""
+    """An unnamed GPU would leave other ranks waiting for its rank, and its node would not be excluded."""
     for name, value in (("LOCAL_RANK", "7"), ("SLURMD_NODENAME", "n3"), ("SLURM_GPUS_ON_NODE", "8")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GSA_SUBMISSION", str(tmp_path))
@@ -284,7 +284,7 @@ def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(monkeypatch: pytest.Mo
 
 
 def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its rank would end with its own error, the others would wait, and nothing would exclude its node."""
+    """An error of the failing rank alone would leave the others waiting, and its node would not be excluded."""
     monkeypatch.setattr(
         check, "faults_of_device", raising(RuntimeError("CUDA error: uncorrectable ECC\nmore"))
     )

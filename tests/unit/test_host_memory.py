@@ -31,7 +31,7 @@ def test_blocks_are_powers_of_two_and_nothing_overlaps() -> None:
 
 
 def test_little_is_wasted() -> None:
-    """This is one of 8 ranks' share of a 7B model; separate tensors would be rounded up by two fifths."""
+    """The tensors are one of 8 ranks' share of a 7B model; separately they would be rounded up by two fifths."""
     sizes = [172 * MIB] * 66 + [64 * MIB] * 12 + [4096 * 4] * 60
     assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.35 * sum(sizes)
     assert sum(pack(sizes)[0]) < 1.1 * sum(sizes)
@@ -75,7 +75,7 @@ def test_what_is_there_is_used_and_the_rest_is_made() -> None:
 
 
 def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also stays through a phase that saves less or more."""
+    """The memory also stays through a phase that saves less or more."""
     single_rank()
     monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
     made: list[int] = []

@@ -104,7 +104,7 @@ def line_of(step):
 
 
 def test_lines_wait_through_several_outages_and_are_written_in_order(tmp_path, reluctant):
-    """One outage takes half a line, which cannot be removed at once."""
+    """During an outage the file takes half a line, which cannot be removed at once."""
     file, below = reluctant
     path, events = tmp_path / "metrics.jsonl", []
     for step, room, truncates in [(1, 45, True), (2, 20, False), (3, 0, True), (4, 10_000, True)]:

@@ -79,7 +79,7 @@ def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> N
 
 
 def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
-    """Their order does not matter either, because the loads come from the previous step."""
+    """The order of micro-batches does not matter either, because the loads come from the previous step."""
     gradients = []
     for size in (1, 4):
         config = tiny_config(

@@ -187,7 +187,7 @@ def test_the_update_norm_matches_the_change_in_the_weights(precision: str, shard
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool) -> None:
-    """Its wrapper is in a cycle through autograd that Python's collector cannot see."""
+    """The optimizer's wrapper is in a cycle through autograd that Python's collector cannot see."""
     config = tiny_config(
         train={"precision": precision},
         parallel={
@@ -213,8 +213,8 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: bool) -> None:
-    """Its graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares. The rest of the old
-    wrapper must hold nothing and change nothing, even while it is referenced."""
+    """The activation's graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares. The rest
+    of the old wrapper must hold nothing and change nothing, even while it is referenced."""
     config = tiny_config([DENSE, SPARSE], parallel={"overlap_grad_reduce": overlap})
     found = []
     for keeps_activation, keeps_optimizer in ((False, False), (True, False), (True, True)):

@@ -125,7 +125,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
 
 
 def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
-    """Their values are known only at that time: a faster run has none, a slower one is read there."""
+    """Recorded values are known only at that time: a faster run has none, a slower one is read there."""
     ask(folder, metrics=[{"key": "loss", "equal_time": True}])
     finish(folder, "one", 1, 20.0)
     assert main() == 0

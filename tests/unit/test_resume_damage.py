@@ -78,7 +78,7 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
 
 @pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
 def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_path):
-    """Otherwise they were rejected as another run's, or moved this run's outputs to previous/."""
+    """Linked checkpoints were once rejected as another run's, or moved this run's outputs to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
     far.parent.mkdir(parents=True)
     (run / moved).rename(far)

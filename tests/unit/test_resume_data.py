@@ -263,7 +263,7 @@ def test_readers_that_share_lanes_are_said(config, tokenizer, caplog, workers, i
 
 
 def test_a_shard_of_the_same_size_is_named(tmp_path, config, tokenizer, saved):
-    """This holds even if only its size is known: a state from before there were samples continues."""
+    """The shard is named even if only its size is known. A state from before there were samples continues."""
     shard = next(path for path in sorted(Path(config.data.train_dir).rglob("*")) if path.is_file())
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

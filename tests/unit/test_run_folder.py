@@ -282,7 +282,7 @@ def test_a_pipe_in_place_of_a_file_is_named_at_once(config: Config, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
 def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, caplog):
-    """Otherwise the link moved to previous/ silently, and the run continued on the small disk."""
+    """The link once moved to previous/ silently, and the run continued on the small disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     disk.mkdir()
@@ -317,7 +317,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
 
 
 def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, monkeypatch):
-    """Otherwise a second launcher of a new run chose step 0 while the first one trained, then moved its run away."""
+    """A second launcher of a new run once chose step 0 while the first one trained, then moved its run away."""
     for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
         monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
@@ -334,7 +334,7 @@ def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, m
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):
-    """Otherwise it held the lock of a removed file, and a third start the new file's."""
+    """The waiting start once held the lock of a removed file, and a third start the new file's."""
     path, opened = tmp_path / "run" / FILE, []
 
     def open_and_lose(of: Path) -> IO[str]:
@@ -354,7 +354,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
 
 def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path, monkeypatch):
-    """Both check for the folder before one of them makes it."""
+    """The two starts check for the folder before one of them makes it."""
     first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
 
     def open_late(path: Path) -> IO[str]:

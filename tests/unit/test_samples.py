@@ -164,7 +164,7 @@ def record_of(step: int, text: str) -> dict[str, Any]:
 
 
 def test_where_samples_go(tmp_path: Path) -> None:
-    """They go to the file, TensorBoard and the report; samples after the step of a restart are dropped."""
+    """Samples go to the file, TensorBoard and the report; samples after the step of a restart are dropped."""
     logging = LoggingConfig(tensorboard=True)
     with open_sinks(logging, tmp_path, ["sparse"], None, None) as sinks:
         for step in (2, 4):

@@ -60,7 +60,7 @@ def test_the_fast_models_differ_from_the_paper_in_their_selection_alone(fast):
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
 def test_every_number_of_gpus_that_divides_the_batch_is_accepted(name):
-    """This covers the config's own number, and one that all divide. Others get a one-line error about the batch."""
+    """The test tries the config's own number and one that all divide. Others get a one-line error about the batch."""
     accepted = []
     for gpus in (8, 16, 24, 48, 64, 96, 128, 256, 384, 512):
         for batch in ([], ["train.global_batch_size=1536"]):

@@ -103,7 +103,7 @@ def test_loss_and_norm_together_are_a_spike_where_neither_is_by_itself() -> None
 
 
 def test_a_large_gradient_alone_is_text_where_it_is_clipped() -> None:
-    """It counts only if no text makes one so large."""
+    """A large gradient counts only if no text makes one so large."""
     trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
     trace[150, 1], trace[170, 1] = 7.9, 8.1
     assert flagged(trace, ROBUST, grad_clip=2.0) == [170]

@@ -188,7 +188,7 @@ class FailedStep(Exception):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_a_late_record_is_written_when_the_next_step_is_launched(late, fails_at, tmp_path, monkeypatch):
-    """It is also written before a save, at the end of a phase, and when the next step fails."""
+    """A late record is also written before a save, at the end of a phase, and when the next step fails."""
     phase = dataclasses.replace(SPARSE, steps=6)
     config = tiny_config([phase], logging={"every_steps": 3})
     model = tiny_model(config, variance_ema=0.02)

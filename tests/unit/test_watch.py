@@ -45,7 +45,7 @@ def test_the_slowest_rank_is_named() -> None:
 
 
 def test_who_waits_longest_is_not_who_is_named() -> None:
-    """It began to wait before the rank that it waits for blocked."""
+    """The rank that waits longest began to wait before the other rank blocked."""
     ages = [Age(beat(), 0, 61), Age(beat(), 55, 57)]
     assert named(find_fault(ages, TIMEOUT)) == [1]
     ages = [Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 40)]
@@ -66,7 +66,7 @@ def test_where_all_are_at_one_place_all_are_named() -> None:
 
 
 def test_a_start_finds_the_hang_that_ended_the_one_before(tmp_path: Path) -> None:
-    """This includes a frozen rank 0, which told nobody."""
+    """The start also finds a frozen rank 0, which told nobody."""
     assert newest_hang(tmp_path / "faults", 0.0) is None
 
     def report(name: str, text: str, at: float) -> None:

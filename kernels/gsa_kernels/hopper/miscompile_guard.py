@@ -2,10 +2,9 @@
 
 Triton 3.6 and 3.7 sum (`tt.reduce`) over an axis that several warps share through shared memory. They place each
 partial sum by its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp computes this coordinate, and
-the coordinates of lanes. The computation assumes that the bits of the warp's number for one axis are adjacent. In
-layouts that come from reshaping a matrix product they need not be. If the bits are for rows, heads, rows, all heads are
-written to one place. The sum then contains one head and old contents of the memory. The layout of a product depends on
-the GPU.
+the coordinates of lanes. The computation assumes that the bits of the warp's number for one axis are adjacent. This is
+not always so in layouts that come from reshaping a matrix product. If the bits are for rows, heads, rows, all heads are
+written to one place. The sum then contains one head and old contents of the memory. The layout depends on the GPU.
 
 A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the parts of each query in two
 lanes and hard-codes the addresses of the sums, which is right for one layout only.

@@ -188,7 +188,7 @@ def test_tied_embeddings_and_dense_layers_are_no_contradiction(tmp_path, monkeyp
 
 
 def test_no_code_of_a_folder_runs(whole, tmp_path, monkeypatch, capsys):
-    """This holds even if the standard input, which transformers asks, says yes."""
+    """The code of a folder does not run even if the standard input, which transformers asks, says yes."""
     folder = shutil.copytree(whole, tmp_path / "hf")
     ran = tmp_path / "ran"
     (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Mine: pass\n")

@@ -30,7 +30,7 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24
     ],
 )
 def test_workers_send_about_64k_tokens_at_once(seq_len_tokens, num_workers, prefetch_blocks, blocks):
-    """They send no more blocks than they may read ahead. Without workers, blocks are read on demand."""
+    """Workers send no more blocks than they may read ahead. Without workers, blocks are read on demand."""
     config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
     assert group_blocks_of(config) == blocks
 

@@ -165,7 +165,7 @@ def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tokenizer, tmp_path, monkeypa
 
 
 def test_shards_and_tokens_have_folders_of_their_own(tokenizer, tmp_path, capsys):
-    """One folder for both would be read as tokens only, and a killed command could not resume in it."""
+    """A shared folder would be read as tokens only, and a killed command could not resume in it."""
     write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
     with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
         prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())

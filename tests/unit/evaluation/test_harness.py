@@ -144,7 +144,7 @@ def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> No
 
 
 def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM, Path]) -> None:
-    """It would have the probability 1."""
+    """A continuation without tokens would have the probability 1."""
     with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no separate tokens"):
         models[0].loglikelihood(requests("loglikelihood", ("def main(", "):")))
 
@@ -226,7 +226,7 @@ PROMPT = "def f(x):\n"
     ("until", "expected"), [("#", "    return x\n"), ("\n", "    return x"), (" ", ""), ("    r", "")]
 )
 def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypatch):
-    """Otherwise code loses its first line's indentation, and a stop string at the beginning is not seen."""
+    """Without its first space, code loses its first line's indentation, and a leading stop string is not seen."""
     ours = models[0]
     prompt, whole = ours.tok_encode(PROMPT), ours.tok_encode(WRITTEN)
     assert whole[: len(prompt)] == prompt

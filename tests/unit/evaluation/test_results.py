@@ -152,7 +152,7 @@ def test_scores_in_short() -> None:
 
 
 def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir, tmp_path, monkeypatch):
-    """This is as in metrics.jsonl, also for older files, which had Python's own JSON."""
+    """Results are strict JSON like metrics.jsonl. Older files have Python's own JSON and can still be read."""
     nan, inf = float("nan"), float("inf")
     text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan}
     text["loss_by_position"] = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]

@@ -124,7 +124,7 @@ def test_short_inputs_attend_to_all_keys(
 
 @pytest.mark.parametrize("kept", [31, 32])
 def test_a_cropped_block_is_selected_again(kept: int) -> None:
-    """Other tokens follow one at a time from 31 on, or two at once from 32 on, including the first of a block."""
+    """New tokens follow one at a time from 31 on, or two at once from 32 on, including the first of a block."""
     budget = {"index_topk": 8, "k_min": 8, "k_max": 8}
     model = model_of(**BLOCKS, **budget, num_hidden_layers=1)
     tokens, mask = distinct_tokens(1, 35), torch.ones(1, 35, dtype=torch.long)
@@ -150,7 +150,7 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, PREVIOUS_MEAN], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
-    """One sequence has padding in front, the other at the end."""
+    """The sequences have padding in front or at the end."""
     model = model_of(
         **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
     ).train()

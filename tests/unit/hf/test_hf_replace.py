@@ -143,7 +143,7 @@ def test_what_cannot_be_replaced(
 
 
 def test_gates_of_other_forms_learn_and_generate() -> None:
-    """They start open, so that the host's outputs do not change at first."""
+    """Gates start open, so that the host's outputs do not change at first."""
     tokens = distinct_tokens(2, 12)
     for form in (
         {"gate_form": "additive", "gate_activation": "identity", "gate_input": "input_independent"},

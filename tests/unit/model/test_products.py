@@ -65,7 +65,7 @@ def test_one_input_of_several_products() -> None:
 
 
 def test_the_gates_alone() -> None:
-    """Their returned input is unused, and frozen weights get no gradient."""
+    """The gates' returned input is unused, and frozen weights get no gradient."""
     attention = layer()
     hidden, grads = inputs_and_gradients(attention)
     for parameter in gates_of(attention).parameters():

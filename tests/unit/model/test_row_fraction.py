@@ -139,7 +139,7 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("fraction", [1, 0.5])
 def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
-    """This includes fewer runs than ranks: the last ranks then have none."""
+    """If there are fewer runs than ranks, the last ranks have none."""
     num_rows = 5 * STRETCH_ROWS + 3
     whole, factor = sample_rows(num_rows, fraction, 1)
     shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]

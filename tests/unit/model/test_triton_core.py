@@ -202,7 +202,7 @@ def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("part", ["linear_qkv", "indexer"])
 @pytest.mark.parametrize("variant", ["paper", "lists", "blocks"])
 def test_no_kernel_stumbles_over_nan(variant: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a step is skipped, and logged like any other."""
+    """A step with NaN is skipped, and logged like any other."""
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)  # some query leaves keys out
     gsa = VARIANTS[variant]
     config = tiny_config(

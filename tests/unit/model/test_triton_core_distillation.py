@@ -110,8 +110,8 @@ def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
 def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
     distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is as under context parallelism, with a learned temperature and recomputation. The kernels get the sums from
-    selection and attention."""
+    """The runs are as under context parallelism, with a learned temperature and recomputation. The kernels get the sums
+    from selection and attention."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
@@ -173,7 +173,7 @@ def test_the_loss_stays_in_the_forward_pass(
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some queries with a packed mask do not train the indexer."""
+    """In these cases some queries with a packed mask do not train the indexer."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     model, config = model_of_kernels(phase, gsa)
     fraction = config.gsa.indexer_loss_row_fraction

@@ -69,7 +69,7 @@ def test_without_an_average_every_query_gets_k_base_and_afterwards_budgets_diffe
 
 
 def test_order_of_the_micro_batches_does_not_matter() -> None:
-    """Otherwise one micro-batch would influence the next through the average."""
+    """No micro-batch may influence the next one through the average."""
     batches = random_batches(CONFIG)
     results = []
     for order in (batches, batches[::-1]):

@@ -97,8 +97,8 @@ def test_tables_of_the_fused_heads_have_the_factor() -> None:
 
 
 def test_a_run_goes_on_with_another_base_and_with_yarn(tmp_path: Path) -> None:
-    """This is a small version of 4K -> 32K -> 128K: the next run has another base and length. Its first logits equal
-    the earlier export's with that base and YaRN set in an evaluation."""
+    """A small version of 4K -> 32K -> 128K: the next run has another base and length. Its first logits equal an
+    evaluation of the earlier export with this base and YaRN."""
     first = config_of("GSA")
     model = random_model(first)
     checkpoint = save(model, first, tmp_path / "checkpoints")
