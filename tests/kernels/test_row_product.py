@@ -131,7 +131,7 @@ def test_sizes_of_a_model(batch, columns, count, norm, epilogue, x_gate, marked)
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
-    """200 products in a graph launch early, each on the previous result, repeatedly."""
+    """A graph of 200 products with early launches, each on the previous result, is replayed repeatedly."""
     weights = [torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for _ in range(8)]
     norm = reference.Norm(torch.ones(2048, device=DEVICE, dtype=torch.bfloat16), 1e-5)
     start = torch.randn(1, 2048, device=DEVICE, dtype=torch.bfloat16)

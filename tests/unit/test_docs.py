@@ -1,4 +1,4 @@
-"""Tests that names in README and docs exist, and that the docs contain what users meet."""
+"""Tests that names in README and docs exist, and that the docs explain what users meet."""
 
 from __future__ import annotations
 

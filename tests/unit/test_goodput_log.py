@@ -30,7 +30,7 @@ from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 class Clock(RunClock):
-    """Is a clock that advances only in `wait`."""
+    """Advances only in `wait`."""
 
     def __init__(self, began: float) -> None:
         super().__init__(began)

@@ -177,7 +177,7 @@ def test_columns_of_the_bench() -> None:
 
 
 class Double(torch.autograd.Function):
-    """Is called like our kernels: it runs no operation that autograd knows."""
+    """Runs no operation that autograd knows, like our kernels."""
 
     @staticmethod
     def forward(context: object, x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ PROMPTS = ["abc", "hello"]
 
 
 class Letters:
-    """Is a tokenizer of 27 tokens: EOS and the letters."""
+    """Tokenizes with 27 tokens: EOS and the letters."""
 
     vocab_size, eos_id, stop_ids = 27, EOS, (EOS,)
 

@@ -112,7 +112,7 @@ def test_of_an_arm_beside_many_less_is_expected(tmp_path: Path) -> None:
 
 
 class Call:
-    """Is `launch/study.py`, with shell scripts as jobs that only write their results."""
+    """Runs `launch/study.py` with shell scripts as jobs, which only write results."""
 
     def __init__(self, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
         self.study, self.monkeypatch = study, monkeypatch

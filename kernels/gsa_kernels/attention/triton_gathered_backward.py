@@ -290,8 +290,8 @@ def _backward_kernel(
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # The product does not accumulate into acc. It would still run when the first product of the next step begins,
-        # and the compiler would then wait for each matrix instruction separately.
+        # The product does not accumulate into acc. An accumulating product would still run when the next step begins
+        # its first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)

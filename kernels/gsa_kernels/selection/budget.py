@@ -46,8 +46,9 @@ def adaptive_budget(
 ) -> torch.Tensor:
     """Compute k_t = min(clamp(floor(raw), k_min, k_max), number of causal keys).
 
-    inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys) direct:   raw = k_base *
-    var / ema   (equation 8 as printed) off:      raw = k_base
+    inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
+    direct:   raw = k_base * var / ema   (equation 8 as printed)
+    off:      raw = k_base
 
     A row with fewer than `dense_below` causal keys gets all of them. While the EMA is 0 there are no statistics yet,
     and raw is k_base. With ema > 0 and var = 0, inverse gives k_max and direct k_min. A NaN variance (non-finite

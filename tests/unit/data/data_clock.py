@@ -43,7 +43,7 @@ class Clock:
 
 
 class Action(threading.Thread):
-    """Is the thread of one action of `in_time`, which waits for it by this clock."""
+    """Runs one action of `in_time`, which waits for it by this clock."""
 
     clock: Clock
 

@@ -141,7 +141,7 @@ def test_a_shard_that_vanishes_after_the_start(root: Path, tokenizer: Tokenizer)
 
 
 class Broken:
-    """Is a file whose first reads follow a plan: they raise an error, end early, or never end."""
+    """Simulates a file whose first reads raise an error, end early, or never end."""
 
     def __init__(self, file: Any, plan: list[Any], clock: Clock | None) -> None:
         self.file, self.plan, self.size, self.clock = file, plan, file.size, clock

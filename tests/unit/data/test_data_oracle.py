@@ -38,7 +38,7 @@ WEIGHTS: list[dict[str, float]] = [
 
 
 class Numbers:
-    """Is a tokenizer of texts that are token numbers."""
+    """Tokenizes texts that are token numbers."""
 
     path, fingerprint, eos_id, vocab_size = "numbers", "numbers", EOS, 70_000
 

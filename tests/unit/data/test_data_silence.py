@@ -31,7 +31,7 @@ SILENCE = r"no answer within 0\.2 s"
 
 
 class Server:
-    """Is the server of SilentFileSystem: the next `hangs` calls of one method never return."""
+    """Serves SilentFileSystem: the next `hangs` calls of one method never return."""
 
     def __init__(self, clock: Clock) -> None:
         self.method, self.hangs, self.connections = "", 0, 0

@@ -128,7 +128,7 @@ def test_files_of_an_installed_package(tmp_path, places, monkeypatch):
 
 
 class Spelled:
-    """Is a tokenizer of characters, with or without a space before each text."""
+    """Tokenizes characters, with or without a space before each text."""
 
     eos_id = 0
 

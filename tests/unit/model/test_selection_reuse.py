@@ -137,7 +137,7 @@ def test_an_indexer_learns_the_mean_attention_of_its_group(phase: PhaseConfig, p
 
 
 class Listening:
-    """Is a core that keeps its queries, keys and selection."""
+    """Wraps a core, and keeps its queries, keys and selection."""
 
     def __init__(self, core: Any, given: list[Any]) -> None:
         self.core, self.given = core, given
