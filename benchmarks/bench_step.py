@@ -17,10 +17,9 @@ saved at once in bench_step_lengths.json. A later call measures only cases that 
 
 The columns: `speed_up` is the standard model's time divided by this model's, in turns. `host_ms` is the time that the
 host needs to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
-projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a
-trained model) or exported ones. Models with names in `_graphs` run with train.cuda_graphs, and `peak_gib` shows the
-memory this costs. `layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole
-models without scaling.
+projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model) or
+exported ones. Models with names in `_graphs` run with train.cuda_graphs, and `peak_gib` shows the memory this costs.
+`layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole models without scaling.
 """
 
 import dataclasses

@@ -46,8 +46,8 @@ OUTPUTS = (
     "stopped.json",
     "lock",
 )
-"""A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step. From
-starts.jsonl it takes the run's id, which has a checksum."""
+"""A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
+From starts.jsonl it takes the run's id, which has a checksum."""
 REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)
 
 

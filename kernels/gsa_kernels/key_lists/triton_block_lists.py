@@ -1,9 +1,9 @@
 """Builds key lists of a selection that blocks of queries share.
 
 The queries of an aligned block attend to the top-k of the block's first query and to their own local windows. The list
-of a block starts with the top-k keys before all windows, in ascending order; all queries attend to them. All
-keys from the first query's window to the block's end follow, with membership words. Each block reserves memory for the
-most keys that its budget allows, so that the host need not wait for the device.
+of a block starts with the top-k keys before all windows, in ascending order; all queries attend to them. All keys from
+the first query's window to the block's end follow, with membership words. Each block reserves memory for the most keys
+that its budget allows, so that the host need not wait for the device.
 """
 
 import torch

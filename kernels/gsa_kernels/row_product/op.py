@@ -2,13 +2,13 @@
 A chain of these products and of decoding's other kernels starts each kernel while its predecessor still runs
 (programmatic dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
 
-1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor has
-   ended and its writes are visible.
+1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor
+   has ended and its writes are visible.
 2. At least one program of every kernel waits before it ends, whatever the inputs. A kernel therefore ends only after
    its predecessor, and a wait for the predecessor is a wait for all earlier kernels.
-3. A kernel may read data before its wait (weights, positions) if no earlier kernel of the chain writes the data. The
-   ordinary kernel that begins the chain (look_up.py) may write it, because this kernel waits for all earlier work. The
-   last kernel of a chain may write it after its own wait, when all readers have ended.
+3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
+   exceptions. The ordinary kernel that begins the chain (look_up.py) may write the data; it waits for all earlier work.
+   The last kernel of a chain may write the data after its own wait, when all readers have ended.
 4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
    kernels have ended. The kernel may then read their results. It may write what the predecessor neither reads nor
    writes. One of its programs waits before the kernel ends, for rule 2.
