@@ -3,11 +3,11 @@
     python benchmarks/bench_attention.py [--lengths 4096 8192] [--shapes 1.7B 7B heads-256 heads-128]
                                          [--selection FILE ...]
 
-masked: every query selects a random k = 2048 of its causal keys. dense: the same kernels without a mask.
---selection: the keys that a trained model's layers select in real text instead of random ones; files that
-launch/export_indexer.py wrote, each for its own length. Results go to bench_attention_trained.json.
-TFLOP/s count the causal half of dense attention for all rows: 2 products forward, 7 forward and backward.
-Times are of CUDA graphs, without the launches: medians, in ms.
+Rows `masked`: every query selects a random k = 2048 of its causal keys. Rows `dense`: the same kernels without a mask.
+`--selection` takes the keys that a trained model's layers select in real text, from files that launch/export_indexer.py
+wrote, each for its own length. These results go to bench_attention_trained.json. TFLOP/s count the causal half of dense
+attention for all rows: 2 products forward, 7 forward and backward. Times are medians in ms from CUDA graphs, which
+leave out the launches.
 """
 
 import sys
@@ -30,7 +30,7 @@ TOLERANCE = 1e-2
 
 
 def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
+    """Draw int32 [B, L, ceil(L / 32)]: each causal key with probability selected / (t + 1), and always key 0."""
     keys = torch.arange(length, device=cases.DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large
@@ -42,7 +42,7 @@ def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ours:
-    """The masked kernels, in the form of `cases.Dense`."""
+    """Runs the masked kernels with the interface of `cases.Dense`."""
 
     inputs: AttentionInputs
     packed_mask: torch.Tensor | None
@@ -56,7 +56,7 @@ class Ours:
 
 
 def worst_error(shape: Shape, packed_mask: torch.Tensor | None) -> float:
-    """Largest relative error of output and gradients against fp64, at a length where fp64 is affordable."""
+    """Return the largest relative error of output and gradients against fp64, at a length where fp64 is affordable."""
     inputs = cases.attention_inputs(shape, 1, CHECKED_LENGTH)
     exact = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     if packed_mask is None:
@@ -72,7 +72,7 @@ def worst_error(shape: Shape, packed_mask: torch.Tensor | None) -> float:
 def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[str, torch.Tensor]) -> None:
     """
     Args:
-        masks: by the names of their rows.
+        masks: masks by the names of their rows
     """
     inputs = cases.attention_inputs(shape, 1, length)
     attentions: dict[str, Ours | cases.Dense] = {
@@ -88,11 +88,13 @@ def measure(report: harness.Report, shape: Shape, length: int, masks: Mapping[st
         except RuntimeError as refusal:
             if isinstance(attention, Ours):
                 raise
-            print(f"{name}, {shape.name}: {str(refusal).splitlines()[0]}")  # some have no heads of 256
+            print(
+                f"{name}, {shape.name}: {str(refusal).splitlines()[0]}"
+            )  # some backends do not support heads of 256
             del attentions[name]
             continue
         harness.require_finite(f"{name} at {length}", results)
-        del results  # its graph: see `capture`
+        del results  # frees its autograd graph: see `capture`
         runs[f"{name} forward"] = harness.capture(attention.forward)
         runs[f"{name} both"] = harness.capture(attention.both)
     times = harness.measure(runs)

@@ -1,11 +1,12 @@
-"""Times a selection that blocks of queries share, on one CUDA device, and checks it beside each time.
+"""Times a selection that blocks of queries share, on one CUDA device, and checks each selection.
 
     python benchmarks/bench_block.py [--lengths 8192 32768 131072] [--blocks 32] [--chunk-mib 512]
                                         [--k-max 4096]
 
-Per length and block b, with a window of 2 b: the scores of the L / b rows, their budget and top-k, the key lists
-of all queries, and all of it in one call, `select_block_lists`, from the host and as a CUDA graph. Then, up to
-32768 tokens, the loss of the indexer warm-up: its target, of the 1.7B model's attention, and its value and gradients.
+For each length and block size b, with a window of 2 b, it times the parts: scores of the L / b rows, their budget and
+top-k, and the key lists of all queries. It also times all of these in one call, `select_block_lists`, from the host and
+as a CUDA graph. Up to 32768 tokens it then times the loss of the indexer warm-up: the target, of the 1.7B model's
+attention, and the loss with its gradients.
 """
 
 import sys
@@ -29,7 +30,7 @@ from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 HEADS, DIM = 4, 64
 K_BASE, K_MIN = 2048, 256
 ATTENTION_HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
-AIMS_MS = {32768: 0.25, 131072: 2.0}  # of a whole selection, b = 32
+AIMS_MS = {32768: 0.25, 131072: 2.0}  # for a whole selection, b = 32
 
 
 def main() -> int:
@@ -59,7 +60,7 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
 
-    # The keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     indexer = Indexer(draw(1, blocks, HEADS, DIM), draw(1, length, DIM) * 1.5, draw(1, blocks, HEADS))
     rule, geometry = BudgetRule(K_BASE, K_MIN, k_max), Geometry(selection_block=block, local_window=window)
 
@@ -85,7 +86,7 @@ def measure(report: harness.Report, length: int, block: int, k_max: int, chunk_b
         fill_block_lists(packed_top_k, range(blocks), lists, geometry)
 
     def selection_pass() -> None:
-        # What the chunks before the last left in the buffer is overwritten, but scores all the same.
+        # The buffer holds values of earlier chunks. They are overwritten, and they are scores in any case.
         for rows, view in views:
             select_chunk(selector.criteria, view, rows, outputs)
 
@@ -146,7 +147,7 @@ def measure_loss(report: harness.Report, length: int, block: int) -> None:
 def is_correct(
     indexer: Indexer, top_k: Selection, ema: torch.Tensor, geometry: Geometry, k_max: int, sample: int = 32
 ) -> bool:
-    """Budget and top-k equal the reference's on some rows at the start, in the middle and at the end."""
+    """Check that budget and top-k equal the reference's on some rows at the start, in the middle and at the end."""
     blocks, length, block = indexer.queries.shape[1], indexer.keys.shape[1], geometry.selection_block
     assert top_k.packed_mask is not None
     sample = min(sample, blocks)

@@ -1,13 +1,13 @@
-"""GSA decoding beside dense decoding: one token per sequence, each side in a CUDA graph, on one CUDA device.
+"""Compares GSA decoding with dense decoding: one token per sequence, each in a CUDA graph, on one CUDA device.
 
     python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--selected 2048]
 
-A graph runs the attention of several layers in a row, each with its own caches, so that nothing is found in the
-second-level cache; times are medians in microseconds per layer. Dense: the torch SDPA backends that take the
-case, and a split-key Triton kernel of the same structure as GSA's. GSA token: scores, selection and attention. GSA
-block: one selection for 32 tokens, so attention + (token - attention) / 32. bound_us: the bytes that must be read at
-the bandwidth that a device copy reaches. speedup: over the fastest dense one.
-Shapes: 32 query heads, 8 key-value heads of 128, 4 indexer heads of 64, bf16.
+A graph runs the attention of several layers, each with its own caches, so that the L2 cache holds none of them. Times
+are medians in microseconds per layer. Dense rows are the torch SDPA backends that support the case, and a split-key
+Triton kernel with the same structure as GSA's. `GSA token` is scores, selection and attention. `GSA block` has one
+selection for 32 tokens: attention + (token - attention) / 32. `bound_us` is the time to read the required bytes at the
+bandwidth of a device copy. `speedup` is relative to the fastest dense row. Shapes: 32 query heads, 8 key-value heads of
+128, 4 indexer heads of 64, bf16.
 """
 
 import sys
@@ -30,14 +30,14 @@ from gsa_kernels.types import BudgetRule, Geometry, Indexer
 HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 4, 64
 BLOCK = 32
 CACHE_BYTES = 10e9
-"""Of all layers of a graph together."""
+"""Total size of the caches of all layers in a graph."""
 MAX_LAYERS = 16
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""Not MATH: it copies the cache several times over, and takes 50 times as long."""
+"""MATH is left out, because it copies the cache several times and takes 50 times as long."""
 TOLERANCE = 1e-2
 PROMISED_LENGTH, PROMISED_KEYS = 131072, 2048
 PROMISES = {"GSA token": 5.0, "GSA block": 10.0}
-"""Times as fast as the fastest dense decoding."""
+"""Promised speed relative to the fastest dense decoding."""
 
 Decode = Callable[["Layer"], torch.Tensor]
 
@@ -94,7 +94,7 @@ def _dense_part_kernel(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One part of the keys of one key-value head: all tensors contiguous, length a multiple of SPLITS * KEYS."""
+    """One program attends to one part of the keys of one key-value head; length is a multiple of SPLITS * KEYS."""
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     rows, dims = tl.arange(0, 16), tl.arange(0, D)
@@ -135,7 +135,7 @@ def _dense_join_kernel(partial_ptr, stats_ptr, out_ptr, D: tl.constexpr, SPLITS:
 
 
 def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """The dense counterpart, without gate. partial_out fp32 [B, H, splits, D], stats fp32 [B, H, splits]."""
+    """Run the dense kernels without a gate. partial_out fp32 [B, H, splits, D], stats fp32 [B, H, splits]."""
     batch, length = layer.k.shape[:2]
     splits = partial_out.shape[2]
     _dense_part_kernel[(splits, KV_HEADS, batch)](
@@ -158,7 +158,7 @@ def dense_decode(layer: Layer, partial_out: torch.Tensor, stats: torch.Tensor) -
 
 
 class Gsa:
-    """Decoding steps of GSA, all with one workspace."""
+    """Runs decoding steps of GSA, all with one workspace."""
 
     def __init__(self, batch: int, length: int, selected: int) -> None:
         self.selected = selected
@@ -176,12 +176,12 @@ class Gsa:
         return decode_step(x.q, x.indexer, self.cache(x), rule, self.ema, Geometry(), x.gate, x.out)
 
     def attend(self, x: Layer) -> torch.Tensor:
-        """To what `step` selected."""
+        """Attend to the keys that `step` selected."""
         return decode_attend(x.q, self.cache(x), BLOCK, x.gate, x.out)
 
 
 def check_step(report: harness.Report, gsa: Gsa, layer: Layer) -> None:
-    """Of the first sequence: exact selection given the kernel's scores, and the output in fp64."""
+    """Check the first sequence: the selection is exact for the kernel's scores, and the output agrees with fp64."""
     output = gsa.step(layer)
     length, k = layer.k.shape[1], gsa.selected
     every = torch.ones(1, 1, length, dtype=torch.bool, device="cuda")
@@ -207,7 +207,7 @@ def check_output(report: harness.Report, what: str, output: torch.Tensor, wanted
 
 
 def dense_decoders(batch: int, layer: Layer) -> dict[str, Decode]:
-    """Those that take the case; says which do not."""
+    """Return the decoders that support the case, and print which do not."""
     found: dict[str, Decode] = {}
     for splits in (16, 64) if batch == 1 else (4, 16):
         partial_out = torch.empty(batch, HEADS, splits, HEAD_SIZE, device="cuda")
@@ -216,7 +216,7 @@ def dense_decoders(batch: int, layer: Layer) -> dict[str, Decode]:
     for backend in BACKENDS:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a line for each backend that was not asked for
+                warnings.simplefilter("ignore")  # each unused backend would print a line
                 sdpa(backend, layer)
         except RuntimeError as refusal:
             print(f"batch {batch}, SDPA {backend.name}: {str(refusal).splitlines()[0]}")
@@ -239,7 +239,7 @@ def check_dense(report: harness.Report, decoders: dict[str, Decode], layer: Laye
 
 
 def bandwidth() -> float:
-    """Bytes per microsecond of a device copy, read and written."""
+    """Return the bytes per microsecond that a device copy reads and writes."""
     source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     ms = harness.measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms

@@ -1,8 +1,9 @@
-"""What surrounds attention in a step, one kernel each way, beside torch, torch.compile and liger-kernel (if installed):
-SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B model's sizes; SwiGLU of
-weighted rows at the 15B mixture's sizes.
+"""Times operations around attention in a training step against torch, torch.compile and liger-kernel (if installed).
 
     python benchmarks/bench_elementwise.py [--tokens 16384]
+
+The operations are SwiGLU, cross-entropy, RMSNorm, a sigmoid gate, and split + rotary embedding + G2, at the 1.7B
+model's sizes, and SwiGLU of weighted rows at the 15B mixture's sizes. Each has one kernel forward and one backward.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 
 WIDTH, FFN, VOCABULARY, HEADS, KV_HEADS, HEAD_SIZE = 2048, 5504, 128256, 16, 4, 128
 CHOICES, EXPERT_FFN = 8, 704
-"""Of the mixtures of configs/*_moe_15b_a2b.yaml: a token's experts, and their width."""
+"""Experts per token, and their width, in configs/*_moe_15b_a2b.yaml."""
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
 Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -58,7 +59,7 @@ def main() -> int:
 
 
 def run_both(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results and the gradients of what has any, for an upstream gradient of ones."""
+    """Return results, and the gradients of inputs that require one, for an upstream gradient of ones."""
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     result = op(*leaves)
     results = list(result) if isinstance(result, tuple) else [result]
@@ -68,7 +69,7 @@ def run_both(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cases(tokens: int) -> dict[str, tuple[list[torch.Tensor], dict[str, Op]]]:
-    """Operation -> its inputs, and its versions by name."""
+    """Map each operation to its inputs, and to its implementations by name."""
     torch.manual_seed(0)
     sizes = (HEADS + 2 * KV_HEADS) * HEAD_SIZE, (HEADS + KV_HEADS) * HEAD_SIZE
     rates = 10000.0 ** (-torch.arange(HEAD_SIZE // 2, device=DEVICE) / (HEAD_SIZE // 2))
@@ -122,7 +123,7 @@ def cases(tokens: int) -> dict[str, tuple[list[torch.Tensor], dict[str, Op]]]:
             return LigerSiLUMulFunction.apply(gate, value)
 
         def liger_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # of each token; no group, no smoothing
+            # The loss of each token, without a process group and without label smoothing.
             losses = LigerVocabParallelCEFunction.apply(
                 logits[:, None], targets[:, None], None, -100, 0.0, "megatron", "partition"
             )

@@ -1,10 +1,11 @@
-"""Perplexity of text with a whole 1.7B model, as `launch/evaluate.py` takes it, beside the forward pass alone.
+"""Times the perplexity of text with a whole 1.7B model, as in `launch/evaluate.py`, against its forward pass alone.
 
     python benchmarks/bench_evaluate.py [--tokens 10000000] [--model GSA]
 
-The model of configs/gsa_1.7b.yaml with random weights in bf16; the text is the bundled one, as often as it takes.
-`evaluation_s` is reading, tokenising, the forward passes and all that is made of the logits. `forward_s` is the model's
-forward pass, logits included, on every tenth batch of the same sequences: its time per token, for all tokens.
+The model of configs/gsa_1.7b.yaml has random weights in bf16. The text is the bundled one, repeated as needed.
+`evaluation_s` covers reading, tokenisation, the forward passes and the evaluation of the logits. `forward_s` is only
+the model's forward pass, including logits. It is measured on every tenth batch of the same sequences and scaled to all
+tokens.
 """
 
 import json
@@ -25,7 +26,7 @@ from gsa_eval.text import Piece, Text, TextOptions, read_text
 from gsa_hf import GSAForCausalLM
 
 MOST = 1.15
-"""Of the forward pass's time."""
+"""Largest allowed ratio of the evaluation's time to the forward pass's time."""
 SAMPLE = harness.ROOT / "data" / "sample"
 
 
@@ -82,19 +83,19 @@ def text_of(folder: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
 
 
 def copy_sample(folder: Path, tokens: int) -> None:
-    """The bundled training text, again and again, until it has 5 bytes a token, more than the tokenizer takes."""
+    """Repeat the bundled training text until it has 5 bytes per token, more than the tokenizer needs."""
     files = sorted((SAMPLE / "train").rglob("*.jsonl.zst"))
     texts = [zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read() for path in files]
     written, number = 0, 0
     while written < 5 * tokens:
-        for text in texts:  # no two files may be the same
+        for text in texts:  # each file must differ
             first = json.dumps({"text": f"copy {number}"}).encode() + b"\n"
             (folder / f"{number:05d}.jsonl").write_bytes(first + text)
             written, number = written + len(text), number + 1
 
 
 def time_forward(model: GSAForCausalLM, pieces: list[Piece], batch: int, every: int) -> float:
-    """Seconds for all pieces, of one batch in `every`."""
+    """Return the seconds for all pieces, measured on one batch in `every`."""
     batches = [pieces[first : first + batch] for first in range(0, len(pieces) - batch + 1, batch)][::every]
     inputs = [
         torch.stack([torch.from_numpy(piece.tokens[:-1]).long() for piece in each]).cuda() for each in batches

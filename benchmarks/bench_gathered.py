@@ -3,15 +3,16 @@
     python benchmarks/bench_gathered.py [--lengths 32768 131072] [--shapes 1.7B 7B heads-256 heads-128]
                                         [--ratios 1 4 8] [--selection FILE ...]
 
-Lists are made up: k = 2048 keys per query, and together r * 2048 per tile of 32 queries. Block: one selection for
-32 queries and a window of 64 keys, almost all of it without words. TFLOP/s count what is executed: every query of
-a tile times every key in its list, 2 products forward and 5 backward. walk_ms, add_ms and turn_ms are the parts of
-the backward pass: the walk over the lists, the sums per key of what it leaves, and the lists turned round for them.
+The lists are synthetic: each query has k = 2048 keys, and each tile of 32 queries has r * 2048 keys. `block` lists are
+one selection for 32 queries and a window of 64 keys, almost all without membership words. TFLOP/s count the executed
+work: every query of a tile times every key in its list, 2 products forward and 5 backward. The backward pass has three
+parts: walk_ms is the loop over the lists, add_ms the sums of its partial rows per key, and turn_ms the transposition of
+the lists for these sums.
 
---selection: instead of these, selections of a trained model's layers in real text; files that
-launch/export_indexer.py wrote, each for its own length. Results go to bench_gathered_trained.json.
+`--selection` takes selections of a trained model's layers in real text, from files that launch/export_indexer.py wrote,
+each for its own length. These results go to bench_gathered_trained.json.
 
-At CHECKED_LENGTH output and gradients are compared with torch in fp64 first.
+Before timing, output and gradients are compared with torch in fp64 at CHECKED_LENGTH.
 """
 
 import sys
@@ -35,14 +36,14 @@ BLOCK, WINDOW = 32, 64
 
 FORWARD_PROMISES = {("token", 4, 131072): 24.6, ("block", 1, 131072): 6.8}
 BACKWARD_PROMISES = {("token", 4, 131072): 100.0, ("block", 1, 131072): 40.0}
-"""selection, r, length: ms at most, for the 1.7B shape."""
+"""Maps (selection, r, length) to the largest allowed ms, for the 1.7B shape."""
 
 PARTS = {
     "walk_ms": ("_backward_kernel", "_add_segments_kernel"),
     "add_ms": ("_add_kernel",),
     "turn_ms": ("_mark_kernel", "_count_kernel", "_place_kernel"),
 }
-"""Column -> the kernels that it counts."""
+"""Maps a column to the kernels that it counts."""
 
 
 def make_lists(selection: str, length: int, ratio: float, k: int = cases.K_BASE) -> KeyLists:
@@ -74,7 +75,7 @@ def check(report: harness.Report, shape: Shape, selection: str) -> None:
 
 
 def time_parts(run: harness.Run) -> dict[str, float]:
-    """ms in the kernels of each of PARTS."""
+    """Return the ms in the kernels of each of PARTS."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
@@ -113,7 +114,7 @@ def run(
         **time_parts(backward),
         backward_peak_gib=peak / 2**30,
     )
-    case = (selection, int(ratio), length)  # those that are promised have whole ratios
+    case = (selection, int(ratio), length)  # cases with a promise have integer ratios
     if shape.name == "1.7B" and case in FORWARD_PROMISES:
         what = f"{selection}, r = {ratio}, {length}"
         report.bar(f"{what}: forward ms", times["forward"].ms, at_most=FORWARD_PROMISES[case])

@@ -2,11 +2,11 @@
 
     python benchmarks/bench_gathered_kl.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 4 8]
 
-target_ms: head-summed attention probabilities of all entries. both_ms: these, the loss and its gradients, chunk by
-chunk as training takes them. quarter_ms: the same of a quarter of the tiles (row_fraction = 1 / 4).
-Block: one selection for 32 queries, a window of 64 keys.
+target_ms is the time for attention probabilities of all entries, summed over heads. both_ms is the time for the target,
+the loss and its gradients in chunks, as in training. quarter_ms is both_ms for a quarter of the tiles (row_fraction = 1
+/ 4). `block` is one selection for 32 queries and a window of 64 keys.
 
-At CHECKED_LENGTH target, value and gradients are compared with torch in fp64 first.
+Before timing, target, value and gradients are compared with torch in fp64 at CHECKED_LENGTH.
 """
 
 import sys
@@ -29,11 +29,11 @@ TOLERANCE = 1e-2
 BLOCK, WINDOW = 32, 64
 
 PROMISES = {("token", 4, 131072): 60.0, ("block", 1, 131072): 15.0}
-"""selection, r, length: ms of both stages at most, for the 1.7B shape."""
+"""Maps (selection, r, length) to the largest allowed ms of both stages, for the 1.7B shape."""
 
 
 class Attention:
-    """Queries, keys and a log-sum-exp that makes each row's probabilities sum to about 1 per head."""
+    """Holds queries, keys and a log-sum-exp that makes each row's probabilities sum to about 1 per head."""
 
     def __init__(self, shape: Shape, length: int, selected: int) -> None:
         self.q = cases.normal(1, length, shape.heads, shape.head_size)
@@ -48,7 +48,6 @@ class Attention:
 def loss_of(
     x: IndexerInputs, lists: KeyLists, block: int, target_tiles: TargetTiles, row_fraction: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
-    """The loss and its gradients."""
     loss, _ = gathered_indexer_loss(x.of_kernels, target_tiles, lists, block, RowSample(row_fraction, seed=0))
     return loss, *torch.autograd.grad(loss, x.leaves)
 
@@ -92,7 +91,7 @@ def run(report: harness.Report, shape: Shape, selection: str, length: int, ratio
     attention, x = Attention(shape, length, cases.K_BASE), cases.indexer_inputs(1, length, block=block)
     target = partial(attention.target, lists, block)
     units = -(-length // max(block, lists.queries))
-    chunk = 128 if block == 1 else 1024  # the target of all tiles would be gigabytes
+    chunk = 128 if block == 1 else 1024  # the target of all tiles would take gigabytes
 
     def all_targets() -> None:
         for tiles in torch.arange(units, device="cuda", dtype=torch.int32).split(chunk):

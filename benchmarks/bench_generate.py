@@ -1,4 +1,4 @@
-"""Tokens per second of decoding in a whole 1.7B model, and of prefill: GSA, GSA with shared selections, standard.
+"""Measures tokens per second of decoding and prefill in a whole 1.7B model: GSA, GSA with shared selections, standard.
 
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...] [--timeline]
 
@@ -10,15 +10,21 @@ cache needs or, where its slots are all filled as here, without. GSA multiplies 
 (column `products`), or as --products says; `standard, our products` is the standard model by kernels for few rows. `GSA
 shared` counts one step that selects in 32. All models take turns in one run.
 
-A step advances the decoder's counters of tokens. They are put back before each timed step, outside of its time, so that
-all steps are at the same place: 32 tokens share a selection that the first one makes, at whose place alone a step that
-selects does all of its work. So lengths are multiples of 32.
+`standard` multiplies by torch with torch.compile. It uses the fastest of torch's SDPA backends for one query with
+grouped heads, with the mask of a static cache or, as all slots are filled here, without a mask. GSA multiplies as
+`FusedDecoder` chooses for the batch (column `products`), or as --products says. `standard, our products` is the
+standard model with the kernels for few rows. `GSA shared` is the mean of 32 steps, and one step selects.
 
-bound: weights and keys that a step must read, at the bandwidth of a device copy. A model that does not fit gets as many
-layers as do, with its time scaled to all of them (column `layers`); the output layer is timed by itself for that.
+A step advances the decoder's token counters. They are reset before each timed step, outside the timed region, so that
+all steps are at the same position. The position is the first of a block of 32 tokens, because only there a selecting
+step does all of its work. Lengths are therefore multiples of 32.
 
---timeline: also when the kernels of one layer start and end, and those at both ends of a step, of three steps that
-follow each other the middle one. A kernel that waits for the one in front counts.
+`bound` is the time to read the required weights and keys at the bandwidth of a device copy. A model that does not fit
+is cut to the layers that fit, and its time is scaled to all layers (column `layers`). The output layer is timed
+separately.
+
+--timeline also shows when the kernels of one layer, and those at both ends of a step, start and end. It records three
+successive steps and shows the second. The time of a kernel includes its wait for the previous kernel.
 """
 
 import argparse
@@ -50,24 +56,24 @@ PROMISED_LENGTH = 131072
 PROMISES = {"GSA": 2.0, "GSA shared": 3.0, "GSA groups": 2.0}
 """Times the standard model's tokens per second, batch 1."""
 SPARE_BYTES = 8e9
-"""Kept free of weights and caches: workspaces, logits, what torch.compile and graphs hold."""
+"""Memory not used for weights and caches: it is left for workspaces, logits, torch.compile and graphs."""
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""Not MATH: it copies the cache several times over."""
+"""MATH is left out, because it copies the cache several times."""
 CUDNN_WITHIN = 1.03
-"""cuDNN's is taken if one layer's attention takes at most this times the fastest one's. With 16 sequences at 128K a
-layer took 978 us by flash and 982 by cuDNN, but the whole step 27.9 and 24.3 ms (e8920a8c, 74fdd2d)."""
+"""cuDNN is used if one layer's attention takes at most this multiple of the fastest backend's time. At 16 sequences of
+128K tokens, flash was slightly faster per layer, but cuDNN was faster in the whole step (e8920a8c, 74fdd2d)."""
 TOLERANCE = 2e-2
 ROOM_TOKENS = 64
-"""Slots after the filled ones. Steps write into the first one; the timeline's last one into the second."""
+"""Slots after the filled ones. Steps write into the first one; the timeline's last step writes into the second."""
 
 Steps = dict[str, Callable[[], object]]
 Place = Callable[[int], object]
-"""Moves a decoder's counters to this number of tokens after the place at which steps are measured."""
+"""Sets a decoder's counters to this number of tokens after the position at which steps are measured."""
 
 
 @dataclass(frozen=True)
 class Sdpa:
-    """How dense layers attend to one token."""
+    """Describes how dense layers attend to one token."""
 
     backend: SDPBackend
     masked: bool
@@ -105,7 +111,7 @@ def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) ->
 
 
 def make_model(config: GSAConfig, device: str) -> GSAForCausalLM:
-    """Random weights, in bf16 on a GPU."""
+    """Build a model with random weights, in bf16 on a GPU."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     try:
@@ -118,16 +124,16 @@ def make_model(config: GSAConfig, device: str) -> GSAForCausalLM:
 
 
 def fill(decoder: FusedDecoder) -> None:
-    """Random keys, values and indexer keys in all slots."""
+    """Fill all slots with random keys, values and indexer keys."""
     for buffers in decoder.buffers:
         for each in buffers:
             if each is not None:
-                for row in each:  # one after another: randn of all would take as much again
+                for row in each:  # row by row, because randn for all would double the memory
                     row.normal_()
 
 
 def set_averages(decoder: FusedDecoder) -> None:
-    """Each layer's V̄ as the variance of its scores now is, so that k_t is near k_base."""
+    """Set each layer's V̄ to the current variance of its scores, so that k_t is near k_base."""
     filled = int(decoder.slot)
     decoder.step(refresh=True)
     for place, selection in decoder._selections.items():
@@ -136,7 +142,7 @@ def set_averages(decoder: FusedDecoder) -> None:
 
 
 def selected(decoder: FusedDecoder) -> int:
-    """Mean keys of a sequence and layer."""
+    """Return the mean number of selected keys per sequence and layer."""
     if not decoder._selections:
         return int(decoder.slot)
     counts = [selection.counts.float().mean().item() for selection in decoder._selections.values()]
@@ -144,13 +150,13 @@ def selected(decoder: FusedDecoder) -> int:
 
 
 def weight_bytes(decoder: FusedDecoder) -> int:
-    """That a step reads."""
+    """Return the bytes of weights that a step reads."""
     layers = sum(x.nbytes for weights, _ in decoder.layers for x in weights if x is not None)
     return layers + decoder.model.lm_head.weight.nbytes
 
 
 def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
-    """Of weights, twice (the model's and the joined ones), and caches, in bf16."""
+    """Return the bytes of weights, counted twice (the model's and the joined ones), and caches, in bf16."""
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     row = 0
     if config.indexer_layer(0) is not None:
@@ -165,13 +171,14 @@ def needed_bytes(config: GSAConfig, batch: int, room: int, layers: int) -> int:
 
 
 def fitting_layers(needed: Callable[[int], int], most: int) -> int:
-    """Largest number of layers, up to `most`, whose bytes are free."""
+    """Return the largest number of layers, up to `most`, that fits in free memory."""
     free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     return max((count for count in range(1, most + 1) if needed(count) <= free), default=0)
 
 
 def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple[Sdpa, dict[str, float]]:
-    """By one layer's attention alone, of about equal ones cuDNN's; microseconds of all that take it."""
+    """Choose a backend by the time of one layer's attention, and return the microseconds of all that support it. If
+    times are about equal, cuDNN is chosen."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
@@ -186,7 +193,7 @@ def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple
 
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a line for each backend that was not asked for
+                    warnings.simplefilter("ignore")  # each unused backend would print a line
                     run()
             except RuntimeError as refusal:
                 print(f"SDPA {Sdpa(backend, masked)}: {str(refusal).splitlines()[0]}")
@@ -208,7 +215,7 @@ def open_decoder(
     arguments: argparse.Namespace,
     device: str,
 ) -> FusedDecoder:
-    """A model with full caches, where the next token goes to slot `filled`, the last but `ROOM_TOKENS`."""
+    """Return a model with full caches; the next token goes to slot `filled`, which `ROOM_TOKENS` slots follow."""
     config = model_config(name, layers, filled + ROOM_TOKENS, arguments.shapes)
     products = {STANDARD: "torch", OUR_STANDARD: "rows"}.get(name, arguments.products)
     decoder = FusedDecoder(make_model(config, device), arguments.compile, products)
@@ -227,7 +234,8 @@ def capture(
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[Steps, Place]:
-    """The step at the decoder's place, by whether it selects. It advances the counters, which the other puts back."""
+    """Capture the step at the decoder's position, with and without selection, and return it with a `Place`. The step
+    advances the counters, and the `Place` resets them."""
     filled = int(decoder.slot)
     with attends():
         wanted = decoder.step(refresh=True).clone()
@@ -244,7 +252,7 @@ def capture(
 
 
 def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    """Logits of a step by itself, and of the graph."""
+    """Compare the logits of an eager step with those from the graph."""
     harness.require_finite(what, [wanted])
     error = harness.relative_error(found, wanted)
     if not error < TOLERANCE:
@@ -252,7 +260,7 @@ def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.
 
 
 def step_ms(times: dict[str, harness.Timing], name: str) -> float:
-    """Mean over a block."""
+    """Return the mean time of a step over a block."""
     select = times[f"{name} select"].ms
     if f"{name} keep" not in times:
         return select
@@ -262,8 +270,8 @@ def step_ms(times: dict[str, harness.Timing], name: str) -> float:
 def measure(
     report: harness.Report, batch: int, length: int, names: Sequence[str], arguments: argparse.Namespace
 ) -> None:
-    """All models at one batch size and length. They take turns where they fit beside each other; else in pairs with
-    the standard one, or one by one."""
+    """Measure all models at one batch size and length. Models that fit together take turns. Otherwise each is paired
+    with the standard model, or runs alone."""
     shapes, filled = arguments.shapes, length
     room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
     configs = {name: model_config(name, all_layers, room, shapes) for name in names}
@@ -349,7 +357,7 @@ def measure(
 
 
 def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
-    """That a step must read: weights, keys and values attended to, indexer keys."""
+    """Return the bytes that a step must read: weights, keys and values attended to, indexer keys."""
     config = decoder.config
     token = 4 * config.num_key_value_heads * config.head_dim
     per_layer = float(batch * filled * token)
@@ -361,7 +369,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
 
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
-    """One sequence through the model's forward pass into its cache. Dense layers take the kernels' dense attention."""
+    """Prefill one sequence's cache by the model's forward pass. Dense layers use the kernels' dense attention."""
     shapes = arguments.shapes
     layers = arguments.layers or shapes["model"]["num_layers"]
     for name in (STANDARD, *PROMISES):
@@ -370,12 +378,12 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
         decoder.open(1, length + ROOM_TOKENS)
         tokens = torch.randint(0, config.vocab_size, (1, length), device="cuda")
         mask = torch.ones_like(tokens)
-        # Averages of 0, as of a model at its start: every budget is k_base.
+        # All moving averages are 0, as in a new model, so every budget is k_base.
         run = partial(decoder.prefill, tokens, mask)
         harness.require_finite(f"prefill of {name}", [run().float()])
         ms = harness.measure({name: run}, budget_ms=1, min_runs=2, rounds=1, compiled=True)[name].ms
         more, logits = harness.peak_bytes(run)
-        peak = (torch.cuda.memory_allocated() + more) / 2**30  # weights and cache, and what the pass takes
+        peak = (torch.cuda.memory_allocated() + more) / 2**30  # weights, cache, and the memory of the pass
         rate = length * 1e3 / ms
         report.row(prefill=length, model=name, layers=layers, ms=ms, tokens_per_s=rate, peak_gib=peak)
         del decoder, run, logits
@@ -384,7 +392,7 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
 
 
 def bandwidth() -> float:
-    """Bytes per millisecond of a device copy, read and written."""
+    """Return the bytes per millisecond that a device copy reads and writes."""
     source = torch.empty(2**29, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     ms = harness.measure({"copy": lambda: target.copy_(source)}, budget_ms=50, flush_l2=False)["copy"].ms
@@ -419,7 +427,7 @@ def main() -> int:
     print(f"a copy moves {arguments.bytes_per_ms / 1e9:.2f} TB/s")
     torch.cuda.empty_cache()
     for batch in arguments.batches:
-        torch._dynamo.reset()  # compiled for each batch size
+        torch._dynamo.reset()  # each batch size is compiled separately
         for length in arguments.lengths:
             if is_late(f"batch {batch} at {length}", arguments):
                 continue
@@ -444,7 +452,7 @@ def is_late(what: str, arguments: argparse.Namespace) -> bool:
 
 
 def print_again(report: harness.Report) -> None:
-    """The whole table, without what was said between its rows."""
+    """Print the whole table without the messages between its rows."""
     columns: list[str] = []
     for row in report.rows:
         if list(row) != columns:

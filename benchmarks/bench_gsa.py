@@ -1,14 +1,13 @@
-"""The whole GSA attention operation beside dense attention, on one CUDA device: what a layer pays in training.
+"""Compares the whole GSA attention operation with dense attention on one CUDA device, as one layer runs in training.
 
     python benchmarks/bench_gsa.py [--lengths 4096 8192] [--batches 1 4] [--shapes 1.7B 7B]
 
-GSA: G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the sparse phase's
-indexer loss with its gradients; projections are left out on both sides. Dense: torch SDPA on cuDNN. Medians, in ms.
+GSA is G2, scores, variance, budget and top-k, attention over the selected keys with G1, and the indexer loss of sparse
+training with its gradients. Dense is torch SDPA on cuDNN. Both sides leave out the projections. Times are medians in
+ms. `kl` is the loss alone; in `both` it is part of attention's backward pass, as in training.
 
-`kl` is the loss by itself; in `both` it is part of attention's backward pass, where training does the same.
-
-Each row comes twice. `graph`: both sides as CUDA graphs, what the device does. `eager`: with the launches, which
-at batch 1 take longer than the kernels; a model's other work does not wait for them, so they overlap in training.
+Each row comes twice. `graph` rows run both sides as CUDA graphs, which measures the device alone. `eager` rows include
+the launches, which at batch 1 take longer than the kernels. In training these launches overlap with other work.
 """
 
 import sys
@@ -31,18 +30,18 @@ from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Selection
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
 MOST_PAIRS = 4 * 8192**2
-"""B L^2 up to which a shape is timed: dense attention of more takes long, and bench_long.py has it."""
+"""Largest B L^2 that is timed, because dense attention is slow beyond; bench_long.py covers longer sequences."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """GSA of one layer, step by step, for random inputs."""
+    """Runs GSA of one layer, step by step, for random inputs."""
 
     inputs: AttentionInputs
     indexer: IndexerInputs
     ema: torch.Tensor
     budget: tuple[int, int, int]
-    """k_base, k_min and k_max"""
+    """k_base, k_min and k_max."""
 
     @torch.no_grad()
     def select(self, with_kl: bool = False) -> Selection:
@@ -65,7 +64,7 @@ class Operation:
         return torch.autograd.grad(loss, self.indexer.leaves)
 
     def distil(self, selection: Selection) -> torch.Tensor:
-        """As `attend`, with the indexer's loss in the backward pass."""
+        """Run `attend` with the indexer loss in the backward pass."""
         x, indexer = self.inputs, self.indexer
         v = fused_sigmoid_gate(x.v, x.value_gate)
         assert selection.packed_mask is not None
@@ -83,10 +82,10 @@ class Operation:
         return self.attend(self.select().packed_mask)[0]
 
     def both(self, with_kl: bool, fused: bool | None = None) -> tuple[torch.Tensor, ...]:
-        """Output and gradients of q, k, v and the gates; with the loss also the indexer's.
+        """Return output and gradients of q, k, v and the gates; with the loss also the indexer's gradients.
 
         Args:
-            fused: the loss in attention's backward pass, or by itself; as training chooses if None
+            fused: whether attention's backward pass computes the loss; None: as training chooses
         """
         selection = self.select(with_kl)
         if with_kl and (can_fuse_indexer_loss(self.inputs.q, self.inputs.k) if fused is None else fused):
@@ -100,7 +99,7 @@ class Operation:
 
 
 def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_max: int) -> Operation:
-    """With the moving average that a trained layer would have: the mean variance of its own scores."""
+    """Build an operation whose moving average is the mean variance of its own scores, as in a trained layer."""
     inputs, indexer = cases.attention_inputs(shape, batch, length), cases.indexer_inputs(batch, length)
     budget = (k_base, k_min, k_max)
     first = Operation(inputs, indexer, torch.ones((), device=cases.DEVICE), budget).select()
@@ -108,7 +107,7 @@ def operation(shape: Shape, batch: int, length: int, k_base: int, k_min: int, k_
 
 
 def check(report: harness.Report, shape: Shape) -> None:
-    """With a budget of all keys GSA is dense attention of gated values, gated."""
+    """Check that GSA with a budget of all keys equals dense attention with both gates."""
     length = CHECKED_LENGTH
     gsa = operation(shape, 2, length, length, length, length)
     wanted = cases.gated_dense(gsa.inputs)
@@ -137,7 +136,7 @@ def measure(report: harness.Report, shape: Shape, batch: int, length: int) -> No
     harness.require_finite(f"GSA {shape.name}, {batch} x {length}", gsa.both(with_kl=True))
     dense = cases.cudnn(gsa.inputs)
     selection = gsa.select(with_kl=True)
-    lse = gsa.attend(selection.packed_mask)[1]  # the output goes, and with it its graph: see `capture`
+    lse = gsa.attend(selection.packed_mask)[1]  # frees the output and its autograd graph: see `capture`
     candidates: dict[str, harness.Run] = {
         "dense_forward": dense.forward,
         "dense_both": dense.both,

@@ -1,15 +1,15 @@
-"""Times the indexer KL, value and all gradients, on one CUDA device, and checks both before.
+"""Times the indexer KL, value and all gradients, on one CUDA device, and checks both first.
 
     python benchmarks/bench_kl.py [--lengths 4096 16384] [--attended sparse]
     python benchmarks/bench_kl.py --lengths 4096 --blocks 64,64,4,32,4,256,2,2 --blocks 128,...
 
-The target stands ready in memory: the kernel that makes it belongs to the attention. Attended set `sparse`: each
-causal key with probability 2048 / L. total_ms: value and gradients. graph_ms: the same as a CUDA graph, without the
-host's share, which shows while a launch takes longer than a kernel. value_only_ms: without gradients. stats_ms,
-gradients_ms and reduce_ms: the kernels for the last last_chunk_rows rows. floor_ms: the products and the special
-functions of an H200, one after the other.
+The target is ready in memory, because attention's kernels compute it. Attended set `sparse`: each causal key with
+probability 2048 / L. total_ms is value and gradients. graph_ms is the same as a CUDA graph, without the time of the
+host where a launch takes longer than a kernel. value_only_ms leaves out the gradients. stats_ms, gradients_ms and
+reduce_ms are the kernels for the last last_chunk_rows rows. floor_ms is the time of an H200 for the products plus the
+special functions.
 
-Up to `--check-up-to` tokens value and gradients are compared with torch in fp64: relative errors.
+Up to `--check-up-to` tokens, value and gradients are compared with torch in fp64 by relative errors.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from gsa_kernels.types import Indexer
 TOLERANCE = 5e-3
 TIGHTER = {"value": 1e-4, "inverse_temperature": 1e-3}
 
-# Two limits of an H200: bf16 products as measured there, and special functions (16 per clock and SM).
+# These are two limits of an H200: measured bf16 products, and special functions (16 per clock and SM).
 FLOP_PER_SECOND = 798e12
 MUFU_PER_SECOND = 132 * 16 * 1.755e9
 
@@ -48,7 +48,7 @@ class Case:
     leaves: dict[str, Any]
     """Arguments of the loss, with gradients, in the order of `Inputs`."""
     inputs: Inputs
-    """The same for the kernels."""
+    """The same values for the kernels."""
     target: torch.Tensor
     """fp32 [1, L, L]"""
     blocks: Blocks
@@ -63,7 +63,7 @@ class Case:
 
 
 def make_case(args: argparse.Namespace, length: int, attended: str, blocks: Blocks | None) -> Case:
-    """`blocks`: from `choose_blocks` if None"""
+    """Build a case; `blocks` defaults to `choose_blocks`."""
     leaves = make_leaves(length, args.heads, args.dim, getattr(torch, args.dtype))
     q_idx, k_idx, weight_logits, score_bias, weight_bias, beta = (leaf.detach() for leaf in leaves.values())
     packed_mask = make_packed_mask(length, 2048 / length) if attended == "sparse" else None
@@ -71,7 +71,7 @@ def make_case(args: argparse.Namespace, length: int, attended: str, blocks: Bloc
     biases = (score_bias, weight_bias)
     inputs = Inputs(q_idx, k_idx, weight_logits, *biases, beta.reshape(1), packed_mask, None, kind)
     chosen = blocks or choose_blocks(inputs)
-    shown = ",".join(str(int(value)) for value in astuple(chosen))  # as --blocks takes them
+    shown = ",".join(str(int(value)) for value in astuple(chosen))  # in the format of --blocks
     labels = {"length": length, "attended": attended, "dtype": args.dtype, "blocks": shown}
     return Case(leaves, inputs, make_target(length), chosen, labels)
 
@@ -93,7 +93,7 @@ def make_leaves(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[s
 
 
 def make_target(length: int) -> torch.Tensor:
-    """fp32 [1, L, L]: what 16 heads of a peaked softmax sum up to; NaN where no query sees the key."""
+    """Sum a peaked softmax over 16 heads: fp32 [1, L, L], NaN where a key is not causal."""
     rng = torch.Generator("cuda").manual_seed(1)
     target = torch.empty(1, length, length, device="cuda")
     keys = torch.arange(length, device="cuda")
@@ -106,7 +106,7 @@ def make_target(length: int) -> torch.Tensor:
 
 
 def make_packed_mask(length: int, share: float) -> torch.Tensor:
-    """int32 [1, L, ceil(L / 32)]: each causal key with probability `share`, and always the query's own."""
+    """Draw int32 [1, L, ceil(L / 32)]: each causal key with probability `share`, and always the query's own."""
     rng = torch.Generator("cuda").manual_seed(2)
     keys = torch.arange(length, device="cuda")
     parts = []
@@ -117,7 +117,7 @@ def make_packed_mask(length: int, share: float) -> torch.Tensor:
 
 
 def exact_results(case: Case) -> dict[str, torch.Tensor]:
-    """Value and gradients by torch in fp64, chunk of rows by chunk of rows."""
+    """Compute value and gradients by torch in fp64, in chunks of rows."""
     leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in case.leaves.items()}
     length, packed_mask = case.target.shape[1], case.inputs.packed_mask
     keys = torch.arange(length, device="cuda")
@@ -166,7 +166,7 @@ def measure(report: harness.Report, case: Case) -> None:
         "total": case.loss,
         "graph": harness.capture(case.loss),
         "value_only": torch.no_grad()(case.loss),
-        **launches,  # in their order: each reads what those before it left
+        **launches,  # in order, because each reads what the previous ones wrote
     }
     times = harness.measure(candidates)
     _, _, heads, dim = case.inputs.q_idx.shape

@@ -1,25 +1,26 @@
-"""One layer's attention at long contexts beside dense attention, on one CUDA device, with the promised figures.
+"""Compares one layer's attention at long contexts with dense attention on one CUDA device, and with promised figures.
 
     python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
                                        [--selection FILE ...]
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
 torch cuDNN, torch flash: dense causal attention of q, k and v alone.
-GSA token: each query its own selection, k = 2048. forward and both (forward + backward) are select + attend.
-    select: indexer scores, budget, top-k and lists, on random indexer inputs whose neighbours are alike.
-    attend: G2, attention over the lists and G1, on random lists of union ratio r, so that its time is known over r.
-GSA token selected: the two in one, attention over what was selected, at the r that this has.
+GSA token: each query has its own selection, k = 2048. forward and both (forward + backward) are select + attend.
+    select: indexer scores, budget, top-k and lists, on random indexer inputs that are similar for neighbours.
+    attend: G2, attention over the lists and G1, on random lists of a given union ratio r.
+GSA token selected: select and attend together. Attention reads the keys that were selected, at their own r.
 GSA block, GSA block selected: the same with one selection for 32 queries and a window of 64 keys.
-GSA pool: each query selects groups of 4 neighbouring keys (gsa.indexer_pool), also those random.
-forward_reuse_ms: of four layers that attend to one selection (gsa.selection_reuse), a fourth of the time.
-kl_ms: value and gradients of the indexer loss; only both_kl_ms counts it, too.
-mean_k: of the budgets of `selected`; the random lists have k = 2048.
-peak_gib: most memory of a forward and backward pass beside its inputs, the lists where the pass makes them.
+GSA pool: each query selects groups of 4 neighbouring keys (gsa.indexer_pool), which are also random.
+forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse).
+kl_ms: value and gradients of the indexer loss, which only both_kl_ms includes.
+mean_k: mean budget of `selected` rows; the random lists have k = 2048.
+peak_gib: peak memory of a forward and backward pass in addition to its inputs, with the lists if the pass makes them.
 
-Beyond 131072 tokens cuDNN and what selects in the pass alone, each once: dense attention takes minutes there.
+The union ratio r is the number of keys that any of 32 neighbouring queries selects, divided by the keys of one query.
+Beyond 131072 tokens only cuDNN and the `selected` rows run, each once, because dense attention takes minutes there.
 
---selection: instead of these, selections of a trained model's layers in real text; files that
-launch/export_indexer.py wrote, of one length each, which they say.
+`--selection` takes selections of a trained model's layers in real text instead, from files of one length each that
+launch/export_indexer.py wrote.
 """
 
 import sys
@@ -48,11 +49,11 @@ TOLERANCE = 1e-2
 BLOCK, WINDOW = 32, 64
 POOL, REUSE = 4, 4
 LIKENESS = 0.9
-"""Of neighbouring queries' indexer inputs: gives r near 4 at 128K, k = 2048."""
+"""Similarity of neighbouring queries' indexer inputs, which gives r near 4 at 128K tokens and k = 2048."""
 
 PROMISES = (
-    # attention, r (None: what it is), length, column, the slower one, how many times for each shape.
-    # Shared selection in one with its attention: alone, the host takes longer to launch it than the device to run it.
+    # Fields: attention, r (None: as selected), length, column, slower attention, promised ratio per shape. Shared
+    # selections are timed with their attention, because their launch alone takes longer than their kernels.
     ("GSA token", 4, 131072, "forward_ms", "torch cuDNN", {"1.7B": 2.0, "7B": 3.0}),
     ("GSA token", 4, 131072, "forward_ms", "torch flash", {"1.7B": 3.5, "7B": 5.0}),
     ("GSA token", 4, 131072, "both_ms", "torch cuDNN", {"1.7B": 2.2, "7B": 2.6}),
@@ -65,19 +66,19 @@ CHEAPER_PROMISES = {
     (True, "forward_ms"): 4.0,
     (True, "forward_reuse_ms"): 5.0,
 }
-"""With groups of keys, column: times as fast as cuDNN, at 131072 tokens, for the 1.7B shape."""
+"""Maps (groups of keys, column) to the promised speed relative to cuDNN, at 131072 tokens, for the 1.7B shape."""
 PEAK_LENGTH, PEAK_OVER_FLASH = 131072, 1.3
 LONGEST_IN_FULL = 131072
 LONG_PROMISES = {("GSA block selected", 524288, "both_ms"): 17.0}
-"""Times as fast as cuDNN, for the 1.7B shape: Lighthouse attention's figure, of a whole step on a B200."""
+"""Promised speed relative to cuDNN for the 1.7B shape: Lighthouse attention's figure for a whole step on a B200."""
 
 
 def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: int = 1) -> Indexer:
-    """With the moving average that a trained layer would have: the mean variance of its own scores."""
+    """Build an indexer whose moving average is the mean variance of its own scores, as in a trained layer."""
     inputs = cases.indexer_inputs(1, length, LIKENESS, block)
     if pool > 1:
         starts = torch.zeros(1, length, dtype=torch.int32, device=cases.DEVICE)
-        # Means of independent keys are smaller than keys; a trained indexer's would not be.
+        # Means of independent keys are smaller than keys, unlike a trained indexer's, so they are scaled up.
         keys = pool_keys(inputs.k_idx.detach(), group_firsts(starts, pool), pool) * pool**0.5
         inputs = replace(inputs, k_idx=keys.requires_grad_())
     window = WINDOW if block > 1 else 0
@@ -87,12 +88,12 @@ def random_indexer(length: int, budget: tuple[int, int, int], block: int, pool: 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Gated attention over lists: given ones, or the selection of an indexer, made in each pass."""
+    """Runs gated attention over given lists, or over an indexer's selection that each pass makes."""
 
     inputs: AttentionInputs
     lists: KeyLists | Indexer
     layers: int = 1
-    """That attend to the one selection, with the same inputs; forward alone."""
+    """Number of layers that attend to the same selection with the same inputs, in the forward pass only."""
 
     def forward(self) -> torch.Tensor:
         lists = self.lists.select().key_lists if isinstance(self.lists, Indexer) else self.lists
@@ -102,7 +103,7 @@ class Gathered:
         return out
 
     def both(self) -> tuple[torch.Tensor, ...]:
-        """Output and gradients of q, k, v and the gates."""
+        """Return output and gradients of q, k, v and the gates."""
         out = self.forward()
         return out, *torch.autograd.grad(out, self.inputs.leaves, self.inputs.grad)
 
@@ -115,7 +116,7 @@ def attend(x: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Ten
 def kl_backward(
     x: AttentionInputs, indexer: Indexer, lists: KeyLists, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of the indexer's loss over the lists; `lse` of the attention over them."""
+    """Return gradients of the indexer loss over the lists; `lse` is from attention over the same lists."""
     loss, _ = gathered_indexer_loss(
         indexer.inputs.of_kernels,
         lambda tiles: head_sum_probs_lists(x.q, x.k, lse, lists, tiles, selection_block=indexer.block),
@@ -127,8 +128,6 @@ def kl_backward(
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table."""
-
     attention: str
     run: cases.Dense | Gathered
     r: float | None = None
@@ -137,14 +136,14 @@ class Case:
     kl: Callable[[], tuple[torch.Tensor, ...]] | None = None
     mean_k: float | None = None
     lists_bytes: int = 0
-    """Of the lists that a pass makes, if it makes them."""
+    """Size of the lists if a pass makes them."""
     pool: int = 1
     reused: Gathered | None = None
-    """The selection and REUSE layers."""
+    """One selection and REUSE layers."""
 
 
 def check(report: harness.Report, shape: Shape) -> None:
-    """With a budget of all keys GSA is dense attention of gated values, gated."""
+    """Check that GSA with a budget of all keys equals dense attention with both gates."""
     length = CHECKED_LENGTH
     inputs = cases.attention_inputs(shape, 1, length)
     wanted = cases.gated_dense(inputs)
@@ -182,7 +181,7 @@ def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
 def make_cases(
     inputs: AttentionInputs, ratios: list[float], trained: dict[int, Indexer]
 ) -> tuple[list[Case], dict[str, harness.Run]]:
-    """The rows, and the selections whose time some of them need."""
+    """Build the rows, and the selections whose time some rows need."""
     length = inputs.q.shape[1]
     table = [Case("torch cuDNN", cases.cudnn(inputs))]
     if length <= LONGEST_IN_FULL:
@@ -207,7 +206,7 @@ def make_cases(
 def measure(
     report: harness.Report, shape: Shape, length: int, ratios: list[float], trained: dict[int, Indexer]
 ) -> None:
-    """All cases of one shape and length, interleaved."""
+    """Measure all cases of one shape and length in turns."""
     table, runs = make_cases(cases.attention_inputs(shape, 1, length), ratios, trained)
     peaks = []
     for index, case in enumerate(table):
@@ -222,7 +221,7 @@ def measure(
             runs[f"{index} kl"] = case.kl
         if case.reused is not None and length <= LONGEST_IN_FULL:
             runs[f"{index} reused"] = case.reused.forward
-    # What is as long as this needs no median.
+    # Runs of this length need no median.
     limits: dict[str, Any] = {"min_runs": 1, "rounds": 1} if length > LONGEST_IN_FULL else {}
     ms = {name: timing.ms for name, timing in harness.measure(runs, compiled=True, **limits).items()}
     rows = []
@@ -255,7 +254,6 @@ def measure(
 
 
 def judge(report: harness.Report, shape: Shape, length: int, rows: list[dict[str, Any]]) -> None:
-    """The promises about this shape and length."""
     found = {(row["attention"], None): row for row in rows} | {
         (row["attention"], row["r"]): row for row in rows
     }

@@ -1,16 +1,16 @@
-"""Whether reading takes a bounded memory: reads much text to its end and prints the resident memory on the way.
+"""Checks that readers use bounded memory: reads much text to its end and prints the resident memory on the way.
 
     python benchmarks/bench_memory.py --gigabytes 10 [--kind tokens] [--workers 1] [--scratch DIR]
 
     text      shards of text, tokenized as they are read
-    tokens    memory-mapped files as `prepare.py tokens` writes them; resident pages of these files count, too
+    tokens    memory-mapped files from `prepare.py tokens`; resident pages of these files count, too
 
-The text is the documents of --data again and again, each shard with its own order of them, so no two shards are
-alike. It is written to a temporary folder first: about 0.35 bytes a byte of text, or 0.65 as tokens.
+The text repeats the documents of --data. Each shard has its own order of the documents, so no two shards are equal. The
+text is first written to a temporary folder, which takes about 0.35 bytes per byte of text, or 0.65 as tokens.
 
-Memory of this process and its workers is read after each step. The bar: reading the second half may take
-no more at its peak than the first half did, and two shards' text besides (by chance lanes hold larger parts at once).
-The exit code is 1 above it.
+The memory of this process and its workers is read after each step. The peak of the second half may exceed the peak of
+the first half by the text of two shards, because lanes hold larger parts at once by chance. Above this, the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ from gsa_data.token_files import TokenFolder, identity_of
 from gsa_data.token_writer import write_shard
 
 BAR_SHARDS = 2
-"""Growth, in shards' text: a lane that opens a large one later than in the first half, and what the allocator keeps,
-come to one; shards that are held for good, to all of the second half's."""
+"""Allowed growth in shards of text. A large shard that a lane opens late, and memory that the allocator keeps, add up
+to about one. Shards that are never released would add up to all shards of the second half."""
 NUM_LANES = 8
 STEP_BLOCKS = 8
 SAMPLES = 200
-"""Lines of the curve that are kept, evenly over the text."""
+"""Points of the curve that are kept, evenly over the text."""
 
 
 @dataclass(frozen=True)
 class Sample:
     text_bytes: int
-    """Read so far."""
+    """Text read until this sample."""
     resident_bytes: int
-    """Largest since the sample before."""
+    """Largest value since the previous sample."""
 
 
 def read_sample(data: str) -> list[Document]:
-    """All documents of a folder."""
     manifest = build_manifest(data)
     found = [
         item for path, _ in manifest.shards for item in read_documents(manifest, path, Reading(), Counter())
@@ -69,7 +68,7 @@ def read_sample(data: str) -> list[Document]:
 def shard_orders(
     sizes_bytes: list[int], shard_bytes: int, total_bytes: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Path and documents (by number) of each shard; together they have at least `total_bytes` of text."""
+    """Yield path and documents (by number) of each shard; all shards together have at least `total_bytes` of text."""
     done = shard = 0
     while done < total_bytes:
         order: list[int] = []
@@ -85,7 +84,6 @@ def shard_orders(
 
 
 def write_text(documents: list[Document], orders: Iterator[tuple[str, list[int]]], out: Path) -> Manifest:
-    """Shards in SlimPajama's layout."""
     lines = [
         orjson.dumps({"text": each.text_utf8.decode(), "meta": {"redpajama_set_name": each.source}}) + b"\n"
         for each in documents
@@ -100,7 +98,7 @@ def write_text(documents: list[Document], orders: Iterator[tuple[str, list[int]]
 
 
 class _EncodedLines(list[EncodedDocument]):
-    """`ShardLines` of documents that are encoded already."""
+    """Implements `ShardLines` for documents that are already encoded."""
 
     def sources(self) -> LineSources:
         names = sorted({line.source for line in self})
@@ -110,7 +108,7 @@ class _EncodedLines(list[EncodedDocument]):
 def write_tokens(
     documents: list[Document], tokenizer: Tokenizer, orders: Iterator[tuple[str, list[int]]], out: Path
 ) -> TokenFolder:
-    """The files that `prepare.py tokens` would make of such shards, each document tokenized once."""
+    """Write the files that `prepare.py tokens` would make of such shards, but tokenize each document only once."""
     eos = np.int32(tokenizer.eos_id)
     encoded = [
         EncodedDocument(
@@ -129,16 +127,16 @@ def write_tokens(
 
 
 def resident_bytes(workers: list[psutil.Process]) -> int:
-    """Of this process and its workers, pages that they share counted for each."""
+    """Sum the memory of this process and its workers; shared pages count for each process."""
     return sum(process.memory_info().rss for process in (psutil.Process(), *workers))
 
 
 def read_to_the_end(stream: BlockStream, text_bytes: int, report_bytes: int) -> list[Sample]:
-    """The curve of the resident memory over `text_bytes` of text; prints a line each `report_bytes`."""
+    """Return the curve of the resident memory over `text_bytes` of text; print a line every `report_bytes`."""
     curve: list[Sample] = []
     every, largest, next_report, began = text_bytes / SAMPLES, 0, report_bytes, time.monotonic()
     stream.next_blocks(STEP_BLOCKS)
-    workers = psutil.Process().children()  # looked for once: that takes longer than a step
+    workers = psutil.Process().children()  # listed once, because this takes longer than a step
     while (read := stream.counters.get("text_bytes", 0)) < text_bytes:
         stream.next_blocks(STEP_BLOCKS)
         largest = max(largest, resident_bytes(workers))
@@ -154,7 +152,7 @@ def read_to_the_end(stream: BlockStream, text_bytes: int, report_bytes: int) -> 
 
 
 def growth_bytes(curve: list[Sample]) -> int:
-    """Returns the peak of the second half above the peak of the first."""
+    """Return the peak of the second half minus the peak of the first."""
     half = len(curve) // 2
     first, second = (max(each.resident_bytes for each in part) for part in (curve[:half], curve[half:]))
     return second - first
@@ -199,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _write(
     data: str, kind: str, tokenizer: Tokenizer, shard_bytes: int, total_bytes: int, out: Path
 ) -> Corpus:
-    """A function of its own, so that what it held is gone when reading begins."""
+    """Write the corpus in a separate function, so that its memory is free when reading begins."""
     documents = read_sample(data)
     orders = shard_orders([len(each.text_utf8) for each in documents], shard_bytes, total_bytes)
     if kind == "text":

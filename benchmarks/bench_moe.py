@@ -1,28 +1,29 @@
-"""Training steps of a model with experts on one CUDA device, ours beside megatron-core's mixture of experts, and GSA
-beside standard attention.
+"""Times training steps of a model with experts on one CUDA device, and compares them with two baselines.
 
     python benchmarks/bench_moe.py [key=value ...] [--layers 18] [--experts 16] [--models standard gsa]
     python benchmarks/bench_moe.py --layers 3 --experts 128
 
-The shapes come from configs/*_moe_15b_a2b.yaml, 4096 tokens, top 8, with fewer layers and experts so that one device
-holds the training state. By default 18 layers of 16 experts: 2.05B parameters active in a token and 2.68B in all, about
-60 GiB, for a device of 80 GB or more. 3 layers of 128 experts have the whole model's layer, and 0.86B active. All
-models have the same micro-batch: of 1, 2 and 4 sequences the most with which all fit the device by the memory estimate.
+The baselines are megatron-core's mixture of experts in place of ours, and standard attention in place of GSA.
 
-`standard_graphs` and `gsa_graphs` are the same models by `train.cuda_graphs`. The bar for a step of GSA over a standard
-one takes the faster way of each, with graphs or without, as who trains would.
+The shapes come from configs/*_moe_15b_a2b.yaml: 4096 tokens, top 8, with fewer layers and experts so that one device
+holds the training state. The default of 18 layers and 16 experts needs about 60 GiB, so a device of 80 GB. 3 layers
+with 128 experts have the whole model's layer. All models have the same micro-batch: the largest of 1, 2 and 4 sequences
+for which all models fit by the memory estimate.
 
-In `standard_sequential` and `standard_grouped` each mixture is megatron-core's own layer with the same weights:
-its router and its dispatcher, and SequentialMLP or GroupedMLP (whole_steps/megatron_experts.py says what that has
-without Transformer Engine). Attention, norms, loss, optimizer and tokens are the same. Before the first step both
-layers' outputs for random tokens are compared: what differs by more than rounding is WRONG. The learning rate is 0, so
-that weights, and where tokens go, stay the same in all of them; `load_max` is the largest expert's load over the mean.
+`standard_graphs` and `gsa_graphs` are the same models with `train.cuda_graphs`. The bar compares the faster variant of
+GSA, with or without graphs, with the faster variant of the standard model.
 
-The models take turns, in `--rounds` rounds, each built again in every round as they do not fit the device together,
-and warmed up first. `ratio` is the median over the rounds of a model's step over the standard one's without graphs,
-with its standard error. The table by part is traced steps of the last round, in ms per step: `experts` are the routed
-ones' products, `exchange` is sorting tokens by expert and adding up outputs, `mlp` has the shared expert. Kernels of a
-graph belong to no part, so those models are not traced.
+`standard_sequential` and `standard_grouped` use megatron-core's own mixture with the same weights: its router, its
+dispatcher, and SequentialMLP or GroupedMLP (whole_steps/megatron_experts.py lists what works without Transformer
+Engine). Attention, norms, loss, optimizer and tokens are the same. Before the first step the outputs of both mixtures
+for random tokens are compared, and a difference beyond rounding is WRONG. The learning rate is 0, so that weights and
+routing stay the same in all models. `load_max` is the largest expert's load divided by the mean.
+
+The models take turns in `--rounds` rounds. Each round builds each model again, because they do not fit together, and
+warms it up. `ratio` is the median over the rounds of a model's step time divided by the standard model's without
+graphs, with its standard error. The table by part shows traced steps of the last round in ms per step: `experts` are
+the products of the routed experts, `exchange` sorts tokens by expert and adds up outputs, `mlp` includes the shared
+expert. Kernels of a graph belong to no part, so models with graphs are not traced.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ STANDARD, GSA = "standard", "gsa"
 @dataclass(frozen=True)
 class Variant:
     kind: str
-    """STANDARD or GSA: which config."""
+    """STANDARD or GSA: selects the config."""
     megatron_experts: str = ""
-    """Which of megatron-core's experts; empty: our mixture."""
+    """Which of megatron-core's experts to use; empty: our mixture."""
     graphs: bool = False
     """`train.cuda_graphs`"""
 
@@ -78,35 +79,35 @@ MODELS = (
 GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MICRO_BATCHES = (1, 2, 4)
 SPARE_GIB = 6.0
-"""Of the device, for what an estimate leaves out: the allocator's gaps and what libraries hold."""
+"""Memory that the estimate leaves out: the allocator's gaps and memory of libraries."""
 LEFT_GIB = 1.0
-"""What a turn may leave allocated: workspaces of libraries."""
+"""Memory that a turn may leave allocated: workspaces of libraries."""
 TRACED_STEPS = 2
 ROUNDING = 0.02
-"""Relative, of a layer's output in bf16: eps is 0.008, and each output is a sum of two products in a row."""
+"""Allowed relative difference of a layer's bf16 output: eps is 0.008, and an output sums two products."""
 
 
 @dataclass
 class Found:
-    """What a model showed in its turns."""
+    """Holds the measurements of a model in its turns."""
 
     config: Config
     step_seconds: list[float] = field(default_factory=list)
     """Median of each round."""
     peak_gib: float = 0.0
     left_gib: float = 0.0
-    """How much more than before is still allocated after a turn."""
+    """Memory that is still allocated after a turn, minus the memory before it."""
     difference: float = 0.0
-    """Of megatron-core's layers' outputs from ours; 0 for ours."""
+    """Relative difference of the outputs of megatron-core's layers from ours; 0 for ours."""
     load_max: float = float("nan")
     synchronizations: int = 0
-    """Times that a step made the host wait for the device."""
+    """How often a step made the host wait for the device."""
     parts: dict[str, float] = field(default_factory=dict)
     """ms per step."""
     failed: str = ""
-    """Why it takes no more turns."""
+    """Why the model takes no more turns."""
     is_fault: bool = False
-    """It is not for want of room."""
+    """The failure is not a lack of memory."""
 
     @property
     def predicted_gib(self) -> float:
@@ -137,12 +138,12 @@ def load(name: str, options: Sequence[str]) -> Config:
 def load_all(
     names: Sequence[str], options: Sequence[str], sequences: int, micro_batch: int | None
 ) -> dict[str, Found]:
-    """The models with one micro-batch.
+    """Load the models with one micro-batch for all.
 
     Args:
-        sequences: of a step.
-        micro_batch: sequences of one; None: the most of MICRO_BATCHES with which all models fit the device, by the
-            memory estimate, or 1 if none does.
+        sequences: sequences per step.
+        micro_batch: sequences per micro-batch; None: the largest of MICRO_BATCHES with which all models fit the device
+            by the memory estimate, or 1 if none does.
     """
     sizes = [micro_batch] if micro_batch else [size for size in MICRO_BATCHES if sequences % size == 0]
     loaded = {
@@ -169,7 +170,7 @@ def take_turns(found: dict[str, Found], turns: Turns, parallel: Parallel) -> Non
                     each.failed = f"out of memory: {str(error).splitlines()[0]}"
                 except CaptureError as error:
                     each.failed, each.is_fault = f"no graph: {error.__cause__}".splitlines()[0], True
-                # After the handler, whose error holds references to the tensors.
+                # This runs after the handler, because its error holds references to the tensors.
                 before, allocated = allocated, release_memory(parallel.device)
                 each.left_gib = max(each.left_gib, (allocated - before) / 2**30)
             shown = each.failed or f"{1e3 * each.step_seconds[-1]:.1f} ms"
@@ -206,7 +207,7 @@ def take_turn(name: str, found: Found, turns: Turns, is_last: bool, parallel: Pa
 
 
 def largest_load(model: Model) -> float:
-    """Of all experts in the last step, over the mean."""
+    """Return the largest load of any expert in the last step, divided by the mean."""
     stats = model.runtime.stats
     nothing = torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
     layers = stats.reduce(nothing, [], [])[0]
@@ -238,18 +239,18 @@ def add_to(report: harness.Report, found: dict[str, Found]) -> None:
 
 
 def faster_way(found: dict[str, Found], kind: str) -> str:
-    """The name of the kind's model that had the shortest steps, with our mixture."""
+    """Return the name of the kind's model with the shortest steps, with our mixture."""
     ways = [name for name in found if MODELS[name].kind == kind and not MODELS[name].megatron_experts]
     return min(ways, key=lambda name: (bool(found[name].failed), median_step(found[name])))
 
 
 def median_step(found: Found) -> float:
-    """Seconds; infinite without a turn."""
+    """Return the median step time in seconds; infinite without a turn."""
     return statistics.median(found.step_seconds) if found.step_seconds else float("inf")
 
 
 def ratio_of(one: Found, reference: Found) -> tuple[float, float]:
-    """Of the times in neighbouring turns: median, and its standard error."""
+    """Return the ratio of the times in neighbouring turns: median and its standard error."""
     if one.failed or reference.failed:
         return float("nan"), float("nan")
     pairs = zip(one.step_seconds, reference.step_seconds, strict=True)
@@ -306,7 +307,7 @@ def main() -> int:
     harness.require_cuda()
     options = [f"model.num_layers={arguments.layers}", f"moe.experts={arguments.experts}"]
     options += [f"train.global_batch_size={arguments.sequences}", *arguments.overrides]
-    names = list(dict.fromkeys([STANDARD, *arguments.models]))  # what all are compared with comes first
+    names = list(dict.fromkeys([STANDARD, *arguments.models]))  # the baseline comes first
     found = load_all(names, options, arguments.sequences, arguments.micro_batch)
     config = found[STANDARD].config
     if any(MODELS[name].megatron_experts for name in names) and (
@@ -315,7 +316,7 @@ def main() -> int:
         parser.error(f"megatron-core's mixture cannot be compared: {reason}")
     report = harness.Report("bench_moe", arguments)
     parallel = init_parallel(config.parallel, seed=1)
-    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
+    leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
     turns = Turns(
         arguments.rounds,
         arguments.warm_up_steps,

@@ -1,14 +1,14 @@
-"""Times the indexer scores and the selection on one CUDA device, and checks the selection beside each time.
+"""Times the indexer scores and the selection on one CUDA device, and checks each selection.
 
     python benchmarks/bench_selection.py [--lengths 4096 32768] [--query-start 98304] [--candidates-from 8192]
         [--profile]
 
-Per length: the score pass and the selection pass over the same chunks of rows; both together as `select_keys`
-runs them, by all scores (select_keys_ms) and by candidates (candidates_ms); the same to key lists, as
-`select_key_lists` runs them (lists_ms, candidate_lists_ms); torch.topk over the same scores (its sort, without the
-words). best_ratio is the faster way to the lists over the score pass. TFLOP/s count the products of the causal pairs,
-2 HI DI each; GB/s count one write (scores) or one read (selection) of each causal score. --query-start N takes the
-queries from N on and all keys, as a context-parallel rank has them. --profile adds each kernel's share of the lists.
+For each length it times the score pass and the selection pass over the same chunks of rows. It times both together as
+`select_keys` runs them, by all scores (select_keys_ms) and by candidates (candidates_ms). It times `select_key_lists`
+in both ways (lists_ms, candidate_lists_ms), and torch.topk over the same scores (only its sort). best_ratio is the
+faster way to the lists divided by the score pass. TFLOP/s count the products of the causal pairs, 2 HI DI each. GB/s
+count one write (scores) or one read (selection) of each causal score. --query-start N takes the queries from N on and
+all keys, as on a context-parallel rank. --profile adds the share of each kernel in the time of the lists.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RULE = BudgetRule(K_BASE, K_MIN, K_MAX)
 
 
 def measure(report: harness.Report, args: argparse.Namespace, length: int) -> None:
-    """Of the queries from `args.query_start` on, with all `length` keys."""
+    """Measure the queries from `args.query_start` on, with all `length` keys."""
     query_start, candidates_from = args.query_start, args.candidates_from
     indexer, geometry = (
         make_indexer(length, query_start, getattr(torch, args.dtype)),
@@ -67,7 +67,7 @@ def measure(report: harness.Report, args: argparse.Namespace, length: int) -> No
             write_scores(inputs, rows.start, rows.stop, view)
 
     def selection_pass() -> None:
-        # What the chunks before the last left in the buffer is overwritten, but scores all the same.
+        # The buffer holds values of earlier chunks. They are overwritten, and they are scores in any case.
         for rows, view in views:
             select_chunk(selector.criteria, view, rows, outputs)
 
@@ -109,14 +109,14 @@ def make_indexer(length: int, query_start: int, dtype: torch.dtype) -> Indexer:
         return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
     q_idx = draw(1, length, INDEXER_HEADS, INDEXER_SIZE)[:, query_start:].contiguous()
-    # Wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     k_idx = draw(1, length, INDEXER_SIZE) * 1.5
     weight_logits = draw(1, length, INDEXER_HEADS)[:, query_start:].contiguous()
     return Indexer(q_idx, k_idx, weight_logits)
 
 
 def print_kernels(run: harness.Run) -> None:
-    """What each kernel takes in one run, the longest first."""
+    """Print the time of each kernel in one run, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -131,7 +131,7 @@ def print_kernels(run: harness.Run) -> None:
 def is_correct(
     indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor, sample: int = 64
 ) -> bool:
-    """Budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
+    """Check that budget and selection equal the reference's on some rows at the start, in the middle and at the end."""
     num_rows, length = indexer.queries.shape[1], indexer.keys.shape[1]
     assert selection.packed_mask is not None
     sample = min(sample, num_rows)

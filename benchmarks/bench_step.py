@@ -1,24 +1,25 @@
-"""A training step of whole models on one CUDA device, through the framework: time, MFU, memory, and where it goes.
+"""Measures a training step of whole models on one CUDA device: time, MFU, memory, and the time of its parts.
 
     python benchmarks/bench_step.py [key=value ...] [--configs standard_1.7b gsa_1.7b] [--micro-batch 1 4]
     python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard shared] [key=value ...]
 
-Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline.
-`key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` of one:
-the third of the defaults learns its indexer from a quarter of the queries. Step times are medians over unlogged steps.
-Each config takes them in turn with the first one, step by step, for the clock of a device follows its temperature by
-some percent; `ratio` is the median of what neighbours in time give, with its standard error. Another device of the same
-kind may give another: 1.145 and 1.151 with the same kernels. The table by part is one profiled step, in ms per
-sequence: what the kernels of a part took, and `idle`, the step's time without any kernel.
+Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
+`key=value` overrides fields of all configs (`model.num_layers=4` for a quick look), `--configs NAME,key=value` fields
+of one config. The third default config trains its indexer on a quarter of the queries. Step times are medians over
+unlogged steps. Each config takes turns with the first one, step by step, because the clock of a device changes with its
+temperature. `ratio` is the median ratio of neighbouring steps, with its standard error. Ratios differ by some
+thousandths between devices of one kind. The table by part is one profiled step, in ms per sequence: the kernels of each
+part, and `idle`, the time without any kernel.
 
---lengths (`make bench-step`): models of few layers with real embedding and head, standard ones (cuDNN) and GSA, per
-query and with a selection for 32 queries, over lengths; whole_steps/step_sweep.py. Each case's row is kept in
-bench_step_lengths.json at once, and a later call measures what the file lacks for its device and commit. `speed_up` is
-the standard model's time over this one's, in turns; `host_ms` what the host needs to launch a step; `r` and `mean_k`
-what was selected, and `indexer` by what: projections planted in place of the random weights' own, `alike` (the queries
-of a tile as alike as gives a trained model's r) or exported ones. Models whose names end in `_graphs` run with
-train.cuda_graphs; `host_ms` says what that saves, `peak_gib` what it costs. From two depths follow `layer_ms` and the
-step of the whole model; `--layers 24` measures whole models, and nothing is scaled.
+--lengths (`make bench-step`) measures standard models (cuDNN) and GSA, per query and with a selection for 32 queries,
+over lengths (whole_steps/step_sweep.py). The models have few layers, but their real embedding and head. Each row is
+saved at once in bench_step_lengths.json. A later call measures only cases that have no row for its device and commit.
+
+The columns: `speed_up` is the standard model's time divided by this model's, in turns. `host_ms` is the time that the
+host needs to launch a step. `r` (the union ratio) and `mean_k` describe the selections. `indexer` says which
+projections replace the random ones: `alike` (similar for the queries of a tile, so that r is as in a trained model) or
+exported ones. Models with names in `_graphs` run with train.cuda_graphs, and `peak_gib` shows the memory this costs.
+`layer_ms` and the step of the whole model follow from two depths. `--layers 24` measures whole models without scaling.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ def main() -> int:
 
     configs = {name: load(name, arguments.sequences, arguments.overrides) for name in arguments.configs}
     parallel = init_parallel(next(iter(configs.values())).parallel, seed=1)
-    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
+    leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
     rows: list[Row] = []
     reference: Subject | None = None
     for name, config in configs.items():

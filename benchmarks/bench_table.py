@@ -1,15 +1,15 @@
-"""The attention kernels on the grid of cudnn-frontend's sparse-attention benchmark, as CSV and as a page.
+"""Measures the attention kernels on the grid of cudnn-frontend's sparse-attention benchmark; writes CSV and a page.
 
     python benchmarks/bench_table.py [--variants qwen3.8 minimax] [--lengths 4096 8192 16384 32768 65536]
 
-The grid (github.com/NVIDIA/cudnn-frontend, benchmark/sparse_attention_training): given selections, bf16, one sequence,
-no indexer; `flops` and `tflops` count 2 products over the entries selected, as there. Its columns come first. What each
-query selects is random there. Beside it a selection that 32 queries share, as training with gsa.selection_block=32 has,
-and dense attention by cuDNN. r: keys of the lists of 32 queries over one query's. Its shapes with
-latent keys of 512 and 576 do not fit these kernels; `minimax` has one selection for all key-value heads here, and
-one for each there.
+The grid (github.com/NVIDIA/cudnn-frontend, benchmark/sparse_attention_training) has given selections, bf16, one
+sequence and no indexer. Its `flops` and `tflops` count 2 products over the selected entries; its columns come first.
+Its selections are random for each query. We add selections that 32 queries share, as in training with
+gsa.selection_block=32, and dense attention by cuDNN. r is the number of keys in the list of 32 queries divided by the
+keys of one query. These kernels do not support its shapes with latent keys of 512 and 576. `minimax` has one selection
+for all key-value heads here, but one per head in the grid.
 
-Writes bench_table.json and bench_table.csv into --out, and with --page FILE a page of Markdown.
+The results go to bench_table.json and bench_table.csv in --out, and with --page FILE to a page of Markdown.
 """
 
 import csv
@@ -38,7 +38,7 @@ SHARED = 32
 CHECKED_LENGTH = 1024
 TOLERANCE = 1e-2
 CHUNK_NUMBERS = 2**24
-"""Random numbers at a time, one for each row and entry."""
+"""Random numbers drawn at a time, one for each row and entry."""
 COLUMNS = (
     *("variant", "seqlen", "h_q", "h_kv", "d_k", "d_v", "granularity", "topk", "group_scope", "dtype"),
     *("backend", "ms", "tflops", "flops", "note", "selection", "r", "both_ms"),
@@ -47,15 +47,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the grid."""
-
     shape: Shape
     granularity: int
-    """Tokens of an entry."""
+    """Tokens per entry."""
     entries: int
-    """Of a query, at the most."""
+    """Largest number of entries per query."""
     forced_tail: bool
-    """The query's own entry, up to the query, is always selected."""
+    """Whether the query's own entry, up to the query, is always selected."""
     note: str = ""
 
 
@@ -66,10 +64,10 @@ VARIANTS = {
 
 
 def random_rows(variant: Variant, rows: range, share: int, generator: torch.Generator) -> torch.Tensor:
-    """Packed masks [1, rows, ceil(rows.stop / 32)] of random entries that have begun at the query.
+    """Draw packed masks [1, rows, ceil(rows.stop / 32)] of random entries that begin at or before the query.
 
     Args:
-        share: queries, from a multiple of it on, that select the same of the entries before them
+        share: number of queries, from a multiple of it on, that select the same earlier entries
     """
     size, device = variant.granularity, generator.device
     positions = torch.arange(rows.start, rows.stop, device=device)
@@ -83,14 +81,14 @@ def random_rows(variant: Variant, rows: range, share: int, generator: torch.Gene
     chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, best.indices, best.values >= 0)
     keys = torch.arange(rows.stop, device=device)
     selected = chosen.repeat_interleave(size, 1)[:, : rows.stop].repeat_interleave(share, 0)[: len(rows)]
-    if share > 1:  # what has come since the selection was made
+    if share > 1:  # the entries since the selection was made
         selected = selected | (keys >= (positions // share * share)[:, None])
     return pack_mask(selected[None] & (keys <= positions[:, None]))
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Of all queries, in the format that `select` would take at this length."""
+    """Holds the selection of all queries, in the format that `select` would choose at this length."""
 
     packed_mask: torch.Tensor | None
     lists: KeyLists | None
@@ -102,7 +100,7 @@ class Selected:
         return masked_attention(x.q, x.k, x.v, self.packed_mask)[0]
 
     def mask(self, length: int) -> torch.Tensor:
-        """bool [1, L, L]"""
+        """Return bool [1, L, L]."""
         if self.packed_mask is not None:
             return unpack_mask(self.packed_mask, length)
         assert self.lists is not None
@@ -135,14 +133,13 @@ def select(variant: Variant, length: int, share: int, seed: int = 0) -> Selected
 
 
 def count_flops(variant: Variant, length: int) -> int:
-    """Of the forward pass, as the grid counts them: whole entries, 2 products."""
+    """Count the operations of the forward pass as the grid does: whole entries, 2 products."""
     begun = (torch.arange(length) // variant.granularity + 1).clamp(max=variant.entries)
     tokens = int(begun.sum()) * variant.granularity
     return 2 * tokens * variant.shape.heads * 2 * variant.shape.head_size
 
 
 def check(report: harness.Report, name: str, share: int) -> None:
-    """Output and gradients against fp64."""
     variant = VARIANTS[name]
     chosen = select(variant, CHECKED_LENGTH, share)
     x = cases.attention_inputs(variant.shape, 1, CHECKED_LENGTH)
@@ -184,7 +181,7 @@ def measure(report: harness.Report, name: str, length: int) -> None:
         try:
             run()
             runs[f"dense {part}"] = run
-        except RuntimeError as refusal:  # cuDNN has no gradients of heads of 256 on some devices
+        except RuntimeError as refusal:  # on some devices cuDNN has no gradients for heads of 256
             refused[part] = str(refusal).splitlines()[0]
     times = {key: timing.ms for key, timing in harness.measure(runs).items()}
     flops = count_flops(variant, length)
@@ -223,7 +220,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -> str:
-    """Markdown: a table for each variant, with hardware and commit."""
+    """Format Markdown: a table for each variant, with hardware and commit."""
     lines = [
         "# Sparse attention on cudnn-frontend's grid",
         "",

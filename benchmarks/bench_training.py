@@ -1,32 +1,33 @@
-"""Training steps of whole models on all GPUs of a node: speed, MFU and memory, beside megatron-core's own model.
+"""Measures training steps of whole models on all GPUs of a node: speed, MFU and memory, with megatron-core as baseline.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_training.py \\
         --config configs/gsa_1.7b.yaml configs/standard_1.7b.yaml --megatron configs/standard_1.7b.yaml \\
         --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
     python benchmarks/bench_training.py --scaling one.json two.json     (weak scaling: two such reports)
 
-Each config's last phase on random tokens, weights as initialised, one document per sequence, no data pipeline; the
-same sequences per device in every layout. A layout names its sizes in short (whole_steps/layout_names.py); what
-it leaves of the GPUs is data parallel. Runs on CPUs too, without memory and MFU.
+Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
+Every layout has the same number of sequences per device. A layout names its sizes in short
+(whole_steps/layout_names.py); the remaining GPUs are data parallel. The bench also runs on CPUs, without memory and
+MFU.
 
-Tokens are random and weights new, or with --text and --checkpoint a config's text and a run's weights: with a
-selection for each query, what neighbours select alike decides the time at long contexts, and random tokens share
-nothing.
+--text and --checkpoint use a config's text and a run's weights instead. For selections per query at long contexts these
+matter: the time depends on how similar neighbouring selections are, and random tokens have no similarity.
 
-With the documents of a text a long sequence is not a long context: a query sees the keys of its own document alone, the
-kernels of our models skip the others, and `visible` is how many it sees in the mean, and MFU counts the `attended`
-ones (of GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context, as it is
-with random tokens and, whatever the documents, for megatron-core's model. --scaling compares only steps whose queries
-see the same, to one percent.
+In a text with documents, a long sequence is not a long context: a query attends only to keys of its own document. The
+kernels of our models skip the other keys. `visible` is the mean number of causal keys, and MFU counts the `attended`
+keys (for GSA k_base and the local window). data.attend_across_documents=true makes each sequence one context. Random
+tokens and megatron-core's model always have one context per sequence. --scaling compares only steps whose queries have
+the same number of causal keys, to one percent.
 
---breakdown traces two more steps of each and prints, in milliseconds of one of them on rank 0's device, what each part
-of the model took, how long NCCL's kernels ran alone (`exposed`, waiting for other ranks included; the largest over the
-ranks beside it) and how long nothing ran (`idle`). These add up to the traced step, which is slower than the measured
-one. Communication beside other kernels (`overlapped`) is in the parts' time. The rules are in
-gsa_train/profiling/step_breakdown.py.
+--breakdown traces two more steps of each model and prints their mean in milliseconds on rank 0's device. It shows the
+time of each part of the model, the time in which NCCL's kernels ran alone (`exposed`, including waits for other ranks,
+with the largest over the ranks), and the time without kernels (`idle`). These add up to the traced step, which is
+slower than the measured one. The parts' time includes communication that runs beside other kernels (`overlapped`). The
+rules are in gsa_train/profiling/step_breakdown.py.
 
-A variant that runs out of memory on all ranks alike says so, and the next one follows. If only some ranks fail, the
-others wait for them in a collective: then all end at once with exit code 1, and the last row of the results says why.
+A variant that runs out of memory on all ranks prints a message, and the next variant follows. If only some ranks fail,
+the other ranks wait for them in a collective. All ranks then end at once with exit code 1, and the last row of the
+results gives the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from whole_steps.variants import ATTENTIONS, Sizes, variants
 
 TRACED_STEPS = 2
 LAST_WORDS_SECONDS = 5
-"""Of the rank that reports for all that failed: torchrun ends all with the first that ends."""
+"""Time for the rank that reports for all failed ranks: torchrun ends all ranks when the first one ends."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cells_of(result: Result) -> dict[str, Any]:
-    """A line of the printed table; the file has the ranks one by one."""
+    """Format a line of the printed table; the file lists the ranks separately."""
     peak, reserved, predicted = result.peak_gib, result.peak_reserved_gib, result.predicted_gib
     return {
         "model": result.model,
@@ -146,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> int:
         return refuse(error)
     chosen = VARIABLE in os.environ
     prepare_connections([variant.config.parallel for variant in plan], os.environ, compute_capability())
-    # After it, as CUDA reads the variable when it is first asked for devices, and an import may ask.
+    # CUDA reads the variable when it is first asked for devices, which an import may do. So this import comes later.
     import harness  # benchmarks/harness.py
     import torch
 
@@ -187,7 +188,7 @@ def measure(arguments: argparse.Namespace) -> int:
         else:
             time.sleep(LAST_WORDS_SECONDS)
         sys.stderr.flush()
-        os._exit(1)  # the usual end would wait for the other ranks
+        os._exit(1)  # a normal exit would wait for the other ranks
     shutdown_parallel()
     if is_main:
         if arguments.breakdown:
@@ -202,7 +203,6 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 def print_rows(rows: list[dict[str, Any]], remarks: list[str], with_header: bool) -> None:
-    """Model and layout, then numbers."""
     import harness  # loads torch
 
     columns = {
@@ -232,7 +232,7 @@ def print_breakdowns(results: list[Result]) -> None:
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not have."""
     return {name: None if isinstance(cell, float) and cell != cell else cell for name, cell in row.items()}
 
 

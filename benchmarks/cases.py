@@ -1,4 +1,4 @@
-"""What several benches run: the shapes of the reference models, random inputs, and dense attention of torch."""
+"""Defines what several benches run: the shapes of the reference models, random inputs, and torch's dense attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,36 +24,36 @@ class Shape:
 
 
 USUAL = ("1.7B", "7B")
-"""Names in SHAPES of the reference models: the default of a bench."""
+"""Names in SHAPES of the reference models, which a bench runs by default."""
 
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape("1.7B", 16, 4),
         Shape("7B", 32, 8),
-        # 16 query heads and 2 key-value heads of 256, as Qwen3-Next has; and the same bytes as heads of 128.
+        # 16 query heads and 2 key-value heads of 256, as in Qwen3-Next, and the same bytes as heads of 128.
         Shape("heads-256", 16, 2, 256),
         Shape("heads-128", 32, 4, 128),
     )
 }
 
 WIDE_OVER_NARROW = 1.2
-"""Time of attention's forward pass: heads-256 over heads-128, at most."""
+"""Largest allowed time of attention's forward pass for heads-256 relative to heads-128."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """[B, L, heads, D], with gradients except `grad`."""
+    """Holds tensors [B, L, heads, D], which require gradients except `grad`."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     output_gate: torch.Tensor
-    """Logits of G1, as q."""
+    """Logits of G1, with the shape of q."""
     value_gate: torch.Tensor
-    """Logits of G2, as v."""
+    """Logits of G2, with the shape of v."""
     grad: torch.Tensor
-    """Gradient of the output, as q."""
+    """Gradient of the output, with the shape of q."""
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def attention_inputs(shape: Shape, batch: int, length: int) -> AttentionInputs:
 @dataclass(frozen=True)
 class IndexerInputs:
     q_idx: torch.Tensor
-    """[B, R, HI, DI]; R = L without blocks of queries"""
+    """[B, R, HI, DI]; R = L without blocks of queries."""
     k_idx: torch.Tensor
     """[B, L, DI]"""
     weight_logits: torch.Tensor
@@ -98,11 +98,11 @@ class IndexerInputs:
 
 
 def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 1) -> IndexerInputs:
-    """With gradients.
+    """Draw inputs that require gradients.
 
     Args:
-        likeness: of the 32 queries of a tile, 0 (independent) to 1 (equal): the more alike they are, the more keys
-            their selections share
+        likeness: similarity of the 32 queries of a tile, 0 (independent) to 1 (equal). Similar queries select more keys
+            in common.
         block: queries that share a selection
     """
 
@@ -113,7 +113,7 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 
 
     inputs = IndexerInputs(
         alike(INDEXER_HEADS, INDEXER_SIZE),
-        # Wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+        # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
         1.5 * normal(batch, length, INDEXER_SIZE),
         alike(INDEXER_HEADS),
         normal(INDEXER_HEADS),
@@ -125,8 +125,7 @@ def indexer_inputs(batch: int, length: int, likeness: float = 0.0, block: int = 
 
 
 def judge_wide_heads(report: harness.Report, *alike: str) -> None:
-    """The bar of heads of 256 in our kernels, where both shapes were measured. `alike`: columns in which the two rows
-    agree."""
+    """Check the bar for heads of 256 if both shapes were measured. `alike`: columns in which the two rows agree."""
     rows = {(row["shape"], *(row[name] for name in alike)): row for row in report.rows if "forward_ms" in row}
     for (shape, *case), row in list(rows.items()):
         narrow = rows.get(("heads-128", *case))
@@ -142,18 +141,14 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Dense causal attention of one torch backend, [B, H, L, D] and [B, Hkv, L, D].
-
-    Measured at 32K on an H200, both shapes, torch 2.11: own copies of the keys and values for each query head are
-    slower than grouped heads in cuDNN (forward 7.5 ms against 6.6), as are views of [B, L, H, D] in cuDNN (7.5).
-    Flash attention is fastest on such views (12.9 ms; 13.3 with repeated heads, 15.1 contiguous).
-    """
+    """Run dense causal attention of one torch backend on [B, H, L, D] and [B, Hkv, L, D]. On an H200 at 32K, cuDNN is
+    fastest with grouped heads and contiguous tensors. Flash attention is fastest on views of [B, L, H, D]."""
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def gated_dense(inputs: AttentionInputs) -> tuple[torch.Tensor, ...]:
-    """What GSA of all keys must give: output and gradients of `inputs.leaves`, in fp32."""
+    """Compute what GSA with all keys must give: output and gradients of `inputs.leaves`, in fp32."""
     x = inputs
     v = x.v.float() * x.value_gate.float().sigmoid()
     heads_first = (t.float().transpose(1, 2) for t in (x.q, x.k, v))
@@ -163,7 +158,7 @@ def gated_dense(inputs: AttentionInputs) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense attention of one backend, for inputs in the layout that it likes best."""
+    """Runs dense attention of one backend, for inputs in its fastest layout."""
 
     backend: SDPBackend
     leaves: list[torch.Tensor]
@@ -173,7 +168,7 @@ class Dense:
         return dense_attention(self.backend, *self.leaves)
 
     def both(self) -> tuple[torch.Tensor, ...]:
-        """Output and gradients of q, k and v."""
+        """Return output and gradients of q, k and v."""
         out = self.forward()
         return out, *torch.autograd.grad(out, self.leaves, self.grad)
 

@@ -1,9 +1,9 @@
-"""Do the readers keep up? A short real run of a config: python benchmarks/data_wait.py --config FILE [key=value ...]
+"""Checks whether the readers keep up, in a short run: python benchmarks/data_wait.py --config FILE [key=value ...]
 
-Starts launch/pretrain.py on --gpus ranks in a temporary folder, with one warm-up step for each phase but the last,
-and ends it after --steps further steps, without a checkpoint. Prints the share of the time that steps waited for text
-(`data_wait`) and the CPU cores that the reader processes kept busy meanwhile. For example, on one GPU and the bundled
-text, streamed and tokenized on the fly:
+The script starts launch/pretrain.py on --gpus ranks in a temporary folder. Each phase except the last has one warm-up
+step. The run ends after --steps further steps, without a checkpoint. The script prints the share of the time that steps
+waited for text (`data_wait`), and the CPU cores that the reader processes used meanwhile. This example runs on one GPU
+and streams the bundled text:
 
     python benchmarks/data_wait.py --config configs/gsa_1.7b.yaml --steps 40 --sample model.num_layers=8 \\
         train.global_batch_size=32
@@ -32,21 +32,21 @@ from gsa_train.metrics.record_format import read_records
 
 SAMPLE = ("train_dir=train", "validation_dir=validation", "tokenizer=tokenizer.model")
 SETTLE_STEPS = 8
-"""Left out: compilation, and readers that are ahead from the start."""
+"""Steps left out, because kernels compile and readers start with full queues."""
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds of CPU time so far."""
+    """Holds the seconds of CPU time until now."""
 
     at: float
-    """By the clock."""
+    """Wall-clock time."""
     ranks: float
     readers: float
 
 
 def cpu_times(launcher: psutil.Process, world_size: int) -> CpuTimes:
-    """Of the ranks, and of the processes that they started."""
+    """Measure the ranks and the processes that they started."""
     ranks = [launcher] if world_size == 1 else launcher.children()
     readers = [child for rank in ranks for child in rank.children(recursive=True)]
     return CpuTimes(time.monotonic(), sum(map(_cpu_seconds, ranks)), sum(map(_cpu_seconds, readers)))
@@ -61,7 +61,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def summary(records: list[dict[str, Any]], before: CpuTimes, after: CpuTimes, config: Config) -> str:
-    """Of the logged steps between the two times."""
+    """Summarise the logged steps between the two times."""
     waits = [record["data_wait"] for record in records]
     seconds = after.at - before.at
     readers = (after.readers - before.readers) / seconds
@@ -108,10 +108,10 @@ def command_of(arguments: argparse.Namespace, config: Config, folder: Path) -> l
 def watch(
     launcher: psutil.Popen, metrics: Path, steps: int, world_size: int
 ) -> tuple[list[dict[str, Any]], CpuTimes, CpuTimes]:
-    """Returns records of `steps` steps after the first SETTLE_STEPS, and CPU times before and after them.
+    """Return records of `steps` steps after the first SETTLE_STEPS, and CPU times before and after them.
 
     Raises:
-        RuntimeError: the run ended before.
+        RuntimeError: the run ended earlier.
     """
     before: CpuTimes | None = None
     first = 0
@@ -127,7 +127,7 @@ def watch(
 
 
 def end(launcher: psutil.Popen) -> None:
-    """At once: there is nothing to save."""
+    """End the run at once; there is nothing to save."""
     for process in [*launcher.children(recursive=True), launcher]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

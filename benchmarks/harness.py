@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, peak memory, the record of the machine, results as JSON and as a table.
+"""Provides what all benchmarks share: timing, peak memory, the record of the machine, results as JSON and as a table.
 
     args = harness.parser(__doc__).parse_args()
     harness.require_cuda()
@@ -41,7 +41,7 @@ Run = Callable[[], object]
 Cell = str | int | float | bool | None
 
 _BEGAN = time.monotonic()
-_FLUSH_BYTES = 256 * 2**20  # several times any L2
+_FLUSH_BYTES = 256 * 2**20  # several times the size of any L2
 
 
 # --- timing --------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ _FLUSH_BYTES = 256 * 2**20  # several times any L2
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one candidate, in ms."""
+    """Holds the time of one candidate in ms."""
 
     ms: float
     """Median."""
@@ -71,20 +71,20 @@ def measure(
     compiled: bool = False,
     before: Mapping[str, Run] | None = None,
 ) -> dict[str, Timing]:
-    """Time the candidates on the current CUDA device, by its events.
+    """Time the candidates on the current CUDA device by CUDA events.
 
-    Each is called a few times first: to compile, to warm up, and to see how long it takes. Then they take turns,
-    in `rounds` rounds, so that a clock that falls while the chip heats up falls for all of them.
+    Each candidate first runs a few times to compile, to warm up, and to estimate its time. Candidates then take turns
+    in `rounds` rounds, so that a clock that falls while the chip heats up affects all of them.
 
     Args:
-        candidates: name -> what to time; results are dropped
-        budget_ms: of device time per candidate
-        min_runs: for candidates that take longer than budget_ms / min_runs
-        max_runs: for those that take less than budget_ms / max_runs
-        rounds: turns of a candidate
-        compiled: all kernels of the candidates have run before; saves a run of each
+        candidates: name -> function to time; its results are dropped
+        budget_ms: device time per candidate
+        min_runs: runs of a candidate that takes longer than budget_ms / min_runs
+        max_runs: runs of a candidate that takes less than budget_ms / max_runs
+        rounds: turns per candidate
+        compiled: all kernels of the candidates have run before; saves one run of each
         flush_l2: overwrite the L2 before each run, as another layer's work would
-        before: name of a candidate -> what to call before each of its timed runs, outside of its time
+        before: name of a candidate -> function to call before each of its runs, outside the timed region
     """
     schedules, before = {}, before or {}
     for name, run in candidates.items():
@@ -109,20 +109,20 @@ def count_runs(estimate_ms: float, budget_ms: float, min_runs: int, max_runs: in
 
 
 def share_rounds(runs: int, rounds: int) -> list[int]:
-    """Runs of each round; the first ones take what is left over."""
+    """Divide runs over rounds; the first rounds get the remainder."""
     return [runs // rounds + (turn < runs % rounds) for turn in range(rounds)]
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and its standard error: a normal value's standard deviation is 1.48 times its median deviation, and its
-    median is 1.25 times less sure than its mean."""
+    """Return the median and its standard error, assuming normal values. Their standard deviation is 1.48 times the
+    median deviation. The standard error of the median is 1.25 times the mean's."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
 
 
 def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -> list[float]:
-    """ms of each run. Nothing waits between them, so that the device need not wait for the host."""
+    """Return the ms of each run. Nothing waits between runs, so that the device need not wait for the host."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
         if flush is not None:
@@ -137,10 +137,10 @@ def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -
 
 
 def capture(run: Run) -> Run:
-    """`run` as a CUDA graph, without the host's share of its time: returns what replays it.
+    """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
-    `run` must do the same each time, on the same tensors, and never wait for the device. No autograd graph of its
-    leaves may be alive: their gradients would flow on the stream on which that graph was made.
+    `run` must do the same each time on the same tensors, and never wait for the device. No autograd graph of its leaves
+    may exist, because their gradients would be computed on the stream of that graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -155,7 +155,7 @@ def capture(run: Run) -> Run:
 
 
 def peak_bytes(run: Callable[[], T]) -> tuple[int, T]:
-    """Most device memory that a run holds beside what is there before it, its results included; the results."""
+    """Return the peak device memory of a run in addition to existing memory, including its results, and the results."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -178,7 +178,7 @@ def require_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    """||value - wanted|| / ||wanted||, in fp64."""
+    """Return ||value - wanted|| / ||wanted||, in fp64."""
     wanted = wanted.detach().double()
     return float((value.detach().double() - wanted).norm() / wanted.norm())
 
@@ -187,12 +187,10 @@ def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def commit() -> str:
-    """The commit of these sources: what GSA_COMMIT says, or git, with -dirty where they differ from its commit.
-
-    Set the variable where a copy of the tree has no repository, or an old one.
-    """
+    """Return the commit of these sources, from GSA_COMMIT or git, with -dirty if they differ from it. Set the variable
+    if a copy of the tree has no repository, or an old one."""
     found = os.environ.get("GSA_COMMIT", "")
-    # Only the repository of this very file: a copy may lie inside another one.
+    # Only the repository of this file counts, because a copy may lie inside another repository.
     if not found and (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -202,7 +200,7 @@ def commit() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a figure depends on beside the code."""
+    """Return what a result depends on in addition to the code."""
     has_gpu = torch.cuda.is_available()
     return {
         "commit": commit(),
@@ -217,7 +215,7 @@ def environment() -> dict[str, str]:
 
 
 def require_cuda() -> None:
-    """Leave, with a word about it, where nothing can be measured; refuse kernels that Triton compiles wrongly."""
+    """Exit with a message if nothing can be measured; reject kernels that Triton compiles wrongly."""
     if not torch.cuda.is_available():
         sys.exit("No CUDA device here. Where there is one: make bench PYTHON=<a Python whose torch has CUDA>")
     from gsa_kernels.hopper.miscompile_guard import refuse_wrong_sums  # found by the path above
@@ -229,7 +227,7 @@ def require_cuda() -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the option that all benches have; `description` is the module's docstring."""
+    """Create a parser with the option that all benches have; `description` is the module's docstring."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,8 +237,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure that a bench promises."""
-
     what: str
     value: float
     limit: float
@@ -250,13 +246,13 @@ class Bar:
 
 
 class Report:
-    """Rows of named columns: printed as they come, and kept in `<out>/<name>.json`, complete after every row."""
+    """Holds rows of named columns, which are printed at once. `<out>/<name>.json` is complete after every row."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         """
         Args:
-            name: of the file
-            arguments: of a parser made by `parser`
+            name: name of the file
+            arguments: result of a parser made by `parser`
         """
         self.path = Path(arguments.out) / f"{name}.json"
         self.environment = environment()
@@ -268,12 +264,12 @@ class Report:
             print(describe(self.environment), flush=True)
 
     def take_over(self) -> None:
-        """Begin with the rows of the file that is there, so that this call adds to them."""
+        """Start with the rows of the existing file, so that this call adds to them."""
         if self.path.exists():
             self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
 
     def row(self, **cells: Cell) -> None:
-        """Keep and print a row; other columns than the row's before begin a new table."""
+        """Store and print a row; a change of columns begins a new table."""
         if list(cells) != list(self._columns):
             self._columns = {name: column_format(name, cell) for name, cell in cells.items()}
             print("\n" + table_line(self._columns, {name: name for name in cells}))
@@ -284,7 +280,7 @@ class Report:
     def bar(
         self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
     ) -> None:
-        """Keep and print whether a promised figure is met. NaN is not. One of the two limits."""
+        """Store and print whether a promised figure is met. Give one of the two limits. NaN does not meet a bar."""
         if (at_least is None) == (at_most is None):
             raise ValueError(f"{what}: pass one of at_least and at_most")
         if at_least is not None:
@@ -298,13 +294,13 @@ class Report:
         self._write()
 
     def fail(self, what: str) -> None:
-        """Something is wrong with the results: `finish` gives 1."""
+        """Record that results are wrong: `finish` returns 1."""
         self.failures.append(what)
         print(f"WRONG  {what}", flush=True)
         self._write()
 
     def finish(self) -> int:
-        """The exit code: 1 if something failed. A missed bar is a figure, not a failure."""
+        """Return the exit code: 1 if something failed. A missed bar is not a failure."""
         self._write()
         met = sum(bar.met for bar in self.bars)
         print(
@@ -314,7 +310,7 @@ class Report:
         return 1 if self.failures else 0
 
     def _write(self) -> None:
-        """Replace the file in one step: who reads it never sees half of one."""
+        """Replace the file atomically, so that a reader never sees half of it."""
         content = {
             "command": " ".join(["python", *map(_shown, sys.argv)]),
             "environment": self.environment,
@@ -333,12 +329,12 @@ def describe(about: Mapping[str, str]) -> str:
 
 
 def table_line(columns: Mapping[str, str], cells: Mapping[str, Cell]) -> str:
-    """Cells aligned as the format of their column says."""
+    """Align cells by the format of their column."""
     return "  ".join(f"{_text(cells[name]):{align}}" for name, align in columns.items()).rstrip()
 
 
 def column_format(name: str, first: Cell) -> str:
-    """Numbers to the right, text to the left; room for more than the first cell."""
+    """Align numbers to the right and text to the left, with room for more than the first cell."""
     if isinstance(first, str):
         return f"<{max(len(name), 6 if len(first) <= 6 else 32)}"
     return f">{max(len(name), 9)}"
@@ -353,12 +349,12 @@ def _text(cell: Cell) -> str:
 
 
 def _plain(cell: Cell) -> Cell:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have."""
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _shown(argument: str) -> str:
-    """Paths of this repository from its root: the record shall not depend on where a copy lies."""
+    """Show paths of this repository relative to its root, so that the record does not depend on the copy's location."""
     path = Path(argument)
     return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
 

@@ -1,4 +1,4 @@
-"""Key lists to time kernels with: made on the device in a few passes, without a mask of all pairs."""
+"""Builds key lists to time kernels with, on the device in a few passes, without a mask of all pairs."""
 
 import torch
 
@@ -14,10 +14,11 @@ def random_lists(
     seed: int,
     queries: int = 32,
 ) -> KeyLists:
-    """Every query selects k keys, the queries of a tile together ratio * k (1 <= ratio <= queries).
+    """Build lists in which every query selects k keys, and the queries of a tile together ratio * k.
 
-    The keys of a tile are random among those visible to its first query, and fewer where there are fewer.
-    Of n keys each query takes exactly k, evenly spaced: the rows' phases are spread so that no key is left.
+    1 <= ratio <= queries. The keys of a tile are random causal keys of its first query, and fewer if it has fewer. Of n
+    keys each query selects exactly k, evenly spaced. The offsets of the queries are spread so that each key is
+    selected.
     """
     tiles = -(-length // queries)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -57,10 +58,10 @@ def block_lists(
     seed: int,
     queries: int = 32,
 ) -> KeyLists:
-    """One selection per block of queries: k random keys from before the window of the block's first query.
+    """Build one selection per block of queries: k random keys before the window of the block's first query.
 
-    They are the full part; the last `window` keys of each query follow with their words. The tiles of a block
-    share their keys. `block` is a multiple of `queries`, `window` at least `block`.
+    These keys are the full part. The last `window` keys of each query follow with their words. The tiles of a block
+    share their keys. `block` is a multiple of `queries`; `window` is at least `block`.
     """
     if block % queries != 0 or window < block:
         raise ValueError(
@@ -86,7 +87,7 @@ def block_lists(
     word_starts = masked.cumsum(0) - masked
     entry, tile = _entries(masked, word_starts)
     key = before[of_tile[tile]] + entry
-    # Row r sees the key if key <= first + r < key + window.
+    # Row r attends to the key if key <= first + r < key + window.
     low = (key - tile_first[tile]).clamp(min=0)
     high = (key + window - tile_first[tile]).clamp(min=0, max=queries)
     words = ((1 << high) - 1) & ~((1 << low) - 1)
@@ -105,7 +106,7 @@ def block_lists(
 
 
 def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number within its list, and the list, of every entry of all lists."""
+    """Return the number within its list, and the list, of every entry of all lists."""
     owner = torch.repeat_interleave(counts)
     return torch.arange(len(owner), device=counts.device) - starts[owner], owner
 
@@ -113,7 +114,7 @@ def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, 
 def _spread(
     entry: torch.Tensor, count: torch.Tensor, visible: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Entry j of n: a random key of the j-th of n equal parts of the causal keys. int32, ascending."""
+    """Draw entry j of n: a random key of the j-th of n equal parts of the causal keys. int32, ascending."""
     low, high = entry * visible // count, (entry + 1) * visible // count
     chance = torch.rand(len(entry), generator=generator, device=entry.device)
     return torch.minimum(low + (chance * (high - low)).long(), high - 1).int()

@@ -1,10 +1,11 @@
-"""Draw the figures of the benchmarks from their JSON files; needs matplotlib, but no GPU and no torch.
+"""Draws the figures of the benchmarks from their JSON files; needs matplotlib, but no GPU and no torch.
 
     python benchmarks/plots.py [DIR] [--format svg]
 
-long_length: time over the length, from bench_long.json. long_union: time over the union ratio r of the
-selections at the greatest length. Both with a trained model's layers where bench_long_trained.json is there.
-gsa: the whole training operation over dense attention, from bench_gsa.json.
+long_length draws time over the length, from bench_long.json. long_union draws time over the union ratio r (the keys
+that any of 32 neighbouring queries selects, divided by the keys of one query) at the greatest length. Both include a
+trained model's layers if bench_long_trained.json exists. gsa draws the time of the whole training operation divided by
+dense attention's, from bench_gsa.json.
 """
 
 import argparse
@@ -29,14 +30,14 @@ COLORS = {
 }
 TRAINED_COLOR = "#111111"
 R = 4
-"""Union ratio of the random selections drawn over the length."""
+"""Union ratio of the random selections that are drawn over the length."""
 PARTS = {"forward_ms": "forward (ms)", "both_ms": "forward + backward (ms)"}
 
 Rows = list[dict[str, Any]]
 
 
 def draw_length(content: dict[str, Any], trained: dict[str, Any] | None = None) -> Figure:
-    """A panel for each shape and part, a line for each kind of attention."""
+    """Draw a panel for each shape and part, with a line for each kind of attention."""
     rows = [row for row in attention_rows(content) if row["attention"] != "GSA token" or row["r"] == R]
     figure, panels = _panels(rows, f"One layer's attention over the length · {_machine(content)}")
     for (shape, part), ax in panels.items():
@@ -51,7 +52,7 @@ def draw_length(content: dict[str, Any], trained: dict[str, Any] | None = None) 
 
 
 def draw_union(content: dict[str, Any], trained: dict[str, Any] | None = None) -> Figure:
-    """A panel for each shape and part at the greatest length; what has no r is a horizontal line."""
+    """Draw a panel for each shape and part at the greatest length; rows without r are horizontal lines."""
     rows = attention_rows(content)
     longest = max(row["length"] for row in rows)
     rows = [row for row in rows if row["length"] == longest]
@@ -73,7 +74,7 @@ def draw_union(content: dict[str, Any], trained: dict[str, Any] | None = None) -
 
 
 def draw_gsa(content: dict[str, Any]) -> Figure:
-    """Draw forward + backward of GSA with the indexer loss over dense attention's, per shape."""
+    """Draw GSA's forward + backward with the indexer loss, divided by dense attention's, per shape."""
     rows = [row for row in content["rows"] if "ratio" in row]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
@@ -104,11 +105,11 @@ FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
     "long_union": (("bench_long.json", "bench_long_trained.json"), draw_union),
     "gsa": (("bench_gsa.json",), draw_gsa),
 }
-"""Name -> its files (only the first must exist), and the function that draws their contents."""
+"""Maps a figure's name to its files (only the first must exist) and the function that draws their contents."""
 
 
 def attention_rows(content: dict[str, Any]) -> Rows:
-    """The rows of whole attentions; a file also has rows of parts, of memory and of checks."""
+    """Return the rows of whole attentions; a file also has rows of parts, memory and checks."""
     return [row for row in content["rows"] if "attention" in row and "both_ms" in row]
 
 
@@ -170,7 +171,6 @@ def _log_axes(ax: Axes, ticks: list[float], text: Callable[[float, int | None], 
 
 
 def _legend(figure: Figure, panels: dict[tuple[str, str], Axes]) -> None:
-    """One for all panels, below them."""
     entries: dict[str, Any] = {}
     for ax in panels.values():
         entries |= {name: line for line, name in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -191,7 +191,7 @@ def _machine(content: dict[str, Any]) -> str:
 
 
 def write_plots(folder: Path, suffix: str = "png") -> list[Path]:
-    """One file per figure whose JSON file is in `folder`."""
+    """Write one file for each figure whose JSON file is in `folder`."""
     written = []
     for name, (sources, draw) in FIGURES.items():
         found = [folder / source for source in sources if (folder / source).is_file()]

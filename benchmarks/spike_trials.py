@@ -1,4 +1,4 @@
-"""What a spike rule says to a run without faults, and how soon it finds the faults that are then put into it."""
+"""Measures the false alarms of a spike rule on a run without faults, and how soon it finds faults put into the run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from gsa_train.config import MonitorConfig
 from gsa_train.reliability.monitor.spikes import SpikeDetector, replay
 
 OLMO = MonitorConfig(detector="sigma", sigmas=6.0, window_steps=128, min_history_steps=64)
-"""SkipStepOptimizer of OLMo-core with its defaults."""
+"""The defaults of SkipStepOptimizer in OLMo-core."""
 
 RUN_UP_STEPS = 42
-"""Before the window of the first place: a phase begins with a warm-up of the learning rate."""
+"""Steps before the window of the first place, because a phase begins with a warm-up of the learning rate."""
 STEPS_BETWEEN_PLACES = 130
-"""Between the places where a fault is put in: each has a history of its own."""
+"""Steps between the places of faults, so that each has its own history."""
 
 
 @dataclass(frozen=True)
 class Fault:
     rise: float
-    """Of the loss, in nats; of a creeping one at each step."""
+    """Rise of the loss in nats; for a creeping fault, the rise per step."""
     factor: float
-    """On the gradient norm."""
+    """Factor of the gradient norm."""
     steps: int
     creeps: bool = False
     begins_with_norm: bool = False
-    """One large gradient, after which the loss rises."""
+    """Whether one large gradient comes first, after which the loss rises."""
 
     def put_into(self, trace: torch.Tensor) -> torch.Tensor:
-        """The first `steps` rows of a trace [n, (loss, gradient norm)] with this fault."""
+        """Return the first `steps` rows of a trace [n, (loss, gradient norm)] with this fault."""
         changed = trace[: self.steps].clone()
         changed[int(self.begins_with_norm) :, 0] += self.rise
         if self.creeps:
@@ -55,15 +55,15 @@ FAULTS["loss creeps by 0.05, 60 steps"] = Fault(0.05, 1.0, 60, creeps=True)
 @dataclass(frozen=True)
 class Trial:
     false_alarms: list[int]
-    """Flagged steps of the trace as it is, from 0."""
+    """Flagged steps of the unchanged trace, from 0."""
     delays: dict[str, list[float]]
-    """Fault -> for each place the steps from its first one to the first flagged; infinite if none of its steps is."""
+    """Maps a fault to its delay at each place: steps from its first step to the first flagged one, or infinity."""
 
     def found(self, fault: str) -> list[float]:
         return [delay for delay in self.delays[fault] if math.isfinite(delay)]
 
     def steps_lost(self) -> float:
-        """Sum of all delays; a fault that is not found counts with its length."""
+        """Return the sum of all delays; a fault that is not found counts with its length."""
         return sum(
             min(delay, FAULTS[fault].steps) for fault, delays in self.delays.items() for delay in delays
         )
@@ -73,7 +73,7 @@ class Trial:
 def try_rule(
     trace: torch.Tensor, config: MonitorConfig, grad_clip: float, faults: Mapping[str, Fault] = FAULTS
 ) -> Trial:
-    """Replay a trace fp32 [steps, (loss, gradient norm)] without and with faults, one at a time."""
+    """Replay a trace fp32 [steps, (loss, gradient norm)] without faults and with one fault at a time."""
     delays: dict[str, list[float]] = {name: [] for name in faults}
     longest = max((fault.steps for fault in faults.values()), default=0)
     places = range(config.window_steps + RUN_UP_STEPS, len(trace) - longest, STEPS_BETWEEN_PLACES)
@@ -97,7 +97,7 @@ def _delay(detector: SpikeDetector, fault: torch.Tensor, grad_clip: float) -> fl
 
 
 def table(trials: Mapping[str, Trial]) -> str:
-    """Rules side by side: false alarms, and of each fault how often and after how many steps it is found."""
+    """Format rules side by side: false alarms, and for each fault how often and after how many steps it is found."""
     lines = [f"{'':<38}" + "".join(f"{rule:>22}" for rule in trials)]
     counts = [f"{len(trial.false_alarms):>22}" for trial in trials.values()]
     lines.append(f"{'false alarms':<38}" + "".join(counts))

@@ -1,10 +1,10 @@
-"""Judge runs by spike detectors: python benchmarks/spikes.py RUN_FOLDER [--faults] [monitor.sigmas=5 ...]
+"""Judges runs by spike detectors: python benchmarks/spikes.py RUN_FOLDER [--faults] [monitor.sigmas=5 ...]
 
-Replays the logged losses and gradient norms of a run that logged every step (logging.every_steps=1) through our rule
-and through OLMo-core's, phase by phase, and prints the steps that each calls spikes. --faults also puts faults into the
-run and prints how many of them each rule finds, and after how many steps. Overrides change `monitor`, and
-`train.grad_clip`. Instead of a run folder, FILE.npz with an array [steps, (loss, gradient norm)] per run, whose
-gradients were clipped to 1: benchmarks/clean_traces.npz.
+The script replays the losses and gradient norms of a run through our rule and through OLMo-core's, phase by phase, and
+prints the steps that each rule calls spikes. The run must have logged every step (logging.every_steps=1). --faults also
+puts faults into the run, and prints how many of them each rule finds and after how many steps. Overrides change
+`monitor` and `train.grad_clip`. In place of a run folder the script accepts FILE.npz with an array [steps, (loss,
+gradient norm)] per run, whose gradients were clipped to 1: benchmarks/clean_traces.npz.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RULE_FIELDS = (
     "monitor.window_steps", "monitor.min_history_steps", "monitor.sigmas", "monitor.lasting_", "monitor.loss_min_",
     "monitor.grad_norm_min_", "train.grad_clip",
 )  # fmt: skip
-"""What a detector judges by. What else is wrong on one rank, as a comparison of replicas, was not so in the run."""
+"""What a detector judges by. Faults that show only on one rank, such as different replicas, were not in the run."""
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         config = load_config(arguments.run / "config.yaml" if is_folder else DEMO, arguments.overrides)
         check_rule(config)
         traces = (of_folder if is_folder else of_file)(arguments.run)
-    except (OSError, ValueError) as error:  # a wrong config is a ValueError, too
+    except (OSError, ValueError) as error:  # a wrong config is also a ValueError
         parser.error(str(error))
     monitor = config.monitor
     rules: dict[str, MonitorConfig] = {monitor.detector: monitor, "OLMo-core": OLMO}
@@ -65,14 +65,14 @@ def main() -> None:
 
 
 def check_rule(config: Config) -> None:
-    """Raises ValueError where the detector could not judge by these numbers."""
+    """Raise ValueError if the detector cannot judge by these numbers."""
     wrong = [line for line in check_config(config, 1) if line.startswith(RULE_FIELDS)]
     if wrong:
         raise ValueError("\n".join(wrong))
 
 
 def check_path(run: Path) -> None:
-    """Raises ValueError where there is neither a run nor a file of traces."""
+    """Raise ValueError if the path is neither a run nor a file of traces."""
     if run.is_dir() and not ((run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file()):
         raise ValueError(f"{run}: not the folder of a run, which has config.yaml and metrics.jsonl")
     if not run.is_dir() and not (run.is_file() and zipfile.is_zipfile(run)):
@@ -80,17 +80,17 @@ def check_path(run: Path) -> None:
 
 
 def of_folder(run: Path) -> dict[str, tuple[list[int], torch.Tensor]]:
-    """Phase -> the numbers of its steps, and its trace.
+    """Map each phase to the numbers of its steps and its trace.
 
     Raises:
-        ValueError: the run logged only some of its steps, whose neighbours say nothing of the noise between steps.
+        ValueError: the run logged only some of its steps. Distant steps do not show the noise between neighbours.
     """
     records = [record for record in read_records(run / "metrics.jsonl") if "event" not in record]
     traces = {}
     for phase, group in itertools.groupby(records, key=lambda record: record["phase"]):
         of_phase = list(group)
         steps = [record["step"] for record in of_phase]
-        if 2 * len(steps) < steps[-1] - steps[0]:  # some may be missing: batches left out, a full disk
+        if 2 * len(steps) < steps[-1] - steps[0]:  # a few may be missing: skipped batches, or a full disk
             raise ValueError(
                 f"{run}: phase {phase} logged {len(steps)} of its steps {steps[0]} to {steps[-1]}; this needs a run "
                 "with logging.every_steps=1"

@@ -1,5 +1,4 @@
-"""When the kernels of a decoding step start and end, for `bench_generate.py --timeline`: of one layer, and at both ends
-of the step."""
+"""Shows when kernels of one layer, and at both ends of a step, start and end (`bench_generate.py --timeline`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,20 +7,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 STEPS = 3
-"""Recorded steps; the middle one is shown."""
+"""Number of recorded steps; the middle one is shown."""
 ENDS = 6
 """Kernels shown at each end of a step."""
 
 
 def show_layer(name: str, step: Callable[[], object], place: Callable[[int], object]) -> None:
-    """Kernels from one launch of a joined product to the third after it, in the middle of a step; and the step's first
-    and last ones, up to the first one of the next step. Nothing, of a step without joined products of ours.
+    """Show kernels in the middle of a step, from one joined product to the third one after it, and at both ends.
+
+    The end of the step extends to the first kernel of the next step. Steps without our joined products show nothing.
 
     Args:
-        place: puts the counters that a step advances to this number of tokens after the place at which steps are
-            measured
+        place: sets the counters that a step advances to this number of tokens after the position of measured steps
     """
-    # The middle step is at that place, at which alone a step that selects does all of its work.
+    # The middle step is at the measured position, the only one at which a selecting step does all of its work.
     place(-(STEPS // 2))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
@@ -34,7 +33,10 @@ def show_layer(name: str, step: Callable[[], object], place: Callable[[int], obj
     if len(entries) < 2:
         return
     middle = len(entries) // 2
-    first, last = entries[middle], entries[min(middle + 3, len(entries) - 1)]  # a layer has one to three
+    first, last = (
+        entries[middle],
+        entries[min(middle + 3, len(entries) - 1)],
+    )  # a layer has one to three products
     print(f"{name}, a layer or more, us: start, end, kernel")
     show(kernels[first : last + 1], kernels[first].time_range.start)
     count, rest = divmod(len(kernels), STEPS)

@@ -1,4 +1,4 @@
-"""Selections of trained models for benches: what `launch/export_indexer.py` wrote, as the kernels take it."""
+"""Reads selections of trained models from files of `launch/export_indexer.py` for the kernels of benches."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from gsa_kernels.types import BudgetRule, Geometry, Selection
 from gsa_kernels.types import Indexer as SelectionInputs
 
 WITHOUT_HEAD_WEIGHTS: dict[str, Literal["sigmoid", "relu"]] = {"plain": "sigmoid", "qsa": "relu"}
-"""Activations of the config: to the kernels these have head weights of 1, as the file has them."""
+"""Activations without head weights in the config. The kernels, and the file, have head weights of 1 for them."""
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """Selections of one layer."""
+    """Holds the selections of one layer."""
 
     inputs: IndexerInputs
-    """Queries and weights of the first query of each block."""
+    """Queries and weights of each block's first query."""
     ema: torch.Tensor
     budget: tuple[int, int, int]
     """k_base, k_min and k_max"""
     block: int = 1
     """Queries that share a selection."""
     window: int = 0
-    """Last keys of each query that belong to every selection."""
+    """Number of latest keys that each query always selects."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     pool: int = 1
     """Neighbouring keys that are selected together."""
 
     def select(self) -> Selection:
-        """As key lists."""
         arguments = self._arguments
         if self.pool > 1:
             return select_groups(*arguments, kernel="gathered")
         return select_block_lists(*arguments) if self.block > 1 else select_key_lists(*arguments)
 
     def packed_mask(self) -> torch.Tensor:
-        """int32 [1, L, ceil(L / 32)]."""
+        """Select as a packed mask, int32 [1, L, ceil(L / 32)]."""
         arguments = self._arguments
         if self.pool > 1:
             packed = select_groups(*arguments, kernel="masked").packed_mask
@@ -66,7 +65,7 @@ class Indexer:
 
 
 def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
-    """The length, and layer -> indexer, of a file that launch/export_indexer.py wrote."""
+    """Return the length and the indexers by layer from a file of launch/export_indexer.py."""
     content = torch.load(path, map_location=cases.DEVICE, weights_only=True)
     gsa = content["gsa"]
     block = gsa["selection_block"]
@@ -96,10 +95,10 @@ def read_indexers(path: Path) -> tuple[int, dict[int, Indexer]]:
 
 
 def read_all(paths: Sequence[Path]) -> dict[int, dict[int, Indexer]]:
-    """Length -> layer -> indexer, of several files.
+    """Map each length to its indexers by layer, from several files.
 
     Raises:
-        ValueError: two are of one length.
+        ValueError: two files have the same length.
     """
     found = dict(map(read_indexers, paths))
     if len(found) < len(paths):
@@ -108,7 +107,7 @@ def read_all(paths: Sequence[Path]) -> dict[int, dict[int, Indexer]]:
 
 
 def union_ratio(selection: Selection, indexer: Indexer) -> float:
-    """r: of the queries of a tile, the keys of their union over the keys of one of them."""
+    """Return r: the keys that any query of a tile selects, divided by the keys that one query selects."""
     assert selection.key_lists is not None
     mean_k = selection.budget.float().mean().item()
     return selection.key_lists.counts.float().mean().item() / (mean_k + indexer.window)

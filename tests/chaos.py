@@ -1,18 +1,21 @@
-"""A run that faults hit again and again ends by itself, with the weights of one that nothing disturbed: `make chaos`.
+"""Checks that a run which faults interrupt ends with the same weights as an undisturbed run: `make chaos`.
 
-Four ranks under torchrun train a small model on the bundled text, some of whose shards are damaged
-(data.on_bad_shard=skip). A plan drawn from a seed says at which step what happens: a rank or torchrun killed, a stop by
-SIGTERM, a rank frozen, the newest checkpoint damaged, a disk that is full. Nobody helps: torchrun starts its ranks
-again, and where it has itself ended, this script starts the same command again, as a Slurm job would.
+Four ranks under torchrun train a small model on the bundled text. Some of its shards are damaged
+(data.on_bad_shard=skip). A plan drawn from a seed says at which step which fault happens: a rank or torchrun is killed,
+the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. Recovery is automatic:
+torchrun restarts its ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job
+would.
 
-Prints what each fault did: what was noticed, seconds until training went on, and steps that had to be trained again;
-then a table of these seconds by part, where the run's time went by its own account, and its ETTR by hand beside that.
-Exit code 0 if the last checkpoint equals the undisturbed run's, bit for bit, with all its logged numbers, both ETTRs
-are equal, and no hang was reported but of frozen ranks. Filling a disk takes a file system of its own, and that takes
-root.
+The script prints for each fault what was noticed, the seconds until training continued, and the steps that were trained
+again. It then prints a table of these seconds by part, the run's account of its time, and its ETTR next to an
+independent calculation of the ETTR.
 
-A fault every 45 steps: --steps 380 --faults 8. --keep DIR leaves the run's folder, without its checkpoints, and its
-logs there, for `launch/goodput.py --run DIR/disturbed`.
+The exit code is 0 under four conditions. The last checkpoint equals the undisturbed run's bit for bit, with all its
+logged numbers. Both ETTRs are equal. Only frozen ranks were reported as hangs. A full disk needs its own file system,
+and therefore root.
+
+For a fault every 45 steps use --steps 380 --faults 8. --keep DIR stores the run's folder without its checkpoints, and
+its logs, for `launch/goodput.py --run DIR/disturbed`.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ MODEL = (
     "checkpoint.keep_last=3",
     "checkpoint.save_retries=50",
     "checkpoint.retry_after_steps=1",
-    "logging.straggler_ratio=1000",  # which of four ranks on two cores is last says nothing of it
+    "logging.straggler_ratio=1000",  # with four ranks on two cores, the slowest rank is meaningless
 )
 COUNTS = {
     "rank killed": 10,
@@ -75,22 +78,22 @@ COUNTS = {
 }
 DISK_BYTES = 256 << 20
 LEFT_BYTES = 256 << 10
-"""On the full disk: room for lines of metrics, not for a checkpoint."""
+"""Free space on the full disk: enough for lines of metrics, but not for a checkpoint."""
 SAME_ETTR = 0.003
-"""By hand and by the account: by hand the first step of each start counts with the mean of the others."""
+"""Tolerance between the ETTRs: the independent one counts a start's first step as the mean of the others."""
 
 
 @dataclass(frozen=True)
 class Planned:
     kind: str
     step: int
-    """It happens once this step is logged, counted from 1."""
+    """The fault happens once this step is logged, counted from 1."""
     rank: int
     delay_seconds: float
 
 
 def draw_plan(counts: dict[str, int], seed: int, steps: int, number: int | None = None) -> list[Planned]:
-    """Faults in an order by chance, each at a step of its own between the second save and the run's end.
+    """Draw faults in random order, each at a different step between the second save and the run's end.
 
     Args:
         number: how many to return; None for all.
@@ -114,13 +117,13 @@ def draw_plan(counts: dict[str, int], seed: int, steps: int, number: int | None 
 
 
 class Disturbed:
-    """The run, from start to start; and what happens to it."""
+    """Tracks the run over all its starts, and the faults that happen to it."""
 
     def __init__(self, folder: Path, command: tuple[str, ...], patience_seconds: float, seed: int) -> None:
         """
         Args:
             folder: on the disk that is filled, if any is.
-            patience_seconds: for any single thing to happen.
+            patience_seconds: limit for any single wait.
         """
         self._folder, self._command, self._patience = folder, command, patience_seconds
         self._chance = random.Random(seed + 1)
@@ -128,13 +131,13 @@ class Disturbed:
         self._start()
         self.wait_until(lambda: 0 in ranks_of(self.run), "rank 0")
         self.began = process_began(ranks_of(self.run)[0].pid)
-        """Unix seconds, of rank 0's process."""
+        """Start of rank 0's process in Unix seconds."""
 
     # --- what the run does -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=100")
-        # Under load a save may take longer than the half minute that torchrun gives its ranks.
+        # Under load a save may take longer than the 30 seconds that torchrun gives its ranks.
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self._patience))}
         self._starts.append(
             launch(self._folder, *self._command, torchrun=torchrun, environment=environment, real=True)
@@ -142,7 +145,6 @@ class Disturbed:
 
     @property
     def run(self) -> Run:
-        """The newest start."""
         return self._starts[-1]
 
     @property
@@ -150,7 +152,7 @@ class Disturbed:
         return "".join(run.output for run in self._starts)
 
     def last_step(self) -> int:
-        """The last one logged; 0 before the first."""
+        """Return the last logged step; 0 before the first."""
         path = self.run.folder / "metrics.jsonl"
         if not path.exists():
             return 0
@@ -160,10 +162,10 @@ class Disturbed:
         return int(found[-1]) if found else 0
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Poll; start the command again where it has ended, as whoever looks after jobs would.
+        """Poll the condition; start the command again if it has ended, as a job scheduler would.
 
         Raises:
-            RuntimeError: it takes too long, or the run is over.
+            RuntimeError: the wait takes too long, or the run is over.
         """
         deadline = time.monotonic() + self._patience
         while not condition():
@@ -180,24 +182,22 @@ class Disturbed:
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Wait for the end."""
         self.wait_until(lambda: self.run.process is not None and self.run.process.poll() == 0, "the end")
 
     def end(self) -> None:
-        """No process is left."""
         for run in self._starts:
             kill(run)
 
     @property
     def starts(self) -> tuple[int, int]:
-        """By this script, and all."""
+        """Count the starts by this script, and all starts."""
         return len(self._starts), 1 + self._resumes()
 
     def _resumes(self) -> int:
         return self._output.count("resuming from")
 
     def _goes_on(self) -> bool:
-        """A step was trained after the last resume."""
+        """Return whether a step was trained after the last resume."""
         return (
             re.search(r"^step +\d+/.* gnorm ", self._output.rpartition("resuming from")[2], re.MULTILINE)
             is not None
@@ -206,7 +206,7 @@ class Disturbed:
     # --- what happens to it ----------------------------------------------------------------------------------
 
     def suffer(self, planned: Planned) -> Happened:
-        """Wait for the step, do it, and wait until all is well again."""
+        """Wait for the step, cause the fault, and wait until the run has recovered."""
         self.wait_until(lambda: self.last_step() >= planned.step, f"step {planned.step}")
         time.sleep(planned.delay_seconds)
         if planned.kind == "disk full":
@@ -238,7 +238,7 @@ class Disturbed:
             self.run.process.send_signal(how)
 
     def _damage_newest(self) -> str:
-        """Flip a bit of, cut, or remove a file of the newest checkpoint, right after it was written."""
+        """Flip a bit of, truncate or remove a file of the newest checkpoint, right after it was written."""
         before = self.run.latest
         self.wait_until(lambda: self.run.latest != before, "the next checkpoint")
         path = self._chance.choice(sorted((self.run.checkpoints / self.run.latest).glob("*.distcp")))
@@ -260,9 +260,9 @@ class Disturbed:
         with ballast.open("wb") as file:
 
             def a_save_fails() -> bool:
-                """Filled up again and again: what a save under way then deletes is room for the next one."""
+                """Fill the disk repeatedly, because a running save may delete files."""
                 room = shutil.disk_usage(self._folder).free - LEFT_BYTES
-                with suppress(OSError):  # no room any more, or a save was faster
+                with suppress(OSError):  # the disk is full, or a save was faster
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)
                 return events("checkpoint_failed") > failed
 
@@ -279,7 +279,7 @@ class Disturbed:
         return happened
 
     def _noticed(self, planned: Planned, output: str, damage: str) -> str:
-        """The line that says so; a fault that nothing noticed says that."""
+        """Return the log line that reports the fault, or a remark that nothing did."""
         patterns = {
             "rank killed": rf"did not end by itself: .*without last words, as if killed: .*\brank {planned.rank}\b",
             "torchrun killed": r"stopped by the end of torchrun after step \d+|torchrun is gone",
@@ -290,7 +290,7 @@ class Disturbed:
         found = re.search(patterns[planned.kind], output)
         text = found[0] if found else "nothing said"
         if planned.kind == "rank killed" and found:
-            # torchrun's line has the exit code of one that ended, perhaps of one that lost its peer.
+            # torchrun's line has the exit code of a rank that ended, which may only have lost its peer.
             codes = ", ".join(re.findall(r"failed \((exitcode: -?\d+)\)", output))
             text = f"rank {planned.rank} without last words; torchrun: {codes}"
         if planned.kind == "rank frozen":
@@ -300,38 +300,37 @@ class Disturbed:
 
 @contextmanager
 def disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of its own."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
-        # Lazily: after an error a process that was killed may still be on its way out of there.
+        # The unmount is lazy, because after an error a killed process may still be ending there.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def damaged_corpus(folder: Path) -> None:
-    """The bundled text, with every third shard cut in its first half."""
+    """Copy the bundled text with every third shard truncated in its first half."""
     shutil.copytree(REPOSITORY / "data" / "sample" / "train", folder)
     for shard in sorted(folder.rglob("*.jsonl.zst"))[::3]:
         shard.write_bytes(shard.read_bytes()[:2000])
 
 
 def keep(run_dir: Path, target: Path) -> None:
-    """The run's folder without checkpoints, and the logs beside it."""
+    """Copy the run's folder without checkpoints, and its logs."""
     shutil.copytree(run_dir, target / "disturbed", ignore=shutil.ignore_patterns("checkpoints"))
     for log in run_dir.parent.glob("*.log"):
         shutil.copy2(log, target)
 
 
 def numbers(run: Run) -> list[dict[str, Any]]:
-    """Every logged number that is not a time; saves and what a restart says of the hang before it apart."""
+    """Return every logged number except times, the saves, and what a restart reports about an earlier hang."""
     without = ("checkpoint_failed", "checkpoint_damaged", "restart_after_hang")
     return numbers_of(run.records(), without)
 
 
 def tensors_of(run: Run, scratch: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the last checkpoint, by name."""
+    """Load weights and optimizer state of the last checkpoint, by name."""
     dcp_to_torch_save(run.checkpoints / run.latest, scratch)
     loaded: dict[str, Any] = torch.load(scratch, weights_only=False)
     return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
@@ -365,7 +364,7 @@ def main() -> int:
         )
         command += (
             f"parallel.timeout_minutes={arguments.timeout_minutes}",
-            f"data.read_timeout_seconds={4 * arguments.timeout_minutes}",  # all tries in less
+            f"data.read_timeout_seconds={4 * arguments.timeout_minutes}",  # shorter for all attempts together
         )
         if os.geteuid() != 0:
             return go(scratch, scratch, command, plan, arguments)

@@ -1,4 +1,4 @@
-"""Before any kernel is imported: without a CUDA device Triton's kernels run in its interpreter."""
+"""Prepares the tests before any kernel is imported. Without a CUDA device Triton's kernels run in its interpreter."""
 
 import gc
 import os
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils import collect_env
 
-# By these variables a launcher, Slurm and W&B speak to a run. Without them tests are the same in a pod of several ranks
-# and in an allocation; and with no key of W&B, in netrc neither, none sends a run to the user's account.
+# A launcher, Slurm and W&B pass these variables to a run. Without them, tests behave the same in a pod of several ranks
+# and in an allocation. Without a key of W&B, also in netrc, no test sends a run to the user's account.
 OF_A_RANK = {
     "RANK",
     "LOCAL_RANK",
@@ -27,21 +27,21 @@ for name in [*os.environ]:
     if name in OF_A_RANK or name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")):
         del os.environ[name]
 os.environ["NETRC"] = os.devnull
-# Before huggingface_hub is imported, which reads it then: a name that is not there is asked for on no server.
+# huggingface_hub reads this variable when it is imported. It then asks no server for missing names.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# A shell's background job and nohup start with these ignored, and so would the processes that tests press Ctrl-C on.
+# A shell's background job and nohup start with these signals ignored, and processes of the tests would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 
-# Asked otherwise, CUDA does not work in forks of this process.
+# With the default check, CUDA does not work in forks of this process.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # As in the ranks: else what megatron-core fuses is compiled, and where nothing is cached yet by a compiler of C++.
+    # The ranks set this, too. Otherwise megatron-core's fusions are compiled, by a C++ compiler if not cached.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if find_spec("triton"):  # else what needs it is skipped
+    if find_spec("triton"):  # otherwise tests that need Triton are skipped
         from helpers.interpreter import mend_interpreter
 
         mend_interpreter()
@@ -50,15 +50,15 @@ else:
 
     refuse_wrong_sums()
 
-# W&B's service lists the installed packages by `pip list` at the beginning of each run, two CPU seconds.
+# W&B's service runs `pip list` at the start of each run, which takes two CPU seconds.
 os.environ.setdefault("WANDB__SAVE_REQUIREMENTS", "false")
-# It prints three lines about a product of its own where a test before has imported transformers.
+# W&B prints three lines of advertisement if an earlier test has imported transformers.
 os.environ["WANDB_DISABLE_WEAVE"] = "true"
-# So does lm-evaluation-harness with each result, beside compilers and drivers; we keep nothing of it.
+# lm-evaluation-harness stores a list of compilers and drivers with each result. We do not use it.
 collect_env.get_pretty_env_info = lambda: ""
 
-# Ranks of a layout send each other thousands of small messages a second. As batch processes they do not break in upon
-# each other with every one of them: a quarter as many switches that nobody asked for.
+# Ranks of a layout exchange thousands of small messages per second. As batch processes they do not preempt each other
+# at each message, which saves three quarters of the involuntary context switches.
 if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -86,17 +86,17 @@ unit/data/test_data_faults.py unit/evaluation/test_results.py unit/test_main_wei
 unit/model/test_row_fraction.py kernels/test_triton_decode.py kernels/test_api.py unit/test_job_script.py
 unit/test_tasks.py unit/test_trainer.py unit/hf/test_hf_saving.py resume/test_failed_saves.py
 """
-"""By CPU seconds and seconds spent waiting, down to 5; what comes after them fills the gaps at the end."""
+"""Files by duration (CPU seconds plus waiting), down to 5 s; shorter files fill the gaps at the end."""
 LONGEST_FILES = LONGEST.split()
 
 
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
-    """From torch's own generator, which torch 2.13 seeds again in each process; and in whatever order tests run."""
+    """Seed torch's generator, which torch 2.13 seeds differently in each process; tests run in any order."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
-        # Else torch notes the stack for three kinds of devices that it does not have, a millisecond each time.
+        # Otherwise torch records the stack for three absent kinds of devices, which takes a millisecond each time.
         torch.default_generator.manual_seed(0)
 
 
@@ -105,27 +105,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for the runs that tests share; workers inherit its name."""
+    """Create a folder for the runs that tests share; workers inherit its name."""
     if SHARED_RUNS not in os.environ:
         folder = os.environ[SHARED_RUNS] = tempfile.mkdtemp(prefix="gsa_test_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the others stay in their order."""
+    """Sort the longest files to the front; the others keep their order."""
     if gone := [name for name in LONGEST_FILES if not (TESTS / name).is_file()]:
         raise pytest.UsageError(f"tests/conftest.py: LONGEST names no file of tests/: {', '.join(gone)}")
     if torch.cuda.is_available():
         for item in items:
-            if (TESTS / "kernels") in item.path.parents:  # they run the kernels on the device that there is
+            if (TESTS / "kernels") in item.path.parents:  # they run the kernels on the available device
                 item.add_marker(pytest.mark.gpu)
     places = {TESTS / name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """Imported objects stay: no garbage collection has to search this million, and some tests collect often. By
-    themselves they come after 10,000 new ones, not 700, which took a thirtieth of the tests' time."""
+    """Exclude imported objects from garbage collection, and collect after 10,000 new objects instead of 700.
+    Collections took a thirtieth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -134,8 +134,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     workers, option = session.config.getoption("--workers"), session.config.option
     if workers == 1 or option.collectonly or session.testsfailed:
-        return None  # as without this
-    from helpers.workers import run_in_workers  # imports what starts ranks
+        return None  # pytest's default
+    from helpers.workers import run_in_workers  # this imports what starts ranks
 
     run_in_workers(session, workers)
     return True

@@ -1,8 +1,8 @@
-"""Ranks of a bench that fail: where all of them do at the same place the bench goes on, else it ends at once.
+"""Handles ranks of a bench that fail: if all fail at the same place, the bench continues; otherwise it ends at once.
 
-A rank that runs out of memory alone leaves the others in a collective that it will never join, and no rank may join
-another before that one. So failed ranks compare, through torch.distributed's store, how many collectives each has
-begun in each of its groups: only where these are the same, nothing is left half done.
+A rank that alone runs out of memory leaves the others in a collective that it will never join. No rank may join another
+collective before that one. Failed ranks therefore compare, through torch.distributed's store, the number of collectives
+each has begun in each of its groups. If the numbers are equal, no collective is half done.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ import torch.distributed as dist
 from gsa_train.distributed.parallel import Parallel
 
 GRACE_SECONDS = 30.0
-"""How long a failed rank waits for the others to fail, too: their hosts may lag a few steps."""
+"""How long a failed rank waits for the others to fail, because their hosts may be a few steps late."""
 
 
 class RankFailed(RuntimeError):
-    """This rank cannot go on together with the others; the process must end without waiting for them."""
+    """Says that this rank cannot continue with the others; the process must end without waiting for them."""
 
     def __init__(self, reason: str, speaks: bool) -> None:
         """
         Args:
-            reason: which ranks failed, of what.
+            reason: which ranks failed, and why.
         """
         super().__init__(reason)
         self.speaks = speaks
-        """The first rank to give up: it reports for all."""
+        """True on the first rank to give up, which reports for all."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Of one rank."""
-
     reason: str
     collectives: dict[str, int]
-    """Group's name -> collectives begun in it."""
+    """Maps a group's name to the number of collectives begun in it."""
 
 
 def agree(reason: str, number: int, parallel: Parallel) -> str:
-    """What to say of variant `number`, which failed on this rank: all ranks did, and may go on.
+    """Return a message about variant `number`, which failed on all ranks, so that they may continue.
 
     Raises:
         RankFailed: some rank did not fail, or ranks failed at different places.
@@ -66,13 +64,13 @@ def agree(reason: str, number: int, parallel: Parallel) -> str:
 
 
 def give_up(reason: str, number: int, parallel: Parallel) -> RankFailed:
-    """For an error after which no rank can be relied on, this one's device for example."""
+    """Give up after an error that leaves a rank unreliable, for example a broken device."""
     store = dist.PrefixStore(f"bench_failure/{number}", _store())
     return RankFailed(f"rank {parallel.rank}: {reason}", _is_first(store))
 
 
 def difference(failures: dict[int, Failure], parallel: Parallel) -> str:
-    """Why the ranks cannot go on together; empty where they can."""
+    """Return why the ranks cannot continue together; empty if they can."""
     if len(failures) < parallel.world_size:
         return f"{len(failures)} of {parallel.world_size} ranks failed, and the others wait for them"
     if parallel.pipeline_size > 1:
@@ -87,8 +85,8 @@ def difference(failures: dict[int, Failure], parallel: Parallel) -> str:
 
 
 def begun_collectives() -> dict[str, int]:
-    """By the name of the group, which all its ranks share."""
-    world: Any = dist.distributed_c10d._world  # whose groups torch's stubs do not tell in full
+    """Count collectives by the group's name, which is the same on all its ranks."""
+    world: Any = dist.distributed_c10d._world  # torch's stubs do not list all its groups
     return {world.pg_names[group]: group._get_sequence_number_for_group() for group in world.pg_map}
 
 

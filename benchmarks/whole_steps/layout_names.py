@@ -1,11 +1,11 @@
-"""Layouts in short, as the benches take them: `tp=2,sp,opt=off` for overrides of a config.
+"""Parses short names of layouts for the benches: `tp=2,sp,opt=off` stands for overrides of a config.
 
-    tp pp vpp cp     parallel.tensor, .pipeline, .virtual_pipeline, .context; 1 where they are not named
-    sp               sequence parallelism; off where it is not named
+    tp pp vpp cp     parallel.tensor, .pipeline, .virtual_pipeline, .context; default 1
+    sp               sequence parallelism; default off
     opt              parallel.distributed_optimizer, on or off
     recompute, mbs   train.recompute, train.micro_batch_size
 
-What they leave of the world is data parallel. Any other `field=value` is taken as it is.
+The remaining ranks are data parallel. Any other `field=value` is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULTS = {"tp": "1", "pp": "1", "vpp": "1", "cp": "1", "sp": "off"}
 
 
 def layout_overrides(name: str) -> list[str]:
-    """`tp=2,sp` -> [`parallel.tensor=2`, ...].
+    """Convert `tp=2,sp` to [`parallel.tensor=2`, ...].
 
     Raises:
         ValueError: a part is neither a short name nor `section.field=value`.
@@ -45,5 +45,5 @@ def layout_overrides(name: str) -> list[str]:
 
 
 def layout_list(names: str) -> list[str]:
-    """`tp=1;tp=2,sp` -> [`tp=1`, `tp=2,sp`]"""
+    """Split `tp=1;tp=2,sp` into [`tp=1`, `tp=2,sp`]."""
     return [name.strip() for name in names.split(";") if name.strip()]

@@ -1,8 +1,8 @@
-"""megatron-core's own mixture of experts in the place of ours, in our model, with the same weights.
+"""Puts megatron-core's own mixture of experts in place of ours into our model, with the same weights.
 
-What of it runs without Transformer Engine: its router, its token dispatchers, its shared expert, and of experts
-SequentialMLP, one after the other, or its GroupedMLP. The latter needs the package grouped_gemm, whose product torch's
-grouped product stands in for here. Fusions that need neither library are on, as Megatron-LM has them.
+Without Transformer Engine it has its router, its token dispatchers, its shared expert, and two kinds of experts.
+SequentialMLP runs them one after the other. GroupedMLP needs the package grouped_gemm, which torch's grouped product
+replaces here. Fusions that need neither library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPARED_TOKENS = 256
 
 
 def unsupported_by_megatron_experts(config: Config) -> str:
-    """Why its layer is not what ours is with this config; empty where it is."""
+    """Return why its layer differs from ours with this config; empty if it does not."""
     if config.moe.experts_impl != "grouped":
         return f"moe.experts_impl = {config.moe.experts_impl} is megatron-core's already"
     if config.moe.balancing == "aux_free" or config.moe.capacity_factor > 0:
@@ -46,17 +46,17 @@ def unsupported_by_megatron_experts(config: Config) -> str:
 
 
 def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
-    """Put it into all layers that are mixtures, before the optimizer is built.
+    """Replace our mixture in all layers that have one, before the optimizer is built.
 
     Args:
         experts: one of EXPERTS.
         dispatcher: one of DISPATCHERS.
 
     Returns:
-        How far its outputs for random tokens are from ours, ||theirs - ours|| / ||ours||, in the worst layer.
+        The largest difference over the layers of its outputs for random tokens from ours, ||theirs - ours|| / ||ours||.
     """
     worst = 0.0
-    # Without Transformer Engine the router asks for a name that its module does not have (0.16.1).
+    # Without Transformer Engine the router uses a name that its module does not define (0.16.1).
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
     transformer = _transformer_config(model.mcore_config, dispatcher)
@@ -67,7 +67,7 @@ def take_megatron_experts(model: Model, experts: str, dispatcher: str) -> float:
             layer.mlp.set_layer_number(layer.layer_number)
             layer.is_moe_layer = True
             worst = max(worst, _difference(ours, layer.mlp))
-    model.routers.clear()  # nothing of ours is left to balance
+    model.routers.clear()  # none of our routers is left to balance
     return worst
 
 
@@ -84,9 +84,9 @@ def _transformer_config(ours: GSATransformerConfig, dispatcher: str) -> Transfor
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size or None,
         "moe_token_dispatcher_type": dispatcher,
-        "bf16": True,  # GroupedMLP asserts it, for grouped_gemm knows no other type; torch's product does
+        "bf16": True,  # GroupedMLP asserts bf16 because grouped_gemm supports nothing else, unlike torch's product
         "use_te_activation_func": False,
-        "bias_activation_fusion": on_gpu,  # through torch.compile, which takes longer than a test on CPUs
+        "bias_activation_fusion": on_gpu,  # torch.compile takes longer than a test on CPUs
     }
     return dataclasses.replace(ours, **changes)
 
@@ -136,7 +136,7 @@ def _difference(ours: MixtureOfExperts, theirs: MoELayer) -> float:
 
 
 class NamedMoELayer(MoELayer):
-    """With the names of our layer's parts in traces."""
+    """Gives the parts the names of our layer's parts in traces."""
 
     def route(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("router"):
@@ -151,7 +151,7 @@ class NamedMoELayer(MoELayer):
             return super().dispatch(*args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
-        with trace_span("exchange"):  # around the experts, which are a part of their own
+        with trace_span("exchange"):  # around the experts, which are a separate part
             return super().routed_experts_compute(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,20 +166,19 @@ class NamedSequentialMLP(SequentialMLP):
 
 
 class NamedGroupedMLP(GroupedMLP):
-    """Its products by torch."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("experts"), patch.object(megatron_experts.gg, "ops", TorchProducts):
             return super().forward(*args, **kwargs)
 
 
 class TorchProducts:
-    """In the place of grouped_gemm.ops."""
+    """Replaces grouped_gemm.ops."""
 
     @staticmethod
     def gmm(
         rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """rows [M, k] sorted by expert, weights [experts, k, n], counts int64 [experts], on the host -> [M, n]"""
+        """Multiply rows [M, k], sorted by expert, by weights [experts, k, n] -> [M, n]; counts: int64 [experts], on the
+        host."""
         assert not trans_b
         return GROUPED_MM(rows, weights, offs=counts.cumsum(0).int().to(rows.device))

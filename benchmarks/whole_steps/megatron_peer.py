@@ -1,10 +1,10 @@
-"""megatron-core's own GPT model, data-parallel wrapper, optimizer and schedule, with nothing of ours but the loop, and
-names of the parts for traces.
+"""Trains megatron-core's own GPT model with its data-parallel wrapper, optimizer and schedule.
 
-Its local layer specification: what runs without Transformer Engine and Apex. So attention is made of L x L matrices
-(`local`, computed again in the backward pass as Megatron-LM advises: all layers' would not fit), or is torch's
-scaled_dot_product_attention in their place (`sdpa`), norms are torch's, which refuse sequence parallelism, and AdamW is
-torch's. Fusions that need neither library are on, as Megatron-LM has them.
+Only the loop, and the names of the parts in traces, are ours. The model uses megatron-core's local layer specification,
+which runs without Transformer Engine and Apex. Attention therefore has L x L matrices (`local`) or is torch's
+scaled_dot_product_attention (`sdpa`). With `local` the backward pass recomputes attention, as Megatron-LM recommends,
+because the matrices of all layers do not fit. Norms are torch's, which do not support sequence parallelism, and AdamW
+is torch's. Fusions that need neither library are on, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from whole_steps.variants import ATTENTIONS
 
 
 def unsupported_by_megatron(config: Config) -> str:
-    """Why megatron-core without Transformer Engine cannot run this config, or is not asked to; empty when it can."""
+    """Return why megatron-core without Transformer Engine cannot run this config, or should not; empty if it can."""
     if config.moe.experts > 0:
         return "experts are compared in one model, by benchmarks/bench_moe.py"
     if config.parallel.context > 1:
@@ -50,7 +50,7 @@ def unsupported_by_megatron(config: Config) -> str:
 
 
 class SdpaCore(MegatronModule):
-    """In the place of megatron-core's DotProductAttention."""
+    """Replaces megatron-core's DotProductAttention."""
 
     def __init__(self, config: TransformerConfig, *unused: Any, **other: Any) -> None:
         super().__init__(config)
@@ -58,7 +58,7 @@ class SdpaCore(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **other: Any
     ) -> torch.Tensor:
-        """[L, B, heads, D], ... -> [L, B, heads D]"""
+        """Attend, [L, B, heads, D], ... -> [L, B, heads D]."""
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -69,7 +69,7 @@ class _PeerModel(NamedGPTModel):
 
 
 class MegatronTrainee:
-    """See `Trainee`. Trains everything of a plain model with the config's sizes; gates and indexer are not there."""
+    """Implements `Trainee` for a plain model with the config's sizes, without gates and indexer."""
 
     def __init__(self, config: Config, phase: PhaseConfig, parallel: Parallel, attention: str) -> None:
         assert attention in ATTENTIONS
@@ -135,7 +135,7 @@ class MegatronTrainee:
             self.optimizer.step()
 
     def loss(self) -> float:
-        """Mean over micro-batches of equal size and replicas."""
+        """Return the mean over micro-batches of equal size and over replicas."""
         parallel = self.parallel
         total = torch.zeros(2, dtype=torch.float64, device=parallel.device)
         if self.losses and parallel.tensor_rank == 0:
@@ -162,7 +162,7 @@ def _transformer_config(config: Config, attention: str, parallel: Parallel) -> T
     bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and on_gpu)
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = config.parallel.virtual_pipeline > 1
-    # Not on CPUs: its causal mask, made in the backward pass, is on "cuda".
+    # This is off on CPUs, because the causal mask in the backward pass is on "cuda".
     unasked = "selective" if attention == "local" and on_gpu else None
     recompute = {"none": unasked, "selective": "selective", "full": "full"}[config.train.recompute]
     return TransformerConfig(
@@ -194,7 +194,7 @@ def _transformer_config(config: Config, attention: str, parallel: Parallel) -> T
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=config.train.recompute_num_layers if recompute == "full" else None,
         persist_layer_norm=False,
-        # Through torch.compile, which takes longer than a test on CPUs.
+        # torch.compile takes longer than a test on CPUs.
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,

@@ -1,8 +1,9 @@
-"""Selections like a trained model's in a model with random weights: its indexers give other projections than their own.
+"""Gives a model with random weights selections like a trained model's, by replacing its indexers' projections.
 
-The indexer of random weights selects keys that neighbouring queries do not share, and the time of attention over key
-lists grows with the union ratio r. What is planted here takes the place of each indexer's results, at no cost on the
-device; gradients go to the indexer's own, so that a step has all of its work.
+With random weights, neighbouring queries select different keys. The time of attention over key lists grows with the
+union ratio r (the keys that any of 32 neighbouring queries selects, divided by the keys of one query). Planted
+projections replace each indexer's results at no cost on the device. Gradients still reach the indexer's own
+projections, so that a step does all of its work.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.build import Model
 
 LIKENESS = 0.78
-"""Of neighbouring queries' indexer inputs. Gives r = 4.5 at 32K tokens and 6.3 at 128K with k = 2048, as the mean over
-the layers of a trained model is in results/bench_long_trained.json: 5.7, 5.0, 2.7 and 7.3, 6.9, 3.2."""
+"""Similarity of neighbouring queries' indexer inputs. With k = 2048 it gives about the mean r over the layers of the
+trained model in results/bench_long_trained.json, at 32K and at 128K tokens."""
 
 TILE = 32
-"""Neighbouring queries that are alike: those whose union r is of."""
+"""Number of neighbouring queries that are similar: the queries whose union defines r."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What one layer's indexer is to give for each sequence."""
+    """Holds what one layer's indexer returns for each sequence."""
 
     projections: IndexerProjections
     """[1, L, ...]"""
@@ -38,7 +39,7 @@ class Planted:
 
 
 def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
-    """Returns random projections, similar for the queries of a tile.
+    """Return random projections that are similar for the queries of a tile.
 
     Args:
         likeness: 0, independent, to 1, equal
@@ -55,14 +56,14 @@ def alike(indexer: Indexer, length: int, likeness: float, seed: int) -> Planted:
         of_tile = shared.repeat_interleave(TILE, 1)[:, :length]
         return (likeness**0.5 * of_tile + (1 - likeness) ** 0.5 * own).to(weight.dtype)
 
-    # Keys wider than the queries: logits of standard deviation 1.5, sigmoids neither flat nor saturated.
+    # Keys have a larger scale than queries: logits have a standard deviation of 1.5, and sigmoids do not saturate.
     queries, keys, weights = of_queries(heads, dim), 1.5 * normal(1, length, dim), of_queries(heads)
     projections = IndexerProjections(queries, keys.to(weight.dtype), weights)
     return Planted(projections, normal(heads), normal(heads), None)
 
 
 def exported(path: Path, device: torch.device) -> tuple[int, list[Planted]]:
-    """The length, and the layers in order, of a file that launch/export_indexer.py wrote."""
+    """Return the length and the layers, in order, from a file of launch/export_indexer.py."""
     content = torch.load(path, map_location=device, weights_only=True)
     layers = [
         Planted(
@@ -77,14 +78,14 @@ def exported(path: Path, device: torch.device) -> tuple[int, list[Planted]]:
 
 
 def plant(model: Model, layers: Sequence[Planted], batch: int, length: int) -> None:
-    """Let the model's indexers give these, layer after layer and from the first again; before it has an optimizer.
+    """Plant projections in the model's indexers, layer by layer, cyclically; call this before the optimizer is built.
 
     Args:
-        layers: of at least `length` tokens; the first `length` are taken
-        batch: sequences of a micro-batch, all alike
+        layers: have at least `length` tokens; the first `length` are used
+        batch: sequences of a micro-batch, which are all equal
 
     Raises:
-        ValueError: the projections are not of the model's indexer.
+        ValueError: the projections do not fit the model's indexer.
     """
     number = 0
     for attention in model.attentions:
@@ -118,7 +119,7 @@ def plant(model: Model, layers: Sequence[Planted], batch: int, length: int) -> N
 
 
 class _Instead:
-    """A forward hook that gives the planted projections with the gradients of the own ones."""
+    """Implements a forward hook that returns the planted projections with the gradients of the indexer's own."""
 
     def __init__(self, given: IndexerProjections) -> None:
         self.given = given
@@ -130,7 +131,7 @@ class _Instead:
 class _Replace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return given.detach()  # a tensor of its own each time, which takes this step's graph
+        return given.detach()  # a new tensor each time, for this step's graph
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

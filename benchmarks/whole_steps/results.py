@@ -1,4 +1,4 @@
-"""What the bench of whole models measures of each, and how two reports compare."""
+"""Defines what the bench of whole models measures for each model, and how two reports compare."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 LARGEST_DIFFERENCE_OF_KEYS = 0.01
-"""Between two reports whose speeds are compared: it may change an efficiency by as much, and those are some percent."""
+"""Largest relative difference between two reports whose speeds are compared. It may change an efficiency by the same
+amount, while efficiencies differ by some percent."""
 
 
 @dataclass
 class Result:
-    """Of one variant, over all ranks."""
+    """Holds the result of one variant over all ranks."""
 
     model: str
     layout: str
@@ -23,9 +24,9 @@ class Result:
     seq_len_tokens: int = 0
     num_layers: int = 0
     causal_keys: float = float("nan")
-    """That a query sees, mean over the batch: less than half of a sequence where its documents end."""
+    """Mean number of causal keys per query: less than half of a sequence if it has several documents."""
     attended_keys: float = float("nan")
-    """Of these, what `mfu` counts: all, or with sparse attention a budget of k_base and the local window."""
+    """The keys that `mfu` counts: all causal keys, or with sparse attention a budget of k_base and the local window."""
     step_ms: float = float("nan")
     """Median."""
     step_ms_low: float = float("nan")
@@ -37,11 +38,11 @@ class Result:
     """Allocated, by rank."""
     peak_reserved_gib: list[float] = field(default_factory=list)
     predicted_gib: list[float] = field(default_factory=list)
-    """What a dry run says, by rank; empty for megatron-core's model."""
+    """Estimate of a dry run, by rank; empty for megatron-core's model."""
     loss: float = float("nan")
-    """Of the last step, on the same random tokens."""
+    """Loss of the last step, on the same random tokens."""
     breakdown: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of a traced step on rank 0's device, see `step_trace.in_columns`; empty where none was traced."""
+    """Milliseconds of a traced step on rank 0's device, see `step_trace.in_columns`; empty without a trace."""
     exposed_communication_ms: list[float] = field(default_factory=list)
     """Of a traced step, by rank."""
     failed: str = ""
@@ -49,31 +50,31 @@ class Result:
 
     @property
     def prediction_error(self) -> float:
-        """Largest |predicted - peak| / peak over the ranks; NaN where there is none."""
+        """Return the largest |predicted - peak| / peak over the ranks; NaN without a prediction."""
         pairs = [(p, m) for p, m in zip(self.predicted_gib, self.peak_gib, strict=False) if m > 0]
         return max((abs(p - m) / m for p, m in pairs), default=float("nan"))
 
 
 class VariantFailed(RuntimeError):
-    """The process must end without waiting for other ranks."""
+    """Says that the process must end without waiting for other ranks."""
 
     def __init__(self, result: Result, speaks: bool) -> None:
         super().__init__(f"{result.model}, {result.layout}: {result.failed}")
         self.result = result
         self.speaks = speaks
-        """This rank reports for all that failed."""
+        """Whether this rank reports for all failed ranks."""
 
 
 def as_row(result: Result) -> dict[str, Any]:
-    """For the report: plain values, the ranks' lists as they are."""
+    """Convert to plain values for the report, with lists by rank."""
     return {**asdict(result), "prediction_error": result.prediction_error}
 
 
 def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Weak scaling: tokens per second and device of the same model and layout in the rows of two reports.
+    """Compute weak scaling: tokens per second and device of the same model and layout in the rows of two reports.
 
     Raises:
-        ValueError: they have no model and layout in common, other work per device, or other documents.
+        ValueError: they have no model and layout in common, different work per device, or different documents.
     """
     rows = []
     for row in many:
@@ -106,7 +107,7 @@ def scaling(few: Sequence[dict[str, Any]], many: Sequence[dict[str, Any]]) -> li
 
 
 def _refuse_other_documents(row: dict[str, Any], other: dict[str, Any]) -> None:
-    """A query that sees other keys is other work: its time cannot be compared."""
+    """Raise if queries have different numbers of causal keys, because the times cannot be compared."""
     before, now = other.get("causal_keys"), row.get("causal_keys")
     if before is None or now is None:
         raise ValueError(

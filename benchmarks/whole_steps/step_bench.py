@@ -1,4 +1,4 @@
-"""A model that takes training steps on random tokens or text, and what a step costs: for whole models' benches."""
+"""Runs a model's training steps on random tokens or text, and measures their cost, for benches of whole models."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector
 from gsa_train.step import Training, train_step
 
 NO_TOKEN = -1
-"""End-of-document id that no random token equals: one document per sequence."""
+"""End-of-document id that no random token equals, so that each sequence is one document."""
 
 
 def start_model(arguments: argparse.Namespace) -> tuple[Config, Parallel]:
-    """What is to be measured, in the layout of the config, without its text."""
+    """Return the config to measure and its layout, without its text."""
     fixed = [f"train.global_batch_size={arguments.sequences}", "data.num_workers=0"]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config = load_config(arguments.config, [*fixed, *arguments.overrides], world_size, need_data=False)
@@ -39,7 +39,7 @@ def start_model(arguments: argparse.Namespace) -> tuple[Config, Parallel]:
 
 
 def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """This replica's micro-batches of one step: the same tokens for every model and layout."""
+    """Create this replica's micro-batches of one step, with the same tokens for every model and layout."""
     train = config.train
     generator = torch.Generator(parallel.device).manual_seed(0)
     shape = (train.global_batch_size, train.seq_len_tokens + 1)
@@ -49,7 +49,7 @@ def random_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
 
 
 def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """The first step's of the config's training text. Collective."""
+    """Read the first step of the config's training text. Collective."""
     batches = TrainBatches(config, parallel, load_tokenizer(config), None)
     try:
         return batches.next_step()
@@ -58,23 +58,19 @@ def text_batches(config: Config, parallel: Parallel) -> list[MicroBatch]:
 
 
 class Trainee(Protocol):
-    """What the benches drive."""
+    """Defines what the benches drive."""
 
-    def step(self, batches: list[MicroBatch]) -> None:
-        """One optimizer step."""
-        ...
+    def step(self, batches: list[MicroBatch]) -> None: ...
 
     def loss(self) -> float:
-        """Of the last step, per token. Collective; waits for the device."""
+        """Return the last step's loss per token. Collective; waits for the device."""
         ...
 
-    def close(self) -> None:
-        """Let go of model and optimizer."""
-        ...
+    def close(self) -> None: ...
 
 
 class OurTrainee:
-    """A config's phase through the framework."""
+    """Runs a config's phase through the framework."""
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class OurTrainee:
         """
         Args:
             prepare: called with the model before its optimizer is built.
-            lr: of all steps; None: the phase's.
+            lr: learning rate of all steps; None: the phase's.
         """
         self.config, self.parallel = config, parallel
         self.lr = phase.lr if lr is None else lr
@@ -100,12 +96,12 @@ class OurTrainee:
 
     @property
     def warm_up_steps(self) -> int:
-        """Before steps are as they will be, compilation aside."""
+        """Return the number of first steps that differ from later ones, apart from compilation."""
         return 0 if self.graph is None else WARM_UP_STEPS
 
     @property
     def graph_bytes(self) -> int:
-        """That the graph holds between a pass's operations, and that does not count as tensors."""
+        """Return the memory that the graph holds between a pass's operations, which does not count as tensors."""
         return 0 if self.graph is None else self.graph.memory_bytes
 
     @property
@@ -113,7 +109,7 @@ class OurTrainee:
         return self.optimizer.phase
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint's weights, of whatever layout."""
+        """Continue from a checkpoint's weights, of any layout."""
         load_checkpoint(checkpoint, self.model, self.optimizer, self.parallel, with_optimizer=False)
 
     def step(
@@ -144,7 +140,7 @@ class OurTrainee:
 
 
 def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step, one after the other as in training: on a GPU the host does not wait in between."""
+    """Return the seconds of successive steps; as in training, a GPU's host does not wait in between."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -163,16 +159,15 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank's device, 0 on CPUs."""
+    """Holds the bytes of one rank's device, 0 on CPUs."""
 
     allocated: int
-    """At the peak, in tensors."""
+    """Peak, in tensors."""
     reserved: int
-    """At the peak, held by the allocator: tensors, what is cached, and gaps."""
+    """Peak, held by the allocator: tensors, its cache, and gaps."""
 
 
 def peak_memory(device: torch.device) -> Memory:
-    """Since `reset_peak_memory`."""
     if device.type != "cuda":
         return Memory(0, 0)
     return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
@@ -184,7 +179,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> int:
-    """Give back what nothing refers to any more; the bytes that are still allocated."""
+    """Free memory without references, and return the bytes that are still allocated."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -194,7 +189,7 @@ def release_memory(device: torch.device) -> int:
 
 
 def over_ranks(values: Sequence[float], parallel: Parallel) -> list[list[float]]:
-    """Each rank's numbers, in the order of the ranks. Collective."""
+    """Return each rank's numbers, in the order of the ranks. Collective."""
     local = torch.tensor(list(values), dtype=torch.float64, device=parallel.device)
     every = [torch.empty_like(local) for _ in range(parallel.world_size)]
     dist.all_gather(every, local)

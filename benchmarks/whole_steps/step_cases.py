@@ -1,4 +1,4 @@
-"""Which steps `bench_step.py --lengths` measures: shapes, models, lengths, depths. Loads no torch."""
+"""Lists the steps that `bench_step.py --lengths` measures: shapes, models, lengths, depths. Does not load torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model's sizes, from a shipped config, and to how many layers it is cut."""
+    """Holds a model's sizes, from a shipped config, and the number of layers to which it is cut."""
 
     config: str
-    """Part of the name after `standard_` and `gsa_`."""
+    """Part of the config's name after `standard_` and `gsa_`."""
     layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     depths: tuple[int, ...]
-    """Layers that are measured. Of two depths the difference is what a layer takes."""
+    """Numbers of layers that are measured. The difference of two depths gives the time of a layer."""
     shallow: tuple[int, ...]
     """The same from `SHALLOW_FROM` tokens on, where activations and logits fill the device."""
     overrides: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "shared": _SHARED,
     "shared_rope": (*_SHARED, "gsa.indexer_rope=true"),
 }
-"""What each changes in its shape's config, of the standard model or of GSA."""
+"""What each model changes in its shape's config, of the standard model or of GSA."""
 
 REUSE = 4
 """Layers with one selection, in the models of that name."""
@@ -91,16 +91,14 @@ LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step of one model."""
-
     shape: str
     length: int
     layers: int
     model: str
     sequences: int
-    """Of a step."""
+    """Sequences per step."""
     micro_batch: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
 
     @property
     def has_indexer(self) -> bool:
@@ -121,7 +119,7 @@ class StepCase:
             "data.num_workers=0",
             "data.num_lanes=1",
             "data.attend_across_documents=true",  # each sequence is one document
-            # The moving average of the variance stays where the first step, or an exported layer, put it.
+            # The moving average of the variance keeps the value of the first step, or of an exported layer.
             "gsa.variance_ema_decay=0.9999",
         ]
         changes = [*fixed, *shape.overrides, *MODELS[self.model], *overrides]
@@ -136,14 +134,14 @@ def plan(
     micro_batches: int = 1,
     layers: Sequence[int] = (),
 ) -> list[list[StepCase]]:
-    """Groups of cases that take turns with the group's standard model, which comes first if it is asked for.
+    """Return groups of cases that take turns with the group's standard model, which comes first if requested.
+
+    If layers of some model share selections, all models have depths in whole groups of these layers.
 
     Args:
-        tokens: of a step, of at least one sequence
-        micro_batches: of a step, as far as it has sequences for them
-        layers: depths in place of the shapes' own
-
-    With a model whose layers share selections all models have depths of whole groups of these.
+        tokens: tokens per step, of at least one sequence
+        micro_batches: micro-batches per step, if it has enough sequences
+        layers: depths in place of the shape's own
 
     Raises:
         ValueError: a shape has fewer layers, or they do not form whole groups.
@@ -170,5 +168,5 @@ def _depths(shape: StepShape, length: int, reuse: int) -> tuple[int, ...]:
     depths = shape.shallow if length >= SHALLOW_FROM else shape.depths
     if all(layers % reuse == 0 for layers in depths):
         return depths
-    # From 128K on two groups of layers do not fit: 8 layers of the 1.7B model ran out of the 140 GiB of an H200.
+    # From 128K on, two groups of layers do not fit: 8 layers of the 1.7B model ran out of the 140 GiB of an H200.
     return (reuse,) if length >= SHALLOW_FROM else (reuse, 2 * reuse)

@@ -1,4 +1,4 @@
-"""Whole steps over lengths, shapes and models, case by case into one file that later calls add to."""
+"""Measures whole steps over lengths, shapes and models, case by case into one file that later calls extend."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ COLUMNS = (
     "other",
     "idle",
 )
-"""Parts of a step in a row; all other parts of `step_timing.PARTS` are in `other`."""
+"""Parts of a step in a row; `other` holds all other parts of `step_timing.PARTS`."""
 
 _SHARED = ("shared", "shared_rope", "shared_rope_reuse")
 _PER_QUERY = ("gsa", "gsa_rope_reuse")
 AIMS = (
-    # shape, length, models, standard's time over theirs, of the whole model
+    # Fields: shape, length, models, the standard model's time divided by theirs, for the whole model.
     *(("1.7b", length, _SHARED, aim) for length, aim in ((8192, 1.0), (16384, 1.3), (32768, 2.0), (131072, 3.0))),
     ("1.7b", 32768, _PER_QUERY, 1.0),
     ("1.7b", 131072, _PER_QUERY, 1.5),
@@ -61,7 +61,7 @@ FIXED = (
 """Columns of a row before the parts."""
 
 SAME_MODEL = ("shape", "length", "model", "sequences", "micro_batch", "vocab", "indexer")
-"""What rows of different depths have in common, if a whole model follows from them."""
+"""Cells that rows of different depths must share for a whole model to follow from them."""
 
 Cells = dict[str, harness.Cell]
 
@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     parallel = init_parallel(groups[0][0].config(arguments.overrides).parallel, seed=1)
-    leave_default_stream(parallel.device)  # for CUDA graphs; all models alike
+    leave_default_stream(parallel.device)  # for CUDA graphs; the same for all models
     bench = Sweep(report, arguments, parallel, files)
     for group in groups:
         bench.run(group)
@@ -131,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The groups of cases one after another."""
+    """Measures the groups of cases one after another."""
 
     report: harness.Report
     arguments: argparse.Namespace
@@ -140,7 +140,7 @@ class Sweep:
     """Exported layers by their length."""
 
     def run(self, group: Sequence[StepCase]) -> None:
-        """Measure what the file does not have. The standard model stays on the device for the others' turns."""
+        """Measure cases that the file lacks. The standard model stays on the device for the others' turns."""
         missing = [case for case in group if self.arguments.again or not self._has(case)]
         if not missing:
             return
@@ -158,7 +158,6 @@ class Sweep:
         release_memory(self.parallel.device)
 
     def identity(self, case: StepCase) -> Cells:
-        """The cells that say which row this is."""
         return {
             "gpu": self.report.environment["gpu"],
             "commit": self.report.environment["commit"],
@@ -180,7 +179,7 @@ class Sweep:
         return "own" if self.arguments.indexer == "own" else f"alike {self.arguments.likeness:g}"
 
     def _file_length(self, case: StepCase) -> int:
-        """The shortest that has enough tokens."""
+        """Return the shortest exported length with enough tokens."""
         fitting = [length for length in self.files if length >= case.length]
         if not fitting:
             raise ValueError(f"--selection: no file has {case.length} tokens; export one of that length")
@@ -192,7 +191,7 @@ class Sweep:
         return any(wanted.items() <= row.items() for row in measured)
 
     def _measured(self, case: StepCase, reference: Subject | None, with_row: bool) -> Subject | None:
-        """Measure a case and keep its row; the model itself if it is the standard one and fits the device."""
+        """Measure a case and store its row; return the model if it is the standard one and fits the device."""
         subject, failed = None, ""
         cells: Cells = {}
         try:
@@ -201,7 +200,7 @@ class Sweep:
                 cells = self._row(subject, reference, case)
         except torch.OutOfMemoryError as error:
             failed = f"out of memory: {str(error).splitlines()[0]}"
-        if with_row:  # after the handler, whose error holds references to the tensors
+        if with_row:  # after the handler, because its error holds references to the tensors
             self._keep(self.identity(case) | cells | {"failed": failed})
         if subject is not None and (case.model != STANDARD or failed):
             subject.bench.close()
@@ -212,7 +211,7 @@ class Sweep:
     def _build(self, case: StepCase) -> Subject:
         config = case.config(self.arguments.overrides)
         others_bytes = torch.cuda.memory_allocated()
-        # A rate of 0: weights, and so selections, stay what they are.
+        # A rate of 0 keeps weights, and therefore selections, unchanged.
         trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
         subject = Subject(case.model, trainee, others_bytes)
         subject.set_micro_batch(case.micro_batch)
@@ -260,7 +259,7 @@ class Sweep:
         return cells | {f"{name} ms": took for name, took in parts.items()}
 
     def _flops_limit(self, case: StepCase) -> float:
-        """Returns the matrix products of the standard model's step over this one's: the speed-up at equal MFU."""
+        """Divide the matrix products of the standard model's step by this one's: the speed-up at equal MFU."""
         standard = StepCase(case.shape, case.length, case.layers, STANDARD, case.sequences, case.micro_batch)
         totals = []
         for each in (standard, case):
@@ -271,7 +270,7 @@ class Sweep:
         return totals[0] / totals[1]
 
     def _keep(self, cells: Cells) -> None:
-        """In place of an older row of the same case."""
+        """Store a row in place of an older row of the same case."""
         names = [*FIXED, *(f"{name} ms" for name in COLUMNS), "failed"]
         identity = {name: cells[name] for name in FIXED[: FIXED.index("step_ms")]}
         self.report.rows = [row for row in self.report.rows if not identity.items() <= row.items()]
@@ -284,13 +283,13 @@ def print_top(row: Row, number: int) -> None:
 
 
 def selected(subject: Subject) -> Cells:
-    """What the selections of a step are like, mean over the layers; nothing where attention is dense."""
+    """Describe the selections of a step by means over the layers; empty if attention is dense."""
     if subject.bench.phase.attention == "dense":
         return {}
     stats = subject.bench.model.runtime.stats
     try:
         subject.bench.step(subject.batches, measures=True)
-    except torch.OutOfMemoryError:  # the step itself has its time; these rows lack r
+    except torch.OutOfMemoryError:  # the step has its time, but these rows lack r
         return {}
     nothing = torch.zeros(0, dtype=torch.float64, device=subject.bench.parallel.device)
     found = stats.reduce(nothing, [], [])[0]
@@ -304,13 +303,13 @@ def selected(subject: Subject) -> Cells:
 
 
 def whole_model(shallow: Mapping[str, Any], deep: Mapping[str, Any], layers: int) -> tuple[float, float]:
-    """ms of a layer, and of a step with `layers` of them, from rows of two depths."""
+    """Compute ms of a layer, and of a step with `layers` layers, from rows of two depths."""
     per_layer = (deep["step_ms"] - shallow["step_ms"]) / (deep["layers"] - shallow["layers"])
     return per_layer, deep["step_ms"] + (layers - deep["layers"]) * per_layer
 
 
 def add_whole_models(report: harness.Report) -> None:
-    """From rows of this device and commit: a row for each whole model, and whether the aims are met."""
+    """Add a row for each whole model, and whether the aims are met, from rows of this device and commit."""
     here = (report.environment["gpu"], report.environment["commit"])
     report.rows = [row for row in report.rows if "whole_ms" not in row or (row["gpu"], row["commit"]) != here]
     report.bars.clear()
@@ -327,7 +326,9 @@ def add_whole_models(report: harness.Report) -> None:
         standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
         ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
         deepest = max(measured[key], key=lambda row: row["layers"])
-        if deepest["layers"] == found["layers"] and ratio is not None:  # not scaled: the steps took turns
+        if (
+            deepest["layers"] == found["layers"] and ratio is not None
+        ):  # not scaled, because the steps took turns
             ratio = deepest["speed_up"]
         wholes.append({"gpu": here[0], "commit": here[1], **found, "whole_speed_up": ratio})
     for whole in wholes:
@@ -343,12 +344,12 @@ def add_whole_models(report: harness.Report) -> None:
 
 
 def without_variant(model: str) -> str:
-    """The name in `AIMS`: without the budget and the graphs, which are a model's own means to meet its aim."""
+    """Return the name in `AIMS`, without the budget and the graphs, which a model may use to meet its aim."""
     return re.sub(r"(_k\d+)?(_graphs)?$", "", model)
 
 
 def _whole_row(key: tuple[Any, ...], rows: list[dict[str, Any]]) -> Cells | None:
-    """None where one depth alone was measured, and it is not the whole model."""
+    """Return None if only one depth was measured, unless it is the whole model."""
     shape = SHAPES[key[0]]
     rows = sorted(rows, key=lambda row: row["layers"])
     per_layer: float | None = None

@@ -1,4 +1,4 @@
-"""What a training step of one model costs, taken in turn with another's: time, memory, and the parts of it."""
+"""Measures a training step of one model, in turns with another model: time, memory, and the parts of the step."""
 
 import dataclasses
 import re
@@ -49,44 +49,40 @@ PARTS = (
     ("copies, fills", r"memcpy|memset|copy|fill|cat"),
     ("elementwise, sums", r"elementwise|reduce|_total_kernel|column_sums|add_parts"),
 )
-"""Part -> pattern of kernel names, the first that is found. `sums by key`: of the gradients of what was gathered by
-key, for attention over key lists and for the loss over them."""
+"""Maps a part to a pattern of kernel names; the first match counts. `sums by key` are gradients of gathered keys summed
+by key, in attention over key lists and in its loss."""
 
 
 @dataclass
 class Row:
-    """One model at one micro-batch size."""
-
     config: str
     micro_batch: int
     sequences: int
     step_ms: float
     ratio: float
-    """To the first config's steps, taken in turn with these."""
+    """Relative to the first config's steps, taken in turns with these."""
     ratio_error: float
-    """Standard error of that."""
+    """Standard error of the ratio."""
     tokens_per_second: float
     mfu: float
-    """Matrix products of the model's phase, sparse attention counted as sparse, over the device's peak."""
+    """Matrix products of the model's phase, with sparse attention counted as sparse, divided by the device's peak."""
     peak_gib: float
     synchronizations: int
-    """Times that a step made the host wait for the device."""
+    """How often a step made the host wait for the device."""
     launches: int
     """Kernels, copies and fills of a step."""
     parts: dict[str, float] = field(default_factory=dict)
     """ms per sequence."""
     top: list[tuple[str, int, float]] = field(default_factory=list)
-    """Kernels that took longest: name, launches and ms per sequence."""
+    """Kernels with the longest times: name, launches and ms per sequence."""
 
 
 @dataclass
 class Subject:
-    """A model on the device."""
-
     name: str
     bench: OurTrainee
     others_bytes: int
-    """What was on the device before."""
+    """Memory on the device before the model."""
     batches: list[MicroBatch] = field(default_factory=list)
 
     def set_micro_batch(self, size: int) -> None:
@@ -101,7 +97,7 @@ class Subject:
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
-        """What the host alone needs to launch a step; the device may go on after it."""
+        """Return the time the host needs to launch a step; the device may continue after it."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         self.bench.step(self.batches)
@@ -115,20 +111,20 @@ class Subject:
 
 @dataclass(frozen=True)
 class Turns:
-    """How many steps two models take in turn."""
+    """Limits how many steps two models take in turns."""
 
     warm_up_seconds: float
     steps: int
-    """At most."""
+    """Largest number."""
     seconds: float = float("inf")
-    """After which no further turn begins, if there were `FEWEST_TURNS`."""
+    """Time after which no further turn begins, after at least `FEWEST_TURNS`."""
 
 
 FEWEST_TURNS = 3
 
 
 def measure(subject: Subject, reference: Subject | None, turns: Turns, with_profile: bool) -> Row:
-    """Measure step times, alternating with `reference` if it is given."""
+    """Measure step times, alternating with `reference` if given."""
     taking_turns = [subject] if reference is None else [reference, subject]
     began = time.perf_counter()
     while time.perf_counter() - began < turns.warm_up_seconds:
@@ -208,7 +204,7 @@ def part_of(kernel: str) -> str:
 
 
 def busy_us(kernels: list) -> float:
-    """Time in which at least one kernel runs."""
+    """Return the time in which at least one kernel runs."""
     busy = end = 0.0
     for start, stop in sorted((k.time_range.start, k.time_range.end) for k in kernels):
         busy += max(0.0, stop - max(start, end))

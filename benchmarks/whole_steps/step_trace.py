@@ -1,4 +1,4 @@
-"""Some steps of a model under the profiler: what a step's time goes to on this rank's device."""
+"""Profiles some steps of a model: where the time of a step goes on this rank's device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COLUMNS = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-"""Name in the report -> parts of the step; what is in none of them is `other`."""
+"""Maps a name in the report to parts of the step; `other` holds the remaining parts."""
 OF_EXPERTS = {**COLUMNS, "mlp": ("mlp",), **{name: (name,) for name in ("router", "exchange", "experts")}}
-"""The parts of a mixture of experts apart; `mlp` is norm, residual connection and shared expert."""
+"""The parts of a mixture of experts separately; `mlp` is norm, residual connection and shared expert."""
 
 
 def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
-    """Of `steps` together, after one more to warm the profiler up. Collective; for CUDA devices."""
+    """Trace `steps` steps together, after one more to warm up the profiler. Collective; for CUDA devices."""
     trace = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     trace.prepare_trace()
     step()
@@ -46,7 +46,7 @@ def trace_steps(step: Callable[[], None], steps: int) -> Breakdown:
 def in_columns(
     found: Breakdown, steps: int, names: Mapping[str, Sequence[str]] = COLUMNS
 ) -> dict[str, float]:
-    """Milliseconds per step by name: all but the first and the last add up to the first."""
+    """Return milliseconds per step by name: all columns except the first and the last add up to the first."""
     parts = dict(found.parts)
     columns = {name: sum(parts.pop(part, 0.0) for part in of) for name, of in names.items()}
     columns[OTHER] = sum(parts.values())

@@ -1,8 +1,5 @@
-"""Whole models side by side, layout after layout, in one world of ranks: speed and memory of each.
-
-Ours by their configs, and megatron-core's own model with the sizes of a config (megatron_peer.py); variants.py has the
-plan.
-"""
+"""Runs whole models, layout by layout, in one world of ranks, and measures speed and memory of each. The models are
+ours by their configs, and megatron-core's own with the sizes of a config (megatron_peer.py). variants.py plans them."""
 
 from __future__ import annotations
 
@@ -38,21 +35,21 @@ from whole_steps.variants import Variant
 logger = logging.getLogger(__name__)
 
 LEFT_OVER_BYTES = 64 * 2**20
-"""More than this after a model is gone is a leak: cuBLAS keeps 32 MiB of workspace."""
+"""More memory than this after a model is released is a leak: cuBLAS keeps 32 MiB of workspace."""
 
 
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure one after the other, on every rank alike. Everything of one is gone before the next begins.
+    """Measure one variant after the other on all ranks. Each is released before the next begins.
 
     A variant that runs out of memory on all ranks, or that megatron-core cannot run, gives a result that says so.
 
     Args:
-        traced_steps: after the measured ones, for `Result.breakdown`; needs CUDA devices.
+        traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.
 
     Raises:
-        VariantFailed: this rank failed in a way that leaves the others waiting, or because another one did.
+        VariantFailed: this rank or another one failed in a way that leaves ranks waiting.
     """
     for number, variant in enumerate(plan):
         parallel = init_parallel(variant.config.parallel, seed)
@@ -107,7 +104,7 @@ def _measure(
         out_of_memory = f"out of memory: {str(error).splitlines()[0]}"
     except RuntimeError as error:
         raise give_up(f"{type(error).__name__}: {error}", number, parallel) from error
-    if out_of_memory:  # after the handler, whose error holds references to the tensors
+    if out_of_memory:  # after the handler, because its error holds references to the tensors
         result.failed = agree(out_of_memory, number, parallel)
 
 
@@ -150,13 +147,13 @@ def build(variant: Variant, parallel: Parallel) -> Trainee:
 
 
 def batches_of(variant: Variant, parallel: Parallel) -> list[MicroBatch]:
-    """Of one step, on the device, and the same for every step."""
+    """Return the micro-batches of a step, on the device and equal for every step."""
     return (text_batches if variant.text else random_batches)(variant.config, parallel)
 
 
 def mean_keys(variant: Variant, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Keys that a query of the batches sees, and to how many of these it attends with a budget of k_base."""
-    if variant.attention:  # it knows no documents
+    """Return the mean number of causal keys per query, and of attended keys with a budget of k_base."""
+    if variant.attention:  # this model ignores documents
         batches = [replace(batch, document_ids=None) for batch in batches]
     visible = torch.cat([batch.causal_keys() for batch in batches])
     mean_visible = float(visible.sum()) / visible.numel()
@@ -166,7 +163,7 @@ def mean_keys(variant: Variant, batches: Sequence[MicroBatch]) -> tuple[float, f
 
 
 def _add_speed(result: Result, variant: Variant, parallel: Parallel, seconds: list[list[float]]) -> None:
-    """Of each rank's steps: what the slowest one takes."""
+    """Add the speed by the slowest rank's steps."""
     config, device = variant.config, parallel.device
     slowest = [max(times) for times in zip(*seconds, strict=True)]
     result.step_ms = 1e3 * statistics.median(slowest)

@@ -1,4 +1,4 @@
-"""Which models the bench of whole models runs, in which layouts. Loads no torch: `cuda_connections` comes before it."""
+"""Lists the models and layouts of the bench of whole models, without torch: `cuda_connections` comes first."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from gsa_train.config.file_checks import check_data
 from whole_steps.layout_names import layout_overrides
 
 ATTENTIONS = ("local", "sdpa")
-"""Of megatron-core's model, see megatron_peer.py."""
+"""Kinds of attention in megatron-core's model, see megatron_peer.py."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model in a layout."""
-
     name: str
-    """Of the model: a config's name, or megatron's with its attention."""
+    """The config's name, or megatron's with its attention."""
     layout: str
     config: Config
     attention: str = ""
-    """Of megatron-core's model; empty: the model is ours."""
+    """Attention of megatron-core's model; empty: the model is ours."""
     text: bool = False
     """Train on the first batch of the config's text instead of random tokens."""
     checkpoint: Path | None = None
-    """Of a run of this model: its weights to start from, instead of new ones."""
+    """Run of this model whose weights to start from, instead of new ones."""
 
     @property
     def phase(self) -> PhaseConfig:
@@ -38,14 +36,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the bench changes in every config."""
+    """Holds what the bench changes in every config."""
 
     sequences_per_device: int
     seq_len_tokens: int | None
     num_layers: int | None
     overrides: Sequence[str] = ()
     text: bool = False
-    """The config's training text is there to be read."""
+    """Whether the config's training text is available."""
 
     def apply(self, path: Path, layout: str, world_size: int) -> Config:
         """
@@ -57,7 +55,7 @@ class Sizes:
             "data.num_workers=0",
             f"data.num_lanes={world_size}",
             "train.micro_batch_size=1",
-            "logging.wandb=disabled",  # nothing is logged, so its package need not be there
+            "logging.wandb=disabled",  # nothing is logged, so its package need not be installed
         ]
         if self.seq_len_tokens is not None:
             fixed.append(f"train.seq_len_tokens={self.seq_len_tokens}")
@@ -66,7 +64,7 @@ class Sizes:
         overrides = [*fixed, *layout_overrides(layout), *self.overrides]
         config = load_config(path, overrides, world_size=world_size, need_data=False)
         problems = check_packages(config)
-        if self.text:  # to train on alone: nothing is validated
+        if self.text:  # the text is only for training, without validation
             problems += check_data(replace(config.data, validation_dir="", validation_sets={}))
         if problems:
             raise ConfigError(path, problems)
@@ -82,14 +80,14 @@ def variants(
     world_size: int,
     checkpoints: Mapping[str, Path] | None = None,
 ) -> list[Variant]:
-    """Layout by layout, so that each world is cut once.
+    """List variants layout by layout, so that each world is set up once.
 
     Args:
-        checkpoints: of models by the names of their configs.
+        checkpoints: checkpoints of models by the names of their configs.
 
     Raises:
         ConfigError: a layout does not fit.
-        ValueError: a checkpoint is of no config here, or is not there.
+        ValueError: a checkpoint belongs to no config here, or does not exist.
     """
     made, checkpoints = [], checkpoints or {}
     if unknown := checkpoints.keys() - {path.stem for path in configs}:
@@ -110,7 +108,7 @@ def variants(
 
 
 def plain(config: Config) -> Config:
-    """Without gates and indexer, densely trained: what megatron-core's model is, and its operations are counted as."""
+    """Return the config without gates and indexer, densely trained: the model and operation count of megatron-core."""
     gsa = GSAConfig(attention="dense", value_gate=False, output_gate=False)
     phase = replace(config.phases[-1], attention="dense", train="all")
     return replace(config, gsa=gsa, phases=[phase])

@@ -1,13 +1,14 @@
-"""Gated Sparse Attention (GSA): Triton kernels, and their definitions in plain torch.
+"""Gated Sparse Attention (GSA): Triton kernels and the definitions of their operations in plain torch.
 
     selection = select(indexer, rule, variance_ema, geometry, implementation="triton")
     out, lse = sparse_attention(q, k, v, selection, geometry, gate_logits, implementation="triton")
     loss, kl_of_rows = indexer_loss(indexer, q, k, lse, selection, geometry, implementation="triton")
 
-`GatedSparseAttention` is the whole layer as a torch module. `gsa_kernels.reference` has the definitions of the parts,
-`gsa_kernels.limits` what the kernels can do.
+`GatedSparseAttention` is the whole layer as a torch module. `gsa_kernels.reference` exports the definitions of the
+parts of each operation. `gsa_kernels.limits` lists what the kernels support.
 
-A name is imported on first use, so that planning a run reads the limits and loads neither torch nor Triton.
+Each name is imported on first use. A program that only plans a run can therefore read the limits without loading torch
+or Triton.
 """
 
 from importlib import import_module

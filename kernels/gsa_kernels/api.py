@@ -1,17 +1,20 @@
-"""The operations: selection, attention, indexer loss, decoding. `gsa_kernels` exports the four that a model calls.
+"""Defines the operations: selection, attention, indexer loss and decoding. `gsa_kernels` exports the four main
+functions.
 
-Each function runs the implementation that the caller names, and never another: `triton`, the fused kernels, which need
-a CUDA device, or `reference`, plain torch on any device. Results and gradients agree up to rounding. `limits.py` lists
-what the kernels support; `types.py` explains the letters in shapes.
+The caller names the implementation, and each function runs that implementation or raises an error. `triton` runs the
+fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Results and gradients of both agree
+up to rounding. `limits.py` lists what the kernels support; `types.py` explains the letters in shapes.
 
-Non-finite inputs: a row with a NaN among its indexer inputs gets a NaN variance, the base budget, that number of causal
-keys (unspecified which), and, if it selected the NaN key, a NaN KL and loss. With infinite inputs only the size and the
-causality of the selection are guaranteed. All other rows keep their results bit for bit, except for this rule:
+Non-finite inputs: a row with a NaN among its indexer inputs gets a NaN variance and the base budget. The row selects
+that number of causal keys, but which keys is unspecified. If the row selected the NaN key, its KL and the loss are NaN.
+With infinite inputs only the size and the causality of the selection are guaranteed. All other rows keep their results
+bit for bit, with one exception in the last bits, which the next paragraph describes.
 
-A query's results (output, log-sum-exp, KL, gradients) depend on its own keys only. Over a packed mask, and over lists
-of blocks that share a selection, that holds bit for bit. Over the key lists of queries that select individually, the
-sums follow the order of the list, which the limits.TILE_QUERIES neighbouring queries of a tile share. The last bits
-(1e-7 of a value in fp32) therefore depend on the keys that these neighbours select, later queries included.
+The results of a query (output, log-sum-exp, KL, gradients) depend only on the keys that the query selects. Over a
+packed mask this holds bit for bit. Over key lists it holds bit for bit if blocks of queries share a selection. If each
+query selects for itself, the limits.TILE_QUERIES neighbouring queries of a tile share one list, and sums follow the
+order of that list. The last bits (1e-7 of a value in fp32) then depend on the keys that the neighbours select,
+including later queries.
 """
 
 from __future__ import annotations
@@ -41,20 +44,21 @@ def select(
     kernel: Kernel = "auto",
     with_log_sum: bool = False,
 ) -> Selection:
-    """S_t = the k_t causal keys of highest score, ties to the lower index, and the last `local_window` keys.
+    """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
-    Without gradient, deterministic. With Triton the top-k is exact for the kernels' scores, which differ from the
-    reference by rounding.
+    Ties go to the lower index. The selection is deterministic and has no gradient. With Triton the top-k is exact for
+    the scores of the kernels, which differ from the reference by rounding.
 
     Args:
         indexer: queries [B, R, HI, DI] of the R = ceil(L / selection_block) queries that select; all Lk keys
-        variance_ema: fp32, 0-d: moving average of the layer's score variance, from before this step; 0 at the start
-        kernel: the attention kernel that reads the selection. `masked`: packed mask. `gathered`: key lists. `auto` with
-            Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys; up to that length the format that the density
-            favours, which follows from k_base for shared selections and is measured from limits.MEASURED_FROM_TOKENS
-            keys on for individual ones; else a packed mask. `auto` with the reference: packed mask. Key lists of
-            individual selections synchronise the host with the device, because their length depends on the data.
-        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss a pass; only for packed masks, with
+        variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
+        kernel: the attention kernel that will read the selection. `masked`: packed mask. `gathered`: key lists (for
+            each tile of queries, the keys that any of them selects). `auto` with the reference: packed mask. `auto`
+            with Triton: key lists above limits.PACKED_MASK_MAX_TOKENS keys. For shorter sequences `auto` compares the
+            density of the selection with a limit. The density of shared selections follows from k_base. The density of
+            individual selections is measured from limits.MEASURED_FROM_TOKENS keys on; shorter ones get a packed mask.
+            Key lists of individual selections synchronise the host with the device: their length depends on the data.
+        with_log_sum: also return `Selection.log_sum`, which saves the indexer loss one pass; needs a packed mask,
             selection_block 1 and indexer_pool 1
 
     Raises:
@@ -83,10 +87,10 @@ def sparse_attention(
     *,
     implementation: Implementation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
+    """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    GSA, equations 10 to 12. Query head h reads key-value head h // (H / Hkv). Differentiable in q, k, v and
-    gate_logits; deterministic.
+    This is GSA, equations 10 to 12. Query head h reads key-value head h // (H / Hkv). The function is deterministic and
+    differentiable in q, k, v and gate_logits.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; with Triton bf16 or fp32
@@ -115,16 +119,17 @@ def indexer_loss(
     *,
     implementation: Implementation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])): GSA, equations 14 and 15.
+    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows: GSA, equations 14 and 15.
 
-    p_t is the attention of query t, averaged over the heads and, for a shared selection, over the queries of the block.
-    With `indexer_pool` p_t is summed over each group, and S_t are the earlier groups that the query reads in full.
-    Gradients go to the indexer's tensors only, including the inverse temperature.
+    The target p_t is the attention of query t, averaged over the heads. If a block of queries shares a selection, p_t
+    is also averaged over the queries of the block. With `indexer_pool`, p_t is summed over each group of keys, and S_t
+    contains the earlier groups that the query reads in full. Gradients reach only the tensors of the indexer, including
+    the inverse temperature.
 
     Args:
         q, k: all heads
-        lse: of the attention over the same keys
-        selection: the keys attended to; None: all causal keys of the document (indexer warm-up)
+        lse: log-sum-exp of the attention over the same keys
+        selection: the selected keys; None: all causal keys of the document (indexer warm-up)
         rows: which rows to compute
 
     Returns:
@@ -148,10 +153,11 @@ def sparse_attention_with_loss(
     *,
     implementation: Implementation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sparse_attention`, whose backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
+    """Compute `sparse_attention`; its backward pass adds the gradients of loss.scale * `indexer_loss` over all rows.
 
-    The backward pass of attention computes the probabilities anyway; they are the loss's target, rounded to fp16. The
-    loss is known in the backward pass only (`FusedLoss.on_rows`). With Triton only if `can_fuse_indexer_loss`.
+    The backward pass of attention computes the attention probabilities anyway. The indexer loss reuses them as its
+    target, rounded to fp16. The value of the loss is therefore known only in the backward pass (`FusedLoss.on_rows`).
+    Triton requires `can_fuse_indexer_loss`.
     """
     _check_rows(loss.indexer, geometry)
     _check_selection(selection, geometry, q, k)
@@ -160,8 +166,11 @@ def sparse_attention_with_loss(
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor, selection: Selection | None) -> bool:
-    """Whether `sparse_attention_with_loss` supports these tensors with Triton: a packed mask, indexer_pool 1, bf16, and
-    a multiple of limits.FUSED_LOSS_HEADS query heads per key-value head, on Hopper or in Triton's interpreter."""
+    """Return whether `sparse_attention_with_loss` supports these tensors with Triton.
+
+    The requirements are a packed mask, indexer_pool 1, bf16, and Hopper or Triton's interpreter. The number of query
+    heads per key-value head must be a multiple of limits.FUSED_LOSS_HEADS.
+    """
     from gsa_kernels.hopper.fused_indexer_loss import can_fuse_indexer_loss as takes  # imports Triton
 
     if selection is None or selection.packed_mask is None or selection.group_mask is not None:
@@ -176,9 +185,9 @@ def sampled_lse(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Log-sum-exp over the keys of a packed mask for S sampled queries: fp32 [B, H, S], for statistics.
+    """Compute the log-sum-exp over the keys of a packed mask for S sampled queries: fp32 [B, H, S], for statistics.
 
-    Costs about 4 B H S Lk D operations.
+    The cost is about 4 B H S Lk D operations.
 
     Args:
         q: [B, S, H, D], in any order; a query may occur repeatedly, with different masks
@@ -199,11 +208,12 @@ def decode_step(
     *,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """Decode one token per sequence: select from the cache, attend, gate. Without gradient.
+    """Decode one token per sequence: select from the cache, attend, apply the gate. Without gradient.
 
-    With `selection_block` b the first token of an aligned block of b tokens selects, and `cache.selection` keeps its
-    keys for the block. Sequences may be at different offsets in their blocks. With Triton the host does not synchronise
-    with the device, so that a CUDA graph can capture the step and replay it while `cache.lengths` grows.
+    With `selection_block` b, the first token of each aligned block of b tokens selects. `cache.selection` keeps the
+    selected keys for the rest of the block. Sequences may be at different offsets in their blocks. With Triton the host
+    does not synchronise with the device. A CUDA graph can therefore capture the step and replay it while
+    `cache.lengths` grows.
 
     Args:
         q: [B, H, D], of the token at position lengths - 1
@@ -230,14 +240,14 @@ def decode_step(
 
 
 def _operations(implementation: Implementation) -> ModuleType:
-    """The module with this implementation of every operation, imported on first use."""
+    """Return the module with this implementation of every operation, imported on first use."""
     if implementation not in _MODULES:
         raise ValueError(f"implementation is {implementation!r}; pass 'triton' or 'reference'")
     return import_module(_MODULES[implementation])
 
 
 def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
-    """The indexer has one row per query that selects."""
+    """Check that the indexer has one row per query that selects."""
     batch, num_rows = indexer.queries.shape[:2]
     length = indexer.keys.shape[1] - geometry.query_start
     if length < 1:
@@ -258,7 +268,6 @@ def _check_rows(indexer: Indexer, geometry: Geometry) -> None:
 def _check_selection(
     selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
 ) -> None:
-    """The selection belongs to these queries."""
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     length = q.shape[1]
     check_shape("k", k, "[B, query_start + L, Hkv, D]", (len(q), geometry.query_start + length, None, None))

@@ -1,4 +1,4 @@
-"""Argument checks shared by every operation. Each raises ValueError with argument, value and remedy."""
+"""Argument checks shared by all operations. Each raises ValueError with the argument, its value and a remedy."""
 
 import torch
 
@@ -11,7 +11,7 @@ _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int6
 
 
 def compute_dtype(**tensors: torch.Tensor) -> torch.dtype:
-    """fp64 if any of the named tensors is fp64, else fp32: what the operation calculates in."""
+    """Return the dtype in which the operation computes: fp64 if any tensor is fp64, else fp32."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}; pass a floating-point tensor")
@@ -21,13 +21,13 @@ def compute_dtype(**tensors: torch.Tensor) -> torch.dtype:
 def check_kernel_dtype(
     name: str, tensor: torch.Tensor, reference: str = "implementation='reference'"
 ) -> None:
-    """The kernels do not take the dtype, fp16 for one. `reference`: what does."""
+    """Raise unless the kernels support the dtype. The error recommends `reference` for other dtypes, such as fp16."""
     if tensor.dtype not in KERNEL_DTYPES:
         raise ValueError(f"{name} has dtype {tensor.dtype}; pass bfloat16 or float32, or use {reference}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int | None, ...]) -> None:
-    """Compare a shape with `sizes`, where None accepts any size. `layout` is what the message shows."""
+    """Compare a shape with `sizes`, in which None accepts any size. The error message shows `layout`."""
     shape = tuple(tensor.shape)
     fits = len(shape) == len(sizes) and all(
         want in (None, got) for got, want in zip(shape, sizes, strict=True)
@@ -38,7 +38,7 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, sizes: tuple[int |
 
 
 def check_mask(name: str, mask: torch.Tensor, batch: int, rows: int, num_keys: int) -> None:
-    """A mask is bool [B or 1, rows, num_keys]."""
+    """Check that a mask is bool [B or 1, rows, num_keys]."""
     if mask.dtype != torch.bool:
         raise ValueError(f"{name} has dtype {mask.dtype}; pass a bool mask (True = the key takes part)")
     shape = tuple(mask.shape)
@@ -47,7 +47,7 @@ def check_mask(name: str, mask: torch.Tensor, batch: int, rows: int, num_keys: i
 
 
 def check_row_counts(name: str, counts: torch.Tensor, batch: int, rows: int) -> None:
-    """One integer per row: [B or 1, rows]."""
+    """Check that there is one integer per row: [B or 1, rows]."""
     if counts.dtype not in _INTEGER_DTYPES:
         raise ValueError(f"{name} has dtype {counts.dtype}; pass an integer tensor, for example int64")
     shape = tuple(counts.shape)
@@ -61,7 +61,7 @@ def check_at_least(name: str, value: int, minimum: int) -> None:
 
 
 def kernels_use_sigmoid(activation: str) -> bool:
-    """Which of their two activations the kernels run; another one is refused, and never taken for one of these."""
+    """Return whether the activation is sigmoid, and False for relu. Any other activation raises an error."""
     if activation not in INDEXER_ACTIVATIONS:
         raise ValueError(
             f"activation is {activation!r}, which the kernels do not have; pass one of {INDEXER_ACTIVATIONS}, or "
@@ -71,7 +71,7 @@ def kernels_use_sigmoid(activation: str) -> bool:
 
 
 def check_activation(activation: str, heads: int, **biases: torch.Tensor | None) -> None:
-    """The indexer's: sigmoid, with a bias [HI] wherever one is given, or relu, which has none."""
+    """Check the indexer's activation: sigmoid with biases [HI] or None, or relu without biases."""
     if activation not in ("sigmoid", "relu"):
         raise ValueError(f"activation is {activation!r}; pass 'sigmoid' or 'relu'")
     for name, bias in biases.items():
@@ -82,7 +82,6 @@ def check_activation(activation: str, heads: int, **biases: torch.Tensor | None)
 
 
 def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dense_below: int) -> None:
-    """Check the arguments of `adaptive_budget`."""
     check_at_least("k_base", k_base, 1)
     check_at_least("k_min", k_min, 1)
     check_at_least("dense_below", dense_below, 0)
@@ -93,7 +92,7 @@ def check_budget_rule(k_base: int, k_min: int, k_max: int, adaptive_k: str, dens
 
 
 def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
-    """How many queries stand at the positions query_start .. num_keys - 1, in whole blocks from the first on."""
+    """Count the queries at positions query_start .. num_keys - 1, in whole blocks from the first query on."""
     if not 0 <= query_start < num_keys:
         raise ValueError(
             f"query_start is {query_start} with {num_keys} keys; pass 0 <= query_start < {num_keys}, and the keys up "
@@ -108,7 +107,7 @@ def count_queries(query_start: int, num_keys: int, block: int = 1) -> int:
 
 
 def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """beta as a tensor of one element on the device, with its gradient."""
+    """Return beta as a tensor of one element on the device, with its gradient."""
     if not isinstance(inverse_temperature, torch.Tensor):
         return torch.full((), inverse_temperature, dtype=torch.float32, device=device)
     if inverse_temperature.numel() != 1:
@@ -119,9 +118,10 @@ def beta_tensor(inverse_temperature: float | torch.Tensor, device: torch.device)
 
 
 def check_differentiated_once() -> None:
-    """For the backward pass of a kernel, which records no graph: a second derivative would be wrong.
+    """Raise if autograd asks for a graph of the gradients, because a kernel's backward pass records none.
 
-    torch's `once_differentiable` refuses only where the upstream gradient needs a gradient; a sum's does not.
+    A second derivative would be wrong without an error. torch's `once_differentiable` raises only if the upstream
+    gradient requires a gradient, which is not the case for a sum.
 
     Raises:
         ValueError: autograd was asked for a graph of the gradients.

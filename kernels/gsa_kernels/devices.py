@@ -1,4 +1,4 @@
-"""Where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
+"""Decides where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,20 +11,21 @@ def interpreted() -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether products have the layout of Hopper's, compute capability 9; the interpreter knows no layouts."""
+    """Return whether products have the register layout of Hopper (compute capability 9); True in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
-    """Programmatic dependent launch: a kernel is in place before the one in front of it ends. Hopper has it."""
+    """Return whether kernels may start before the previous kernel ends (programmatic dependent launch), as on
+    Hopper."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def launching_on(tensor: torch.Tensor, name: str = "q_idx") -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's.
+    """Make the tensor's device current, because Triton launches on the current device.
 
     Raises:
-        ValueError: no kernel can run where the tensor is; `name` is what the message calls it.
+        ValueError: no kernel can run on the tensor's device; the message calls the tensor `name`.
     """
     if tensor.is_cuda:
         return torch.cuda.device(tensor.device)

@@ -1,9 +1,9 @@
-"""Gated Sparse Attention as a plain torch module: the paper's equations in order, on the functions of `api.py`.
+"""Defines Gated Sparse Attention as a torch module: the paper's equations in order, with the functions of `api.py`.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
-For a model of your own on one device; `gsa_train` has the same layer over many. Shapes: B sequences, L tokens, d hidden
-size, H query heads, Hkv key-value heads, D their size.
+Use the module in your own model on one device. `gsa_train` has the same layer for many devices. Shapes: B sequences, L
+tokens, d hidden size, H query heads, Hkv key-value heads, D size of a head.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class LayerOutput(NamedTuple):
 
 
 class GatedSparseAttention(nn.Module):
-    """One layer, of a `GSAConfig` or of its fields. Call `update_variance_ema` after each optimizer step in which its
-    indexer ran.
+    """Implements one layer, configured by a `GSAConfig` or its fields.
 
-    Weights are initialised as in `nn.Linear`, gate biases at `config.gate_bias_init`, biases of the indexer at 0.
+    After each optimizer step in which the indexer ran, call `update_variance_ema`. Weights are initialised as in
+    `nn.Linear`, gate biases to `config.gate_bias_init`, biases of the indexer to 0.
     """
 
     variance_ema: torch.Tensor
@@ -70,7 +70,7 @@ class GatedSparseAttention(nn.Module):
             nn.Parameter(torch.zeros(config.indexer_heads)) if biased else None for _ in range(2)
         )
         self.register_buffer("variance_ema", torch.zeros((), dtype=torch.float32))
-        # Sum of the variances, and their number, since the last update.
+        # The sum and the number of the variances since the last update.
         self.register_buffer("variance_sum", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(
@@ -83,22 +83,22 @@ class GatedSparseAttention(nn.Module):
         attention: Literal["dense", "sparse"] = "sparse",
         document_starts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, GSACache | None, torch.Tensor | None]:
-        """[B, L, d] -> output [B, L, d], the cache, the attention weights.
+        """Map [B, L, d] to the output [B, L, d], the cache and the attention weights.
 
-        The indexer is not trained by this call: `forward_with_loss` gives its loss.
+        This call does not train the indexer; `forward_with_loss` returns the indexer loss.
 
         Args:
             x: the layer's normalised input
-            positions: int [B, L] or [L], of the tokens, for RoPE; None: they follow the cache's, or begin at 0. What a
-                token attends to goes by its place in x, whatever its position.
-            cache: of `new_cache`; the tokens are written into it, and attend to those it had. Only in eval mode, and
-                without gradient.
-            need_weights: also give the probabilities after the softmax, [B, H, L, Lk] in fp32, without gradient and
-                before G1. Calculated in plain torch beside the output, whatever the implementation: four bytes a
-                query, key and head, and about the time of dense attention.
-            attention: `dense` attends to all causal keys, and asks no indexer
-            document_starts: int32 [B, L], never decreasing: the place in x at which each token's document begins; one
-                document if None
+            positions: int [B, L] or [L], positions of the tokens for RoPE; by default they continue those in the cache,
+                or begin at 0. They do not change which tokens attend to each other; the order in x alone decides this.
+            cache: from `new_cache`; the tokens are written into the cache and attend to the tokens that it held. Only
+                in eval mode and without gradient.
+            need_weights: also return the probabilities after the softmax, fp32 [B, H, L, Lk], without gradient and
+                before G1. Plain torch computes them separately. They take four bytes per query, key and head, and about
+                the time of dense attention.
+            attention: `dense` attends to all causal keys and does not run the indexer
+            document_starts: int32 [B, L], never decreasing: the index in x at which each token's document begins; None:
+                one document
         """
         self._check(x, attention)
         if cache is not None:
@@ -125,10 +125,10 @@ class GatedSparseAttention(nn.Module):
         attention: Literal["dense", "sparse"] = "sparse",
         document_starts: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """`forward` in training, and the loss of the indexer. With `dense` that is the indexer's warm-up.
+        """Run `forward` in training and also return the indexer loss. `dense` is the indexer warm-up.
 
-        The loss is part of the result and kept nowhere, so that recomputation (`torch.utils.checkpoint`) is free to
-        call this twice. It takes the arguments of `forward`.
+        The arguments are the same as in `forward`. The loss is only returned, not stored, so that recomputation
+        (`torch.utils.checkpoint`) may call this method twice.
         """
         self._check(x, attention)
         heads, geometry = self._heads(x, positions, 0), self.config.geometry(document_starts)
@@ -146,10 +146,10 @@ class GatedSparseAttention(nn.Module):
         return LayerOutput(self.o_proj(out.flatten(2)), total / count, selection)
 
     def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> GSACache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens, on the layer's device.
+        """Create an empty cache for `batch` sequences of up to `max_length` tokens on the layer's device.
 
         Args:
-            dtype: of keys and values as the layer makes them; its weights' if None. Pass bf16 under autocast.
+            dtype: dtype of keys and values; default: the dtype of the weights. Pass bf16 under autocast.
         """
         weight = self.k_proj.weight
         return layer_cache.new_cache(
@@ -180,7 +180,7 @@ class GatedSparseAttention(nn.Module):
         return self.o_proj(out.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor, positions: torch.Tensor | None, start: int) -> Heads:
-        """Equation 9, and RoPE. start: position of the first token where none are given."""
+        """Compute equation 9 and RoPE. `start` is the position of the first token if no positions are given."""
         length, size = x.shape[1], (-1, self.config.head_size)
         base, scaling = self.config.rope_base, self.config.rope_scaling
         if positions is None:
@@ -200,7 +200,7 @@ class GatedSparseAttention(nn.Module):
         return Heads(q, k, v.unflatten(-1, size), gate)
 
     def _index(self, x: torch.Tensor, every_query: bool = False) -> Indexer:
-        """Equation 7's queries, keys and head weights, from detached x: only the indexer loss trains the indexer."""
+        """Compute queries, keys and head weights of equation 7 from detached x: only the indexer loss trains them."""
         config, x = self.config, x.detach()
         leaders = x if every_query else x[:, :: config.selection_block]
         return Indexer(
@@ -213,7 +213,7 @@ class GatedSparseAttention(nn.Module):
         )
 
     def _select(self, indexer: Indexer, geometry: Geometry) -> Selection:
-        """k_t of equation 8, and S_t. In training, the variances are summed for the average."""
+        """Select k_t (equation 8) and S_t. In training, add the variances to the sum for the moving average."""
         implementation = self.config.implementation_on(indexer.keys.device)
         selection = select(
             indexer, self.config.rule, self.variance_ema, geometry, implementation=implementation
@@ -227,7 +227,7 @@ class GatedSparseAttention(nn.Module):
     def _attend(
         self, heads: Heads, selection: Selection | None, geometry: Geometry
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Equations 10 to 12; and the log-sum-exp, from which the indexer's loss has its target."""
+        """Compute equations 10 to 12, and the log-sum-exp, which the indexer loss needs for its target."""
         return sparse_attention(
             heads.q,
             heads.k,
@@ -240,10 +240,8 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def update_variance_ema(self) -> None:
-        """Update the moving average of the score variance; the first step initialises it.
-
-        After the optimizer step, so that all micro-batches of a step use one value, and no token uses its future.
-        """
+        """Update the moving average of the score variance; the first step initialises it. The update runs after the
+        optimizer step. All micro-batches of a step therefore use one value, and no token depends on later tokens."""
         total, count = self.variance_sum.unbind()
         mean = (total / count.clamp(min=1)).float()
         decay = self.config.variance_ema_decay
@@ -252,14 +250,15 @@ class GatedSparseAttention(nn.Module):
         self.variance_sum.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedSparseAttention:
-        """Follow a move to another device, but keep the precision of the average: bf16 would not move by 1%."""
+        """Move to another device, but keep the precision of the average, because bf16 cannot represent steps of 1%."""
         before = {name: self._buffers[name] for name in ("variance_ema", "variance_sum")}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
             assert buffer is not None
             assert moved is not None
-            # A meta tensor has no values to keep: memory of `to_empty` is as it was, and both begin at 0.
+            # A meta tensor has no values to keep, and `to_empty` leaves memory uninitialised, so both buffers start at
+            # 0.
             if buffer.is_meta:
                 self._buffers[name] = torch.zeros_like(buffer, device=moved.device)
             else:
@@ -268,7 +267,7 @@ class GatedSparseAttention(nn.Module):
 
 
 def _own_precision(x: torch.Tensor) -> torch.autocast:
-    """Autocast is for the projections: scores, softmax and loss are fp32, whatever they are made of."""
+    """Disable autocast, which is for the projections: scores, softmax and loss run in fp32."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -284,7 +283,7 @@ def _has_choice(variance: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, base: float, scaling: YarnScaling | None = None
 ) -> torch.Tensor:
-    """Rotary embedding of x [B, L, H, D]: the pairs (x[i], x[i + D / 2]) turn. In fp32, or fp64 for fp64.
+    """Apply the rotary embedding to pairs (x[i], x[i + D / 2]) of x [B, L, H, D] in fp32, or fp64 for fp64.
 
     Args:
         positions: int [L] or [B, L]

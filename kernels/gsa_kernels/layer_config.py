@@ -1,4 +1,4 @@
-"""Shapes and choices of `GatedSparseAttention`. Fields have the names of the configs of training."""
+"""Defines the configuration of `GatedSparseAttention`. Fields have the same names as in training configs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RENAMED = {
     "n_indexer_heads": "indexer_heads",
     "d_indexer": "indexer_dim",
 }
-"""Name before and in the authors' code -> name now."""
+"""Maps names from earlier versions and the authors' code to today's names."""
 
 
 @dataclass(frozen=True)
 class GSAConfig:
-    """One layer. Defaults are the paper's: sizes of its 7B class (table 1), budgets, gates of bias 0."""
+    """Configures one layer, by default as in the paper: sizes of its 7B class (table 1), budgets, gate biases."""
 
     hidden_size: int = 4096
     """d, the hidden size."""
@@ -36,13 +36,13 @@ class GSAConfig:
     num_kv_heads: int = 8
     """Hkv, key-value heads; H is a multiple of it."""
     head_dim: int | None = None
-    """D, even; by Triton one of limits.HEAD_SIZES. hidden_size / num_heads if None."""
+    """D, even; Triton supports limits.HEAD_SIZES. Default: hidden_size / num_heads."""
     value_gate: bool = True
-    """G2: values times sigmoid(h W + b), before attention (eq. 9)."""
+    """G2: multiply the values by sigmoid(h W + b) before attention (eq. 9)."""
     output_gate: bool = True
-    """G1: attention's output times sigmoid(h W + b) (eq. 10)."""
+    """G1: multiply the output of attention by sigmoid(h W + b) (eq. 10)."""
     gate_bias_init: float = 0.0
-    """Initial b of both gates. 0 = the paper; the authors' code has 0.5."""
+    """Initial b of both gates. The paper has 0, the authors' code 0.5."""
     indexer_heads: int = 4
     indexer_dim: int = 64
     """Size of an indexer head."""
@@ -53,13 +53,14 @@ class GSAConfig:
     k_min: int = 256
     k_max: int = 4096
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    """How the budget follows from k_base (eq. 8): `BudgetRule` says it."""
+    """How the budget follows from k_base (eq. 8), as `BudgetRule` explains."""
     dense_below: int = 0
-    """Queries that see fewer keys attend to all of them, whatever their budget; 0: none."""
+    """Queries with fewer causal keys attend to all of them, whatever their budget; 0: none."""
     variance_ema_decay: float = 0.99
     """Decay per optimizer step of the moving average of the score variance."""
     local_window: int = 0
-    """Latest keys that are always selected; 0 in the paper, at least `selection_block` where that is above 1."""
+    """Number of latest keys that are always selected. The paper has 0; `selection_block` > 1 needs at least its
+    value."""
     selection_block: int = 1
     """Queries in aligned blocks of this many share a selection; 1 in the paper."""
     indexer_pool: int = 1
@@ -69,8 +70,8 @@ class GSAConfig:
     """YaRN, for sequences longer than in training."""
     implementation: Literal["auto", "triton", "reference"] = "auto"
     """`triton`: the fused kernels, on CUDA tensors. `reference`: plain torch on any device, with tensors of [L, Lk].
-    `auto`: `triton` where the input is a CUDA tensor, `reference` elsewhere. What the kernels cannot do is an error
-    under `auto`, too."""
+    `auto`: `triton` if the input is a CUDA tensor, else `reference`. `auto` also raises an error if the kernels do not
+    support the config."""
 
     def __new__(cls, *_args: Any, **fields: Any) -> GSAConfig:
         if renamed := [f"{old} is now {new}" for old, new in RENAMED.items() if old in fields]:
@@ -121,7 +122,6 @@ class GSAConfig:
 
     @property
     def head_size(self) -> int:
-        """D."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -133,10 +133,10 @@ class GSAConfig:
         return Geometry(document_starts, query_start, *shared)
 
     def implementation_on(self, device: torch.device) -> Implementation:
-        """What runs on a device.
+        """Return the implementation that runs on a device.
 
         Raises:
-            ValueError: the kernels run there, and cannot do what a field asks.
+            ValueError: the kernels would run there, but do not support a field.
         """
         if self.implementation != "auto":
             return self.implementation
@@ -147,7 +147,7 @@ class GSAConfig:
 
     def _check_kernels(self) -> None:
         heads, sizes = limits.INDEXER_HEADS, limits.INDEXER_HEAD_SIZES
-        fields = {  # what the kernels take, and in words
+        fields = {  # supported values and their descriptions
             "head_dim": (self.head_size, limits.HEAD_SIZES, f"one of {limits.HEAD_SIZES}"),
             "indexer_heads": (self.indexer_heads, heads, f"{heads[0]} to {heads[-1]}"),
             "indexer_dim": (self.indexer_dim, sizes, f"{sizes[0]} to {sizes[-1]}"),

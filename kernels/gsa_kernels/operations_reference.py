@@ -1,6 +1,7 @@
-"""The operations of `api.py` in plain torch, with its arguments and results, composed of each folder's `reference.py`.
+"""Implements the operations of `api.py` in plain torch with the same arguments and results.
 
-Differentiable, on any device, with tensors of [L, Lk].
+Each operation is composed from the `reference.py` files of the package. The operations are differentiable, run on any
+device, and use tensors of [L, Lk].
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def sparse_attention_with_loss(
 
 
 class _AddLoss(torch.autograd.Function):
-    """`out`, whose backward pass also starts the backward pass of the loss."""
+    """Returns `out`; its backward pass also starts the backward pass of the loss."""
 
     @staticmethod
     def forward(
@@ -174,7 +175,7 @@ def decode_step(
 ) -> torch.Tensor:
     max_length = indexer.keys.shape[1]
     k, v = cache.k, cache.v
-    if cache.starts is not None:  # each sequence to the front; entries past its length are unused
+    if cache.starts is not None:  # moves each sequence to the front; entries past its length are unused
         entries = (cache.starts[:, None] + torch.arange(max_length, device=q.device)) % max_length
         indexer = replace(indexer, keys=torch.take_along_dim(indexer.keys, entries[..., None], 1))
         k, v = (torch.take_along_dim(x, entries[..., None, None], 1) for x in (k, v))
@@ -202,7 +203,7 @@ def decode_step(
 
 
 def _causal(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """bool [B or 1, L, Lk]: the causal keys of each query's document."""
+    """Return bool [B or 1, L, Lk]: the causal keys in each query's document."""
     keys = torch.arange(num_keys, device=positions.device)
     causal = (keys <= positions[:, None])[None]
     if geometry.document_starts is None:
@@ -213,7 +214,7 @@ def _causal(geometry: Geometry, positions: torch.Tensor, num_keys: int) -> torch
 def attended_keys(
     selection: Selection | None, geometry: Geometry, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    """bool [B or 1, L, Lk]: the keys that each query attends to."""
+    """Return bool [B or 1, L, Lk]: the keys that each query attends to."""
     if selection is None:
         positions = torch.arange(geometry.query_start, k.shape[1], device=q.device)
         return _causal(geometry, positions, k.shape[1])
@@ -224,7 +225,7 @@ def attended_keys(
 
 
 def _scores(indexer: Indexer) -> torch.Tensor:
-    """I of each row against all keys, causal or not: [B, R, Lk]."""
+    """Compute I of each row against all keys, causal or not: [B, R, Lk]."""
     return indexer_scores(
         indexer.queries,
         indexer.keys,
@@ -243,14 +244,12 @@ def _temperature(indexer: Indexer) -> float | torch.Tensor:
 def _taken_rows(
     num_rows: int, selection: Selection | None, geometry: Geometry, rows: RowSample
 ) -> tuple[torch.Tensor | None, int]:
-    """The sampled rows, int64 (None: all rows), and the factor for their sum.
-
-    The kernels over key lists sample whole tiles; the kernels over packed masks sample stretches (`sample_rows`).
-    """
+    """Return the sampled rows, int64 (None: all rows), and the factor for their sum. The kernels over key lists sample
+    whole tiles. The kernels over packed masks sample stretches of rows (`sample_rows`)."""
     rank, size = rows.share
     pool = geometry.indexer_pool
     if pool > 1:
-        # A row of the kernels is a group of queries: row i has the queries at the keys of group i + 1.
+        # A row of the kernels is a group of queries. Row i has the queries at the keys of group i + 1.
         groups = max((num_rows - 1) // pool, 1)
         sample, factor = sample_rows(groups, rows.fraction, rows.seed, rows.share, pool)
         if sample.every == 1:

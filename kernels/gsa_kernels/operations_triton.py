@@ -1,4 +1,5 @@
-"""The operations of `api.py` as Triton kernels, with its arguments and results; `decode_step` is imported below."""
+"""Implements the operations of `api.py` as Triton kernels with the same arguments and results. `decode_step` is
+imported at the end of the file."""
 
 from __future__ import annotations
 
@@ -105,11 +106,11 @@ def _loss_by_rows(
     geometry: Geometry,
     rows: RowSample,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target is made for chunks of rows, [B, rows, Lk]."""
+    """Compute the loss in chunks of rows, for which the target [B, rows, Lk] is computed."""
     block = geometry.selection_block
     packed_mask = None if selection is None else selection.packed_mask
     log_sum = None if selection is None or block > 1 else selection.log_sum
-    # Half floats have probabilities exact to 2^-12 of themselves, as the hardware's tanh has the scores.
+    # fp16 probabilities have a relative error of 2^-12, similar to the scores from the hardware's tanh.
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
 
     def target(chunk: SampledRows) -> torch.Tensor:
@@ -117,8 +118,9 @@ def _loss_by_rows(
             return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
         return block_sum_probs_rows(q, k, lse, chunk, geometry, packed_mask)
 
-    # Each head's probabilities sum to 1 over the attended set of their log-sum-exp, which is this one. The later
-    # queries of a block attend to other keys than its first one, whose set counts: there the sum is not known.
+    # Each head's probabilities sum to 1 over the keys of its log-sum-exp. In shared selections the later queries of a
+    # block attend to other keys than the first query. The loss covers the keys of the first query, so the sum is then
+    # unknown.
     row_sum = float(q.shape[2]) if block == 1 else None
     of_rows = packed_mask if packed_mask is None or block == 1 else packed_mask[:, ::block]
     attended = Attended(of_rows, log_sum, geometry)

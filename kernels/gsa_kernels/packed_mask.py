@@ -1,16 +1,16 @@
-"""Packed masks: a bit for each key, in words of 32. A word is a uint32, held in an int32: torch calculates little in
-uint32."""
+"""Converts packed masks, which have a bit per key, to and from bool masks. A word of a packed mask is a uint32 stored
+as int32, because torch supports few operations on uint32."""
 
 import torch
 
 
 def int32_words(words: torch.Tensor) -> torch.Tensor:
-    """int64 of 0 .. 2^32 - 1 -> int32 of the same bits. By value, since a cast of what does not fit is not defined."""
+    """Convert int64 values 0 .. 2^32 - 1 to int32 with the same bits. A cast of values above 2^31 - 1 is undefined."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """bool [..., Lk] -> int32 [..., ceil(Lk / 32)], bit s % 32 of word s // 32."""
+    """Pack bool [..., Lk] into int32 [..., ceil(Lk / 32)]: bit s % 32 of word s // 32."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; pass a bool mask")
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
@@ -19,7 +19,7 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_mask(packed_mask: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """int32 [..., W] -> bool [..., num_keys]; the inverse of `pack_mask`."""
+    """Unpack int32 [..., W] to bool [..., num_keys]; the inverse of `pack_mask`."""
     if packed_mask.dtype != torch.int32 or packed_mask.shape[-1] != -(-num_keys // 32):
         raise ValueError(
             f"packed_mask is {packed_mask.dtype} {tuple(packed_mask.shape)}; pass int32 [..., ceil({num_keys} / 32)]"

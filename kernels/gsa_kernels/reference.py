@@ -1,7 +1,7 @@
-"""The definitions of this package's operations in plain torch: exact, differentiable, with [L, Lk] tensors.
+"""Exports the definitions of this package's operations in plain torch: exact, differentiable, with [L, Lk] tensors.
 
-Each name is one part of an operation. `gsa_kernels` exports the operations, which call these parts with
-`implementation="reference"`.
+Each name is one part of an operation. `gsa_kernels` exports whole operations, which call these parts if the caller
+passes `implementation="reference"`.
 """
 
 from gsa_kernels.attention.reference import AttentionOutput, sparse_attention

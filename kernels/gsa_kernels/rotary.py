@@ -1,4 +1,4 @@
-"""YaRN: rotary embeddings for sequences longer than in training (arXiv 2309.00071)."""
+"""Implements YaRN: rotary embeddings for sequences longer than in training (arXiv 2309.00071)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from gsa_kernels.checks import check_at_least
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Channels that turn often within the original length keep their rate, channels that turn less than once are slowed
-    down by `factor`, channels in between by part of it. Fields are named as in transformers' `rope_parameters`.
+    """Scales the rotation rates of channels. Fields have the names of transformers' `rope_parameters`.
+
+    A channel that turns often within the original length keeps its rate. A channel that turns less than once is slowed
+    down by `factor`. Channels in between are slowed down partly.
     """
 
     factor: float
@@ -25,7 +27,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     """Turns below which a channel is slowed down by the whole factor."""
     attention_factor: float | None = None
-    """What cosines and sines are multiplied with, and so the logits of attention twice; 0.1 ln(factor) + 1 if None."""
+    """Factor of cosines and sines, which therefore scales the attention logits twice. Default: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         if not self.factor >= 1:
@@ -42,11 +44,10 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, rates: torch.Tensor, base: float) -> torch.Tensor:
-        """Angles of one step [channels / 2] -> the same with YaRN.
+        """Convert the angles of one step [channels / 2] to YaRN's angles.
 
         Args:
             rates: base ** (-2 i / channels) for i = 0, 1, ...
@@ -61,6 +62,6 @@ class YarnScaling:
         first = max(math.floor(channel_that_turns(self.beta_fast)), 0)
         last = min(math.ceil(channel_that_turns(self.beta_slow)), channels - 1)
         place = torch.arange(len(rates), dtype=rates.dtype, device=rates.device)
-        # As transformers has it where the two are one channel.
+        # transformers uses 0.001 if both limits are the same channel.
         slowed = ((place - first) / (last - first if last != first else 0.001)).clamp(0, 1)
         return rates / self.factor * slowed + rates * (1 - slowed)

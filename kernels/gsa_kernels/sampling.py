@@ -1,4 +1,4 @@
-"""Which rows of the indexer loss are calculated: all, a share of them for an estimate, or one rank's part."""
+"""Chooses which rows of the indexer loss are computed: all rows, a sample for an estimate, or one rank's share."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +9,12 @@ from gsa_kernels.limits import STRETCH_ROWS
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Stretches of neighbouring rows, one of each `every` stretches of the sequence."""
+    """Describes stretches of neighbouring rows: one of each `every` stretches of the sequence."""
 
     start: int
     """First row."""
     count: int
-    """Rows in all. Only the sequence's last stretch may be short."""
+    """Total number of rows. Only the last stretch of the sequence may be short."""
     every: int = 1
     stretch: int = field(default_factory=lambda: STRETCH_ROWS)
     """Rows of a stretch."""
@@ -25,15 +25,15 @@ class SampledRows:
         return self.every * self.stretch
 
     def row(self, number: int) -> int:
-        """The row that is number `number` of the sample."""
+        """Return the row with number `number` in the sample."""
         return self.start + number // self.stretch * self.spacing + number % self.stretch
 
     def chunk(self, number: int, count: int) -> "SampledRows":
-        """`count` of the rows, from that with `number` on, the first of a stretch."""
+        """Return `count` sampled rows from number `number` on, which is the first of a stretch."""
         return SampledRows(self.row(number), min(count, self.count - number), self.every, self.stretch)
 
     def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """All of them, int64 [count]; made where they are needed, since a copy to a device would wait for it."""
+        """Return all rows, int64 [count], computed on the device because a copy would make the host wait."""
         number = torch.arange(self.count, device=device)
         return self.start + number // self.stretch * self.spacing + number % self.stretch
 
@@ -45,19 +45,20 @@ def sample_rows(
     share: tuple[int, int] = (0, 1),
     queries_per_row: int = 1,
 ) -> tuple[SampledRows, int]:
-    """A systematic sample: evenly spaced stretches, so that each part of the sequence has its share in every draw.
+    """Choose a systematic sample: evenly spaced stretches, so that each part of the sequence is represented in every
+    draw.
 
-    An estimate takes or leaves stretches of STRETCH_ROWS queries, however many of them share a row. All rows are shared
-    out in stretches of STRETCH_ROWS rows, whole tiles of the kernels.
+    An estimate takes or skips stretches of STRETCH_ROWS queries, however many of them share a row. If all rows are
+    computed, ranks divide them in stretches of STRETCH_ROWS rows, which are whole tiles of the kernels.
 
     Args:
-        fraction: 1 / n for a whole n; of a sequence with fewer stretches one is taken. 1 takes all rows
+        fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows
         seed: chooses the first stretch, each of n with the same probability
-        share: (rank, size): of the stretches that are taken, every size-th from number `rank` on
-        queries_per_row: that share a selection, or a group
+        share: (rank, size): this rank takes every size-th of the chosen stretches, from number `rank` on
+        queries_per_row: queries that share a selection, or a group
 
     Returns:
-        The rows, perhaps none, and by what the sum over all shares of the sample is to be multiplied.
+        The rows, possibly none, and the factor for the sum over all shares of the sample.
     """
     factor = sampled_one_of(num_rows, fraction, queries_per_row)
     stretch = STRETCH_ROWS if factor == 1 else _rows_of_stretch(queries_per_row)
@@ -70,7 +71,7 @@ def sample_rows(
 
 
 def sampled_one_of(num_rows: int, fraction: float, queries_per_row: int = 1) -> int:
-    """n where `sample_rows` takes one of n stretches; 1: it takes all rows."""
+    """Return n if `sample_rows` takes one of n stretches; 1 if it takes all rows."""
     return min(stretches_per_sampled(fraction), -(-num_rows // _rows_of_stretch(queries_per_row)))
 
 
@@ -79,7 +80,7 @@ def _rows_of_stretch(queries_per_row: int) -> int:
 
 
 def systematic(num_units: int, fraction: float, seed: int | None) -> tuple[int, int]:
-    """The first unit and the distance to the next: of num_units units each is as likely as any other to be taken."""
+    """Return the first unit and the distance to the next one; all num_units units are taken with equal probability."""
     factor = min(stretches_per_sampled(fraction), num_units)
     return _first_of(factor, seed), factor
 
@@ -92,10 +93,10 @@ def _first_of(factor: int, seed: int | None) -> int:
 
 
 def stretches_per_sampled(fraction: float) -> int:
-    """n of a fraction 1 / n.
+    """Return n of a fraction 1 / n.
 
     Raises:
-        ValueError: it is no such number, to one percent.
+        ValueError: the fraction is more than one percent off 1 / n.
     """
     whole = round(1 / fraction) if 0 < fraction <= 1 else 0
     if whole == 0 or abs(whole * fraction - 1) > 0.01:

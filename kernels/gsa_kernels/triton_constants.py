@@ -1,4 +1,4 @@
-"""Logarithms of the bases: the hardware has exp2 and log2. `.value` is the number on the host."""
+"""Logarithms of bases, because the hardware has exp2 and log2. `.value` is the number on the host."""
 
 import triton.language as tl
 

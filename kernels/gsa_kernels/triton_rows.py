@@ -1,4 +1,4 @@
-"""Rows of a chunk that may be a sample of the sequence's: see `SampledRows`."""
+"""Maps the rows of a chunk, which may be a sample, to rows of the sequence: see `SampledRows`."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Row of the sequence that is number `number` of a chunk from `row_start` on: stretches of STRETCH rows, SPACING
-    apart."""
+    """Map a row's number in a chunk to its row in the sequence. The chunk consists of stretches of STRETCH rows that
+    start every SPACING rows from row_start on."""
     if SPACING == STRETCH:  # noqa: SIM108 (known at compile time)
         row = row_start + number
     else:
@@ -17,8 +17,8 @@ def row_of(number, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
 
 @triton.jit
 def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Rows of the sequence that are the COUNT numbers of a chunk from `number` on, a multiple of COUNT. Stretches are
-    whole multiples of COUNT or the other way round."""
+    """Map COUNT numbers of a chunk, from `number` on, to rows of the sequence. `number` is a multiple of COUNT. STRETCH
+    is a multiple of COUNT or divides COUNT."""
     if STRETCH % COUNT == 0:  # neighbours
         rows = row_of(number, row_start, STRETCH, SPACING) + tl.arange(0, COUNT)
     else:
@@ -28,13 +28,13 @@ def rows_of(number, row_start, COUNT: tl.constexpr, STRETCH: tl.constexpr, SPACI
 
 @triton.jit
 def last_row_of(tile, row_start, num_rows, BM: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """Last row of a tile of BM rows; the chunk has num_rows."""
+    """Return the last row of a tile of BM rows in a chunk of num_rows rows."""
     return row_of(tl.minimum(tile * BM + BM, num_rows) - 1, row_start, STRETCH, SPACING)
 
 
 @triton.jit
 def number_of(row, row_start, STRETCH: tl.constexpr, SPACING: tl.constexpr):
-    """The number of the chunk's first row at or after `row`, a row at or after `row_start`."""
+    """Return the number of the chunk's first row at or after `row` >= `row_start`."""
     number = row - row_start
     if SPACING != STRETCH:
         number = number // SPACING * STRETCH + tl.minimum(number % SPACING, STRETCH)
@@ -52,13 +52,16 @@ def rows_of_program(
     STRETCH: tl.constexpr,
     SPACING: tl.constexpr,
 ):
-    """The tile of BM rows of a program on a grid (anything, tiles, B). The last tiles see most keys and go first.
+    """Return the tile of BM rows of a program on a grid (anything, tiles, B).
+
+    The last tiles run first, because they have the most keys.
 
     Returns:
-        tile, b; of each row its number in the chunk, whether it exists, its query's position (-1 if not) and
-        b * R + row, int64; the position of the last
+        tile and b; then for each row its number in the chunk, whether it exists, the position of its query (-1 if it
+        does
+        not exist) and b * R + row (int64); then the position of the last row
     """
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     b = tl.program_id(2)

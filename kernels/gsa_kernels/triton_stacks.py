@@ -1,7 +1,7 @@
-"""The heads of a row tile side by side, for one product with the keys of all heads: device code.
+"""Stacks the heads of a row tile side by side, so that one product computes all heads: device code.
 
-In the layout of a product every thread then has all heads of its rows, so that a score needs no exchange between
-threads; and a step waits for one product, where head by head it waits for each.
+In the register layout of this product every thread has all heads of its rows. Threads therefore need not exchange data
+to compute a score. A step waits for one product instead of one product per head.
 """
 
 # mypy: disable-error-code="assignment"
@@ -12,17 +12,17 @@ import triton.language as tl
 
 @triton.jit
 def stack_slots(row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr):
-    """Where (row, head) is in [B, R, HI], and whether it exists: [HEADS, BM] each, HEADS >= HI a power of two."""
+    """Return (row, head)'s index in [B, R, HI] and whether it exists: [HEADS, BM]; HEADS >= HI is a power of two."""
     heads = tl.arange(0, HEADS)
     return row_index[None, :] * HI + heads[:, None], valid[None, :] & (heads < HI)[:, None]
 
 
 @triton.jit
 def stack(x):
-    """[HEADS, BM, columns] -> [HEADS * BM, columns], two heads in turn for each eight rows.
+    """Reshape [HEADS, BM, columns] to [HEADS * BM, columns], alternating two heads every eight rows.
 
-    In the layout of a product the rows i and i + 8 of a warp's 16 are of one thread: these are two heads of one row. So
-    a thread has all heads of its rows from tiles of 32 rows on.
+    In the register layout of a product, one thread holds rows i and i + 8 of a warp's 16 rows. These rows are two heads
+    of one row here. A thread therefore has all heads of its rows if a tile has at least 32 rows.
     """
     heads: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]
@@ -34,7 +34,7 @@ def stack(x):
 
 @triton.jit
 def unstack(x, HEADS: tl.constexpr):
-    """The inverse of `stack`."""
+    """Invert `stack`."""
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]
     pair: tl.constexpr = 2 if HEADS > 1 else 1
@@ -44,7 +44,7 @@ def unstack(x, HEADS: tl.constexpr):
 
 @triton.jit
 def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
-    """The row of a stack that holds this head."""
+    """Return the row of a stack that holds this head."""
     pair: tl.constexpr = 2 if HEADS > 1 else 1
     return head // pair * (pair * BM) + row // 8 * (pair * 8) + head % pair * 8 + row % 8
 
@@ -53,7 +53,7 @@ def place_in_stack(head, row, HEADS: tl.constexpr, BM: tl.constexpr):
 def load_stacked_queries(
     q_idx, row_index, valid, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """[HEADS * BM, BLOCK_D], stacked: one product then gives the tiles of all heads."""
+    """Load stacked queries [HEADS * BM, BLOCK_D], so that one product computes the tiles of all heads."""
     slots, exists = stack_slots(row_index, valid, HI, HEADS)
     slots = tl.reshape(stack(slots[:, :, None]), [HEADS * row_index.shape[0]])
     mask = stack(exists[:, :, None])
@@ -65,7 +65,7 @@ def load_stacked_queries(
 
 @triton.jit
 def split_stack(x, HEADS: tl.constexpr):
-    """[HEADS * BM, columns] -> a tuple of HEADS tiles [BM, columns]. HEADS is 2 or 4."""
+    """Split [HEADS * BM, columns] into a tuple of HEADS tiles [BM, columns]; HEADS is 2 or 4."""
     tl.static_assert(HEADS == 2 or HEADS == 4, "of two or four heads")
     rows: tl.constexpr = x.shape[0] // HEADS
     columns: tl.constexpr = x.shape[1]

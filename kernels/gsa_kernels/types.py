@@ -1,8 +1,8 @@
-"""The types that the operations take: frozen dataclasses, validated on construction.
+"""Defines the types that the operations take: frozen dataclasses, validated on construction.
 
-Letters in shapes: B sequences, L queries and Lk keys of each, R rows of the indexer (R = L, or one per block of
-queries that share a selection), H query heads, Hkv key-value heads, D their size, HI indexer heads of size DI. Query i
-is at position t = query_start + i of its sequence, key s at position s, and Lk = query_start + L.
+Letters in shapes: B sequences, each with L queries and Lk keys; H query heads and Hkv key-value heads of size D; HI
+indexer heads of size DI. R is the number of indexer rows: R = L, or one row per block of queries that share a
+selection. Query i is at position t = query_start + i of its sequence, key s is at position s, and Lk = query_start + L.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Implementation = Literal["triton", "reference"]
 
 @dataclass(frozen=True)
 class Indexer:
-    """One layer's lightning indexer, applied to its tokens (GSA, equation 7).
+    """Holds the tensors of one layer's lightning indexer, applied to its tokens (GSA, equation 7).
 
-    With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j); with relu, as in
-    DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
+    With sigmoid, I[t, s] = sum_j sigmoid(w[t, j] + c_j) * sigmoid(q[t, j] . k[s] / sqrt(DI) + b_j). With relu, the
+    activation of DeepSeek's indexer, I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s] / sqrt(DI)), without biases.
     """
 
     queries: torch.Tensor
-    """q, [B, R, HI, DI]: of the first query of each block, row r being query r * selection_block."""
+    """q, [B, R, HI, DI]: row r belongs to the first query of block r, query r * selection_block."""
     keys: torch.Tensor
-    """k, [B, Lk, DI]: one key for all indexer heads, of the same dtype."""
+    """k, [B, Lk, DI]: one key for all indexer heads, in the dtype of the queries."""
     head_weight_logits: torch.Tensor
     """w, [B, R, HI]."""
     score_bias: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class Indexer:
     """c, [HI]; 0 if None."""
     activation: Literal["sigmoid", "relu"] = "sigmoid"
     inverse_temperature: float | torch.Tensor = 1.0
-    """beta > 0 of softmax(beta * I) in the indexer loss: a number, or a tensor of one element, which may need a
+    """beta > 0 in softmax(beta * I) of the indexer loss: a number or a one-element tensor, which may require a
     gradient."""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Indexer:
             raise ValueError(f"inverse_temperature is {beta}; pass a positive number")
 
     def of_block_leaders(self, selection_block: int) -> Indexer:
-        """The rows of each aligned block's first query, from an indexer with a row per query."""
+        """Return the rows of each aligned block's first query, from an indexer with a row per query."""
         check_at_least("selection_block", selection_block, 1)
         if selection_block == 1:
             return self
@@ -71,11 +71,11 @@ class Indexer:
 
 @dataclass(frozen=True)
 class BudgetRule:
-    """How many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
+    """Decides how many keys a query selects: k_t (GSA, equation 8; `adaptive_budget` is the definition).
 
-    k_t = clamp(floor(raw), k_min, k_max), at most the number of the query's causal keys. `inverse`: raw = k_base *
-    ema / var, with var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var /
-    ema. `off`: raw = k_base. A query with fewer than `dense_below` causal keys selects all of them.
+    k_t = clamp(floor(raw), k_min, k_max), limited to the query's causal keys. `inverse`: raw = k_base * ema / var, with
+    var the variance of the query's scores and ema its moving average. `direct`: raw = k_base * var / ema. `off`: raw =
+    k_base. A query with fewer than `dense_below` causal keys selects all of them.
     """
 
     k_base: int
@@ -89,27 +89,26 @@ class BudgetRule:
 
     @property
     def most_keys(self) -> int:
-        """The largest k_t."""
         return max(self.k_max, self.dense_below - 1)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Positions of the queries, the keys they may select, and which queries share a selection."""
+    """Describes positions of the queries, keys that they may select, and queries that share a selection."""
 
     document_starts: torch.Tensor | None = None
-    """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of
-    query t are document_starts[b, i] <= s <= t. One document per sequence if None."""
+    """int32 [B, L], never decreasing: the position at which the query's document begins. The causal keys of query t are
+    document_starts[b, i] <= s <= t. Default: one document per sequence."""
     query_start: int = 0
-    """Position of the first query, a multiple of `selection_block`; not 0 under context parallelism only."""
+    """Position of the first query, a multiple of `selection_block`; only context parallelism needs values above 0."""
     selection_block: int = 1
-    """Queries in aligned blocks of this many share the top-k of the block's first query; 1 in the paper."""
+    """Each aligned block of this number of queries shares the top-k of its first query; 1 in the paper."""
     local_window: int = 0
-    """Latest keys, the query's own included, that are selected in addition to the budget; 0 in the paper."""
+    """Number of latest keys, including the query's own, that are selected in addition to the budget; 0 in the paper."""
     indexer_pool: int = 1
-    """Neighbouring keys, aligned in their document, that are selected together, by their mean (indexer/pool.py); 1 in
-    the paper. The budget counts keys. A query chooses among the groups before its own, which it always reads up to
-    itself. The indexer's keys are `pool_keys`."""
+    """Size of groups of neighbouring keys, aligned in their document, that are selected together by their mean
+    (indexer/pool.py); 1 in the paper. The budget still counts keys. A query selects among the groups before its own
+    group. It always attends to the keys of its own group up to itself. `pool_keys` computes the indexer's keys."""
 
     def __post_init__(self) -> None:
         check_at_least("query_start", self.query_start, 0)
@@ -140,15 +139,15 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowSample:
-    """The rows of the indexer loss: all, every n-th stretch for an estimate, or one rank's share."""
+    """Describes which rows of the indexer loss to compute: all, a sample of stretches, or a rank's share."""
 
     fraction: float = 1.0
     """1 / n for a whole n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
     seed: int | None = None
-    """Chooses the stretches; needed with a fraction below 1, and equal on all ranks that share the rows."""
+    """Chooses the stretches. A fraction below 1 needs a seed, which must be equal on all ranks that share the rows."""
     share: tuple[int, int] = (0, 1)
-    """(rank, size): of the stretches that are taken, every size-th from number `rank` on. The losses and gradients of
-    all shares add up to the whole."""
+    """(rank, size): this rank computes every size-th of the chosen stretches, from number `rank` on. The losses and
+    gradients of all shares add up to the whole."""
 
     def __post_init__(self) -> None:
         if stretches_per_sampled(self.fraction) > 1 and self.seed is None:
@@ -160,28 +159,25 @@ class RowSample:
 
 @dataclass(frozen=True)
 class Selection:
-    """S_t of every query, in the format for which attention is fastest; made by `select`.
-
-    Exactly one of packed mask and key lists is given.
-    """
+    """Holds S_t of every query as either a packed mask or key lists, whichever is faster; `select` creates it."""
 
     packed_mask: torch.Tensor | None
-    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32,
-    held in an int32."""
+    """int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the query attends to key s. A word is a uint32
+    stored as int32."""
     key_lists: KeyLists | None
-    """For each tile of queries the keys that any of them attends to (CSR)."""
+    """For each tile of neighbouring queries, the keys that any of them attends to (CSR)."""
     budget: torch.Tensor
     """int32 [B, R]: k_t. The local window may add keys."""
     variance: torch.Tensor
     """[B, R], fp32 (fp64 for fp64 inputs): population variance of the row's scores over its causal keys."""
     density: float | None = None
-    """Keys in the lists over the causal keys of their tiles; None for lists of a fixed length."""
+    """Number of keys in the lists divided by the causal keys of their tiles; None for lists of a fixed length."""
     log_sum: torch.Tensor | None = None
-    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss a pass; on request, with a
-    packed mask only."""
+    """fp32 [B, R]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
+    request, for packed masks only."""
     group_mask: torch.Tensor | None = None
-    """int32 [B p, C, ceil(C / 32)], with `Geometry.indexer_pool` p by Triton: a bit for each selected group, in
-    the order of `selection/groups.py`."""
+    """int32 [B p, C, ceil(C / 32)] if `Geometry.indexer_pool` is p > 1, by Triton only: a bit for each selected group,
+    in the order of `selection/groups.py`."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):
@@ -192,7 +188,7 @@ class Selection:
         return "packed_mask" if self.packed_mask is not None else "key_lists"
 
     def packed_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The packed mask of some queries, for statistics: int32 [B, S, ceil(Lk / 32)].
+        """Return the packed mask of some queries, for statistics: int32 [B, S, ceil(Lk / 32)].
 
         Args:
             rows: int64 [S], numbers of queries, 0 <= i < L
@@ -207,11 +203,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """The indexer loss whose gradients attention's backward pass calculates (`sparse_attention_with_loss`)."""
+    """Holds the indexer loss whose gradients attention's backward pass computes (`sparse_attention_with_loss`)."""
 
     indexer: Indexer
     scale: float | torch.Tensor
-    """Gradient of what is trained with respect to the loss, the sum of the rows' KL. A tensor is fp32, of one element,
-    and is not read back to the host."""
+    """Derivative of the trained objective with respect to the indexer loss, which is the sum of the rows' KL. A tensor
+    is fp32 with one element, and the host does not read it."""
     on_rows: Callable[[torch.Tensor], None] | None = None
-    """Called in the backward pass with the KL of each row, fp32 [B, R]. Without it the KL is not calculated."""
+    """Called in the backward pass with the KL of each row, fp32 [B, R]. The KL is computed only if this is set."""

@@ -1,4 +1,4 @@
-"""Runs of the bench of whole models, on two CPU ranks."""
+"""Runs the bench of whole models on two CPU ranks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SHORT = ("--seq-len", "32", "--sequences-per-device", "1", "--steps", "2", "--wa
 
 
 def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
-    """Ours and megatron-core's on two ranks; what megatron-core cannot run is said, and the rest goes on."""
+    """The models are ours and megatron-core's. Configs that megatron-core cannot run are reported, not fatal."""
     report = tmp_path / "bench.json"
     command = [
         "benchmarks/bench_training.py",
@@ -35,7 +35,7 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
         assert found["tokens_per_second_per_device"] > 0
         assert (found["causal_keys"], found["attended_keys"]) == (33 / 2, 33 / 2)  # the budget is larger
         assert found["step_ms_low"] <= found["step_ms"] <= found["step_ms_high"]
-    # The same weights and text, whatever the layout; and the peers differ in the attention's rounding only.
+    # Weights and text are the same in all layouts. The peers differ only in the rounding of attention.
     assert rows[0]["loss"] == pytest.approx(rows[3]["loss"], rel=1e-4)
     assert rows[4]["loss"] == pytest.approx(rows[5]["loss"], rel=1e-4)
     assert len(rows[0]["predicted_gib"]) == 2
@@ -43,7 +43,7 @@ def test_models_and_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_ranks_that_run_out_of_memory(tmp_path: Path) -> None:
-    """Together they go on to the next variant. One alone ends the run at once, with all results and its reason."""
+    """If all ranks run out of memory, the next variant follows. If one does, the run ends and reports why."""
     report = tmp_path / "bench.json"
     command = ["tests/helpers/failing_bench.py", "--config", "configs/demo.yaml", "--json", str(report)]
     command += ["--layouts", "tp=1;tp=2;tp=1,opt=off;tp=2,sp", "--layers", "1", *SHORT]

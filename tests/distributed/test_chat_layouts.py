@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations trains and validates in every layout what one rank trains, also after a resume."""
+"""Tests that fine-tuning on conversations in every layout equals one rank, also after a resume."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 CHAT = (
     "gsa.k_min=64",
     "gsa.k_base=64",
-    "gsa.k_max=64",  # every query selects all that it sees, so no rounding can change a selection
+    "gsa.k_max=64",  # every query selects all its causal keys, so rounding cannot change a selection
     "phases.0.steps=2",
     "phases.0.warmup_steps=1",
     "phases.1.steps=4",
@@ -40,7 +40,7 @@ def test_tensor_and_context_parallel_ranks_train_what_one_does(one_rank: Run, tm
 
 
 def test_a_resume_on_two_replicas_goes_on(one_rank: Run, tmp_path: Path) -> None:
-    """Which have other numbers of tokens that count, as their conversations differ."""
+    """The replicas have different numbers of scored tokens, because their conversations differ."""
     checkpoint = one_rank.checkpoints / "step_00000003"
     assert_same(train(tmp_path, *CHAT, "--resume-from", str(checkpoint), ranks=2), one_rank, first=4)
 

@@ -1,4 +1,4 @@
-"""The measurement of data wait, on a run of one CPU rank with a reader."""
+"""Tests the measurement of data wait on a run of one CPU rank with a reader."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def test_the_summary_is_of_the_logged_waits_and_the_time_between() -> None:
 
 
 def test_a_run_that_fails_is_reported() -> None:
-    """At its very start: it takes itself for one of two ranks, and one sequence is not for both."""
+    """The run fails at once, because it believes to be one of two ranks, and one sequence does not suffice."""
     batch = ("train.global_batch_size=1", "train.micro_batch_size=1")
     done = measure(*batch, WORLD_SIZE="2", RANK="0")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Mixtures of experts in layouts of four ranks train what one rank trains, and go on from each other."""
+"""Tests that mixtures of experts in layouts of four ranks train as one rank does, and resume from each other."""
 
 import json
 import math
@@ -28,7 +28,7 @@ _one_rank: dict[str, list[dict[str, Any]]] = {}
 
 
 CLEAR_MARGIN = 3e-5
-"""Between scores: thirty times what fp32 rounds in these few steps."""
+"""Smallest allowed distance of scores: thirty times the fp32 rounding of these few steps."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def one_rank(name: str) -> list[dict[str, Any]]:
 
 
 def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
-    """In no layer of any run here: otherwise the comparisons would depend on the processor."""
+    """Comparisons must not depend on the processor, so no two scores may be near, in any layer of any run here."""
     if not results["trained"]:
         pytest.skip("no layout was chosen beside it")
     assert math.inf > results["margin"] > CLEAR_MARGIN
@@ -64,7 +64,7 @@ def test_no_two_experts_are_so_near_that_rounding_chooses(results: Any) -> None:
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_training_matches_one_rank(name: str, results: Any) -> None:
-    """Every number of every step of both phases and of the validation, and the routers' loads or biases at the end."""
+    """The test compares every number of both phases and of the validation, and the routers' final loads or biases."""
     *found, balances = results["trained"][name]
     *expected, expected_balances = one_rank(name)
     assert_same(found, expected, relative=1e-5, but=TIES)
@@ -89,5 +89,5 @@ def test_a_load_sends_no_rank_the_experts_of_another(results: Any) -> None:
 
 @pytest.mark.parametrize("name", with_nightly(BOUNDARIES, NIGHTLY_BOUNDARIES))
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
-    """To the last bit, whether it begins in the same process or from the checkpoint before it."""
+    """Bits are equal whether the phase begins in the same process or from the checkpoint before it."""
     assert_carries_weights_over(results["crossed"][name])

@@ -1,4 +1,4 @@
-"""The fused kernels over two tensor-parallel ranks, which share out the rows of the indexer's loss."""
+"""Tests the fused kernels over two tensor-parallel ranks, which divide the rows of the indexer loss."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from helpers.runs import run_script
 
 STEPS = {"bits": 3, "lists": 2, "blocks": 2}
-"""Of each case: one of each phase, and a validation."""
+"""Steps of each case: one per phase, and a validation."""
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_tensor_parallel_ranks_train_what_ranks_with_all_heads_train(found: Any, name: str) -> None:
-    """In the warm-up the gradient norm is the indexer's alone."""
+    """In the warm-up only the indexer contributes to the gradient norm."""
     tensor, data = found[name]["tensor"], found[name]["data"]
     assert len(tensor) == len(data) == STEPS[name]
     for record, other in zip(tensor, data, strict=True):

@@ -1,7 +1,7 @@
-"""Two whole runs of a small model train and validate what one rank trains, from the text to the logged numbers.
+"""Tests that two whole runs of a small model equal one rank, from the text to the logged numbers.
 
-Every layout and option, with keys left out, is in test_many_layouts.py. Here every query selects all
-that it sees: in real text the scores of equal tokens tie, and which of them is selected rounding decides.
+test_many_layouts.py covers every layout and option, with selections that leave out keys. Here every query selects all
+its causal keys, because in real text the scores of equal tokens tie and rounding decides between them.
 """
 
 import pytest
@@ -29,10 +29,10 @@ def assert_same_training(run: Run, reference: Run) -> None:
 
 
 def assert_same_validation(run: Run, reference: Run) -> None:
-    """15 sequences, then the sequences of each source: most layouts fill up the last round."""
+    """Compare 15 sequences, then each source's sequences; most layouts pad the last round."""
     found, expected = (scores_of(each.records()[-1]) for each in (run, reference))
     assert len(expected["validation_loss_by_source"]) > 1
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        if "perplexity" not in key:  # exp(loss), which multiplies the rounding
+        if "perplexity" not in key:  # exp(loss) amplifies rounding
             assert found[key] == pytest.approx(value, rel=1e-5), key

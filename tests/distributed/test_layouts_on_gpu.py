@@ -1,4 +1,4 @@
-"""The layout table that `make layouts-gpu` runs on GPUs: its verdict, and two of its layouts on CPU ranks."""
+"""Tests the layout comparison of `make layouts-gpu`: its verdict, and two of its layouts on CPU ranks."""
 
 import json
 import math
@@ -52,7 +52,9 @@ def test_the_layouts_that_fit(world_size: int, tensor: int, pipeline: int) -> No
         configs = layouts_that_fit(world_size, Subject(tiny, "bf16"))
         assert max(config.parallel.tensor for config in configs.values()) == tensor
         assert max(config.parallel.pipeline for config in configs.values()) == pipeline
-        left_out = {name for name in set(LAYOUTS) - set(configs) if "deepspeed" not in name}  # not installed?
+        left_out = {
+            name for name in set(LAYOUTS) - set(configs) if "deepspeed" not in name
+        }  # may not be installed
         # The tiny model has too few layers for four stages of two chunks.
         assert world_size < 8 or left_out == ({"pp 4, interleaved"} if tiny else set())
 
@@ -96,8 +98,8 @@ def test_layouts_in_bf16_on_two_ranks(options: list[str], layouts: list[str], tm
     assert list(found["layouts"]) == layouts
     for row in found["layouts"].values():
         assert row["passed"]
-        assert len(row["series"]) == 2  # a step of each phase: those after it are many_layouts.py's
-    # bf16 rounds, and the runs of one rank show it: the bounds are not just the floor.
+        assert len(row["series"]) == 2  # one step of each phase; many_layouts.py tests further steps
+    # bf16 rounds, which the runs of one rank show: the bounds exceed the floor.
     off = deviations(found["one_rank"]["products in 2 parts"], found["one_rank"][BASELINE], "grad_norm")
     assert 1e-5 < max(off) < 1e-1
     assert output.count(" ok\n") == len(layouts)

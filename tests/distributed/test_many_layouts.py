@@ -1,7 +1,4 @@
-"""Layouts of four ranks train what one rank trains: a tiny model, a few steps of each phase, every statistic.
-
-Whole runs are in test_layouts.
-"""
+"""Tests that layouts of four ranks train as one rank does: few steps of a tiny model, with every statistic."""
 
 import json
 from typing import Any
@@ -65,12 +62,12 @@ def test_a_checkpoint_goes_on_in_other_layouts(name: str, results: Any) -> None:
 
 @pytest.mark.parametrize("name", with_nightly(BOUNDARIES, NIGHTLY_BOUNDARIES))
 def test_fp32_weights_go_on_in_the_next_phase(name: str, results: Any) -> None:
-    """To the last bit, whether it begins in the same process or from the checkpoint before it."""
+    """Bits are equal whether the phase begins in the same process or from the checkpoint before it."""
     assert_carries_weights_over(results["crossed"][name])
 
 
 def test_documents_cross_the_borders_of_chunks() -> None:
-    """Otherwise these layouts would say nothing about documents under context parallelism."""
+    """Only such documents test documents under context parallelism."""
     ids = document_ids(blocks(0, CASES["context"].config())[:, :LENGTH].long(), EOS)
     for size in (2, 4):
         borders = range(LENGTH // (2 * size), LENGTH, LENGTH // (2 * size))

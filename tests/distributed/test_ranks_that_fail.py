@@ -1,4 +1,4 @@
-"""What a test says of ranks that fail: which of them ended first, how, and where it was."""
+"""Tests what a test reports about ranks that fail: which ended first, how, and where it was."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def said_of(fault: str, folder: Path) -> str:
 
 
 def test_a_rank_that_raises_says_so_before_it_waits_for_others(tmp_path: Path) -> None:
-    """What it does at its exit may end by an error of another rank, which is then the first to end."""
+    """During its exit another rank's error may end it, which would then be reported as the first."""
     said = said_of("atexit.register(os._exit, 3); raise ValueError('a reason')", tmp_path)
     assert said.startswith("rank 1 ended with exit code 3, expected 0:\n")
     assert "in fails" in said
@@ -45,14 +45,14 @@ def test_a_rank_that_raises_says_so_before_it_waits_for_others(tmp_path: Path) -
 
 
 def test_a_rank_that_aborts_says_where(tmp_path: Path) -> None:
-    """As where C++ throws in a thread, or ends by the bug of a library."""
+    """A rank aborts if C++ throws in a thread or a library has a bug."""
     said = said_of("os.abort()", tmp_path)
     assert said.startswith("rank 1 ended by SIGABRT, expected 0:\n")
     assert re.search("Fatal Python error: Aborted\n.* in fails", said, re.DOTALL)
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    """As by the system, where memory runs out: it says nothing itself."""
+    """The system kills a rank without output if memory runs out."""
     assert said_of("os.kill(os.getpid(), 9)", tmp_path).startswith("rank 1 ended by SIGKILL, expected 0:\n")
 
 
@@ -71,12 +71,11 @@ def test_ranks_that_hang_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_signal_goes_to_ranks_that_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes may have their ids by now."""
     (tmp_path / "code.py").touch()
     environment = {**inherited(), **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     command, log = [str(tmp_path / "code.py")], tmp_path / "log"
     ranks = ForkedRanks(command, tmp_path, environment, {}, log, ranks=2, rendezvous=True)
-    # The server writes how each ended, some time after its end. Nobody has read it yet.
+    # The server writes how each rank ended some time after its end. Nothing has read it yet.
     for process in ranks._processes:
         assert connection.wait([process.sentinel], 100)
     sent: list[Any] = []

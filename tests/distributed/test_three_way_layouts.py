@@ -1,4 +1,4 @@
-"""Layouts of eight ranks, three ways of parallelism at once, train what one rank trains, and go on from each other."""
+"""Tests that layouts of eight ranks with three kinds of parallelism equal one rank, and resume from each other."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def test_training_matches_one_rank(name: str, results: Any) -> None:
 
 
 def test_a_chain_of_layouts_trains_as_one_rank(results: Any) -> None:
-    """Each step from the checkpoint that another layout has saved after the one before."""
+    """Each step resumes from the checkpoint that another layout saved after the previous step."""
     layouts = [tuple(layout) for layout, _ in results["chained"]]
     assert layouts == [SIZES[name] for names in CHAIN for name in names]
     *expected, _validation = one_rank(CHAINED)

@@ -1,5 +1,5 @@
-"""A chat model from its training to those who run it: everyone writes the same tokens and stops at the end of the turn,
-and whatever says how to speak to it survives an export, an import and another export."""
+"""Tests a chat model from training to use. All programs generate the same tokens and stop at the end of the turn. The
+chat template and related settings survive an export, an import and another export."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ class Chat(NamedTuple):
 
 @pytest.fixture(scope="module", params=with_nightly(["tokenizer.json", "sentencepiece"], {"sentencepiece"}))
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
-    """A tiny model that has learnt two answers by heart."""
+    """Train a tiny model that memorises two answers."""
     folder = tmp_path_factory.mktemp("chat")
     template, tokenizer, turn_end = folder / "chat_template.jinja", folder / "tokenizer.json", "<|im_end|>"
     if request.param == "tokenizer.json":
@@ -116,7 +116,7 @@ def test_everyone_writes_the_same_and_stops_at_the_end_of_the_turn(chat, questio
 
     monkeypatch.delenv(
         "LOCAL_RANK", raising=False
-    )  # DeepSpeed sets it, and accelerate would wait for its world
+    )  # DeepSpeed sets it, and accelerate would wait for its world.
     theirs = HFLM(pretrained=str(chat.exported), device="cpu", batch_size=1)
     settings = {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False}
     for model in (theirs, GSATrainLM(run=str(chat.run)), GSATrainLM(hf=str(chat.exported))):

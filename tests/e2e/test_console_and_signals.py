@@ -1,7 +1,5 @@
-"""Real runs whose console fails in each way, and that are asked to end by each signal: complete, or saved.
-
-What ends a run in a terminal is here, too: a hang-up with and without nohup, and Ctrl-C with a reader that it ends.
-"""
+"""Tests real runs whose console fails in each way, and runs that get each signal: they complete, or save. The tests
+include what ends a run in a terminal: a hang-up with and without nohup, and Ctrl-C while a reader runs."""
 
 import contextlib
 import json
@@ -36,7 +34,7 @@ CONSOLES = {
 
 
 class Terminal:
-    """A shell of its own in a terminal of its own, with a run in the foreground."""
+    """Holds a separate shell in a separate terminal, with a run in the foreground."""
 
     def __init__(self, folder: Path, ranks: int, console: str, overrides: tuple[str, ...]) -> None:
         words = [
@@ -62,11 +60,11 @@ class Terminal:
         self.wait_for("begun")
 
     def read(self) -> None:
-        with contextlib.suppress(OSError):  # nothing is there
+        with contextlib.suppress(OSError):  # there is no output
             self.said += os.read(self.leader, 1 << 16)
 
     def wait_for(self, what: str, seconds: float = 200) -> None:
-        """what: `begun`, `steps` or `over`."""
+        """Wait for `begun`, `steps` or `over`."""
         deadline = time.monotonic() + seconds
         reached = {
             "begun": lambda: self.living(),
@@ -80,7 +78,6 @@ class Terminal:
             time.sleep(0.2)
 
     def living(self) -> list[psutil.Process]:
-        """Launcher and ranks."""
         found = []
         for each in processes_of(self.run):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
@@ -91,7 +88,7 @@ class Terminal:
 
     def rank(self, number: int) -> psutil.Process:
         found = [each for each in self.living() if each.environ().get("RANK") == str(number)]
-        return min(found, key=lambda each: each.create_time())  # before its readers
+        return min(found, key=lambda each: each.create_time())  # the launcher is older than its readers
 
     def launcher(self) -> psutil.Process:
         return min(self.living(), key=lambda each: each.create_time())
@@ -131,14 +128,14 @@ def test_no_console_ends_or_blocks_a_run(tmp_path, terminals, console, ranks):
 
 
 def in_foreground(nohup: str, folder: Path) -> str:
-    """nohup would write into the checkout."""
+    """Run in the folder, because nohup would write into the checkout."""
     return f"nohup {{run}} >'{folder}/nohup.out' 2>&1" if nohup else "{run}"
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("nohup", ["", "nohup "])
 def test_a_terminal_that_closes(tmp_path: Path, terminals: list[Terminal], nohup: str, ranks: int) -> None:
-    """torchrun heeds SIGHUP also under nohup, and passes it on; a rank of its own does not."""
+    """torchrun handles SIGHUP also under nohup, and forwards it; a single rank does not."""
     is_ignored = bool(nohup) and ranks == 0
     terminal = Terminal(tmp_path, ranks, in_foreground(nohup, tmp_path), () if is_ignored else LONG)
     terminals.append(terminal)
@@ -171,6 +168,6 @@ def test_each_signal_saves(tmp_path, terminals, number, target, nohup):
     (terminal.launcher() if target == "torchrun" else terminal.rank(int(target[-1]))).send_signal(number)
     terminal.wait_for("over")
     if target == "torchrun" and number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
-        terminal.is_saved_by("the end of torchrun")  # which dies of it, unless told to handle it
+        terminal.is_saved_by("the end of torchrun")  # it dies of the signal unless told to handle it
     else:
         terminal.is_saved_by("Ctrl-C" if number == signal.SIGINT else number.name)

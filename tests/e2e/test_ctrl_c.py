@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal: once, the run saves and ends; twice, or before the first step, it ends at once."""
+"""Tests Ctrl-C in a terminal: the run saves and ends; a second one, or one before the first step, ends it at once."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def start(run_dir: Path, **faults: object) -> Run:
 
 
 def press(run: Run) -> None:
-    """Ctrl-C goes to the terminal's process group: torchrun, whose ranks are no part of it."""
+    """Send Ctrl-C to the terminal's process group: torchrun, but not its ranks."""
     assert isinstance(run.process, ForkedAgent)
     os.killpg(run.process.pid, signal.SIGINT)
 
@@ -34,7 +34,7 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
     once = start(tmp_path, waits_for=[4, 1, signal.SIGINT])
     once.wait_until(lambda: len(once.steps()) >= 3)
     press(once)
-    once.wait(expected=1)  # torchrun's own
+    once.wait(expected=1)  # torchrun's own exit code
     saved = json.loads((once.folder / "stopped.json").read_text())
     assert saved["reason"] == "Ctrl-C"
     assert once.latest == f"step_{saved['step']:08d}"
@@ -44,10 +44,10 @@ def test_once_saves_and_twice_ends_at_once(tmp_path: Path) -> None:
         f"stopped by Ctrl-C after step {saved['step']}; exit code 75: the same command goes on" in once.output
     )
     assert "wandb sync" in once.output.split("saving a checkpoint")[1]
-    assert once.output.count("Traceback") == 1  # torchrun's own
+    assert once.output.count("Traceback") == 1  # torchrun's own traceback
     assert left_of(once) == []
 
-    # The save of rank 1 waits for a signal that does not come, so that the second one finds the run saving.
+    # Rank 1's save waits for a signal that does not come, so that the second Ctrl-C comes during the save.
     twice = start(
         tmp_path, waits_for=[saved["step"] + 3, 1, signal.SIGINT], write_waits_for=[1, signal.SIGUSR1]
     )

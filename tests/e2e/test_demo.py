@@ -1,4 +1,4 @@
-"""The demo, shortened: what a run prints, learns and leaves in its folder."""
+"""Tests the demo, shortened: what a run prints, learns and leaves in its folder."""
 
 import gzip
 import hashlib
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """On two ranks of torchrun's. Whenever one looks, `latest` names a complete checkpoint."""
+    """Run it on two ranks of torchrun. At any time `latest` names a complete checkpoint."""
     run = start(tmp_path_factory.mktemp("demo"), *SHORT, ranks=2, agent=True, config=CONFIG)
     assert run.process is not None
     while run.process.poll() is None:
@@ -50,7 +50,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_indexer_warms_up_on_a_base_that_has_learned():
-    """A random model has nothing to imitate: its attention is nearly even, and the recall equals random keys'."""
+    """In a random model attention is nearly even, and the recall equals random keys'."""
     phases = [(phase.attention, phase.train) for phase in load_config(CONFIG).phases]
     assert phases == [("dense", "base"), ("dense", "indexer"), ("sparse", "all")]
 
@@ -63,7 +63,7 @@ def test_the_tiny_experiment_of_the_code_tour_runs_as_printed(tmp_path):
 
 
 def test_no_library_warns(demo):
-    """Of what is as it should be; such lines hid ours. The other run is of ranks that import the libraries."""
+    """Warnings of libraries about normal settings would hide ours. The other run's ranks import the libraries."""
     for output in (demo.output, whole_run("context").output):
         for said in ("Apex", "not a leaf Tensor", "is deprecated", "state dict differs"):
             assert said not in output
@@ -152,7 +152,7 @@ doc_to_target: label
 
 @pytest.mark.nightly
 def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path, monkeypatch):
-    """Every file by hash and time, folders by their names."""
+    """The test compares every file by hash and time, and folders by name."""
     pytest.importorskip("lm_eval")
     (tmp_path / "wiki.test.tokens").write_text(" \n = Tower = \n \n A tall tower of stone . \n")
     (tmp_path / "c4").mkdir()
@@ -188,7 +188,7 @@ def test_ten_evaluations_and_an_analysis_touch_nothing_of_the_run(demo, tmp_path
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int] | None]:
-    """All but what evaluations and analyses write."""
+    """List everything except what evaluations and analyses write."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest(),

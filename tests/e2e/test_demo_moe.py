@@ -1,4 +1,4 @@
-"""The demo with experts, shortened: what it logs and learns; its checkpoint evaluates, exports and generates."""
+"""Tests the demo with experts, shortened: logs and losses; its checkpoint evaluates, exports and generates."""
 
 import json
 import math
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """On two ranks, each with half of the experts."""
+    """Run it on two ranks, each with half of the experts."""
     return start(tmp_path_factory.mktemp("demo_moe"), *SHORT, ranks=2, config="configs/demo_moe.yaml").wait()
 
 

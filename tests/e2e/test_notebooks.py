@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from their first cell to the last, and show what they say they show."""
+"""Tests that the notebooks of examples/ run from the first cell to the last, and show what their text says."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,9 @@ assert [record["step"] for record in names["steps"]] == list(range(1, len(losses
 }
 
 
-@pytest.mark.parametrize("name", with_nightly(SHOWN, {"quick_start.ipynb"}))  # which trains the demo
+@pytest.mark.parametrize("name", with_nightly(SHOWN, {"quick_start.ipynb"}))  # it trains the demo
 def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
-    """In the folder where it is, as Jupyter runs it. What it starts itself is started for real."""
+    """The notebook runs in its folder, as under Jupyter, and really starts its runs."""
     script = tmp_path / "run.py"
     script.write_text(
         "import os; from pathlib import Path; from helpers.notebooks import run\n"

@@ -1,4 +1,4 @@
-"""A config that cannot run is refused within seconds: one message, exit code 2, nothing started."""
+"""Tests that a config that cannot run fails within seconds: one message, exit code 2, nothing started."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import pytest
 from helpers.forked import ForkedAgent
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY
 
-# Runs the launcher and then says which of the heavy packages it loaded.
+# This runs the launcher and then prints which heavy packages it loaded.
 REPORT = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -24,7 +24,7 @@ finally:
 def launch(
     *arguments: str, ranks: int = 1, config: str = CONFIG, rank: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """One rank of a job that announces `ranks`."""
+    """Start one rank of a job that announces `ranks`."""
     command = [sys.executable, "-c", REPORT, "launch/pretrain.py", "--config", config, *arguments]
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
     return subprocess.run(
@@ -33,7 +33,6 @@ def launch(
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command of Python, with the ranks' environment."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=REPOSITORY,
@@ -46,7 +45,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def message_of(result: subprocess.CompletedProcess[str]) -> str:
-    """What a refused start wrote to stderr."""
+    """Return what a rejected start wrote to stderr."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == "loaded: []\n"  # so no process group was made
     assert "Traceback" not in result.stderr
@@ -76,7 +75,7 @@ def test_wrong_use_shows_the_usage():
     ids=["wrong config", "wrong use"],
 )
 def test_what_another_rank_alone_finds_is_not_lost(arguments, line):
-    """A file that its node lacks: rank 0 goes on, and nobody ends this one."""
+    """The node of this rank lacks a file. Rank 0 continues, and nothing ends this rank."""
     message = message_of(launch(*arguments, ranks=2, rank=1))
     assert f"rank 1 on {socket.gethostname()}: " in message
     assert line in message
@@ -149,10 +148,13 @@ runpy.run_path({launch!r} + "/pretrain.py", run_name="__main__")
     ("fault", "line"),
     [
         (
-            "sys.argv.append('model.rope_base=5000')",  # trained to the end, each rank its own model
+            "sys.argv.append('model.rope_base=5000')",  # it would train to the end, with a different model on each rank
             "has another config: model.rope_base = 5000.0, on rank 0 10000.0. Give all nodes the same",
         ),
-        ("os.chdir('/')", "does not see the run folder of rank 0, /runs/r: "),  # failed at the first save
+        (
+            "os.chdir('/')",
+            "does not see the run folder of rank 0, /runs/r: ",
+        ),  # it would fail at the first save
     ],
     ids=["config", "run folder"],
 )
@@ -174,4 +176,4 @@ def test_under_torchrun_the_message_comes_once_and_last():
     assert result.returncode == 1
     output = result.stdout + result.stderr
     assert output.count("did you mean model?") == 1
-    assert "did you mean model?" in output.rstrip().splitlines()[-2]  # the last one is a rule
+    assert "did you mean model?" in output.rstrip().splitlines()[-2]  # the last line is a rule

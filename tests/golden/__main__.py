@@ -1,7 +1,7 @@
-"""Golden comparison: python -m golden compare | make | reference (see README.md beside this file).
+"""Compares golden results: python -m golden compare | make | reference (see README.md in this folder).
 
-Exit code 0: all values compared are equal to the last bit. 1: some differ. 2: nothing can be said, because the
-golden file is missing or of another processor, GPU or torch; the message says what to do.
+Exit code 0: all compared values are equal to the last bit. 1: some differ. 2: no comparison is possible, because the
+golden file is missing or comes from another processor, GPU or torch; the message says what to do.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def make(code: Path, operations: Path, commit: str, results: Path, parts: list[str]) -> int:
-    """Write the golden files of `code`; an error of a run or problem stands in its place, and makes the exit code 1."""
+    """Write the golden files of `code`. A run's or problem's error replaces its values, and makes the exit code 1."""
     results.mkdir(parents=True, exist_ok=True)
     failed = 0
     for part in parts:
@@ -103,7 +103,7 @@ def how_to_refer(commit: str) -> str:
 
 
 def make_reference(rev: str, results: Path, parts: list[str]) -> int:
-    """`make` with the code of a revision in a temporary worktree, by today's scripts."""
+    """Run `make` with the code of a revision in a temporary worktree, by today's scripts."""
     commit = git("rev-parse", "--verify", f"{rev}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         code = Path(folder) / "code"
@@ -116,7 +116,7 @@ def make_reference(rev: str, results: Path, parts: list[str]) -> int:
 
 
 def operations_of(commit: str, folder: Path) -> Path:
-    """The operations.py that fits the kernels of a revision: its own; of one that has none yet, the first of all."""
+    """Return the operations.py for the kernels of a revision: its own, or the first one of all if it has none."""
     name = "tests/golden/operations.py"
     where = commit
     if subprocess.run(
@@ -140,7 +140,7 @@ def fingerprint_of(part: str) -> dict[str, str]:
 
 
 def run_part(part: str, code: Path, operations: Path) -> Iterator[tuple[str, Any]]:
-    """(name, values or error) of every run or problem; prints how long the part took."""
+    """Yield (name, values or error) of every run or problem, and print how long the part took."""
     started = time.monotonic()
     if part == "gpu_kernels":
         yield from run_problems(code, operations)
@@ -152,7 +152,7 @@ def run_part(part: str, code: Path, operations: Path) -> Iterator[tuple[str, Any
 
 
 def write(path: Path, made_at: dict[str, str], results: Results) -> None:
-    """JSON with a line for each place: floats in the shortest form that reads back to the same bits."""
+    """Write JSON with a line for each place, and floats in the shortest form that reads back to the same bits."""
     lines = ["{", f'"made_at": {json.dumps(made_at)},', '"results": {']
     for number, (name, values) in enumerate(results.items()):
         comma = "," if number < len(results) - 1 else ""

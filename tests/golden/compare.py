@@ -1,4 +1,4 @@
-"""Compare two sets of exact results, value by value and to the last bit, and say where they part."""
+"""Compares two sets of exact results to the last bit, and describes the first difference."""
 
 import math
 import struct
@@ -7,24 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = Mapping[str, Mapping[str, Any]]
-"""Place (a step, or the problem itself) -> key -> float, int, or a hash as text."""
+"""Maps a place (a step, or the problem itself) and a key to a float, an int, or a hash as text."""
 
 Results = Mapping[str, Values | str]
-"""Run or problem -> its values; of one that failed the error as text."""
+"""Maps a run or problem to its values, or to the error if it failed."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares one run or problem."""
-
     name: str
     values: int
-    """Of the golden file."""
+    """Number of values in the golden file."""
     different: int
     first: str
-    """The first difference in words; empty where all are equal."""
+    """Describes the first difference; empty if all are equal."""
     new_keys: tuple[str, ...]
-    """Keys that today's results have beside the golden ones: no difference, but worth a word."""
+    """Keys that only today's results have: they are reported, but are no difference."""
 
     @property
     def equal(self) -> bool:
@@ -32,7 +30,7 @@ class Comparison:
 
 
 def same_bits(golden: Any, today: Any) -> bool:
-    """0.0 and -0.0 differ, a NaN equals a NaN, and 1 differs from 1.0."""
+    """Compare bits: 0.0 and -0.0 differ, a NaN equals a NaN, and 1 differs from 1.0."""
     if isinstance(golden, float) and isinstance(today, float):
         if math.isnan(golden) and math.isnan(today):
             return True
@@ -41,7 +39,7 @@ def same_bits(golden: Any, today: Any) -> bool:
 
 
 def relative_difference(golden: Any, today: Any) -> str:
-    """|today - golden| / |golden| as text; empty where they are no numbers."""
+    """Return |today - golden| / |golden| as text; empty if they are not numbers."""
     if not isinstance(golden, (int, float)) or not isinstance(today, (int, float)):
         return ""
     if golden == 0 or not math.isfinite(golden) or not math.isfinite(today):
@@ -50,7 +48,7 @@ def relative_difference(golden: Any, today: Any) -> str:
 
 
 def compare_one(name: str, golden: Values | str, today: Values | str | None) -> Comparison:
-    """One run or problem. An error in the golden file is a difference, too: it proves nothing."""
+    """Compare one run or problem. An error in the golden file is also a difference, because it proves nothing."""
     if isinstance(golden, str):
         return Comparison(name, 0, 1, f"the golden file has an error in its place: {golden}", ())
     total = sum(len(keys) for keys in golden.values())
@@ -89,14 +87,14 @@ def _in_words(place: str, key: str, golden: Any, found: Mapping[str, Any] | None
 
 
 def compare(golden: Results, today: Results) -> list[Comparison]:
-    """In the order of the golden file; what only today has comes last, as a difference."""
+    """Compare in the order of the golden file; entries that only today has come last, as differences."""
     found = [compare_one(name, values, today.get(name)) for name, values in golden.items()]
     extra = [name for name in today if name not in golden]
     return found + [Comparison(name, 0, 1, "not in the golden file", ()) for name in extra]
 
 
 def table(comparisons: list[Comparison]) -> str:
-    """One line for each, and one for all."""
+    """Format one line for each comparison and one for all."""
     width = max((len(found.name) for found in comparisons), default=0)
     lines = []
     for found in comparisons:
@@ -111,7 +109,7 @@ def table(comparisons: list[Comparison]) -> str:
 
 
 def fingerprint_differences(golden: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """What the results depend on besides the code, where the two machines differ in it."""
+    """List the differences of two machines on which the results depend in addition to the code."""
     names = list(dict.fromkeys([*golden, *here]))
     return [
         f"{name} {golden.get(name, '--')} there, {here.get(name, '--')} here"

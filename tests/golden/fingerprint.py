@@ -1,4 +1,4 @@
-"""What bits depend on besides the code: processor or GPU, torch, Triton; and which code it is."""
+"""Records what bits depend on in addition to the code: processor or GPU, torch, Triton; and the commit."""
 
 import platform
 import subprocess
@@ -13,7 +13,7 @@ def has_cuda() -> bool:
 
 
 def cpu_fingerprint() -> dict[str, str]:
-    """Math libraries choose their kernels by the processor's model and by its vector instructions."""
+    """Describe the processor's model and vector instructions, by which math libraries choose their kernels."""
     return {
         "processor": _processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -23,8 +23,8 @@ def cpu_fingerprint() -> dict[str, str]:
 
 
 def gpu_fingerprint() -> dict[str, str]:
-    """What chooses and cuts kernels is the architecture and the number of multiprocessors: an H100 gave the bits of an
-    H200 in each golden run and problem."""
+    """Describe the architecture and the number of multiprocessors, which determine kernels and tiles. An H100 gave the
+    same bits as an H200 in each golden run and problem."""
     device = torch.cuda.get_device_properties()
     return {
         "gpu": f"sm_{device.major}{device.minor}, {device.multi_processor_count} multiprocessors",
@@ -35,7 +35,7 @@ def gpu_fingerprint() -> dict[str, str]:
 
 
 def commit_of(code: Path) -> str:
-    """The checkout's commit, with "-changed" where tracked files differ from it."""
+    """Return the checkout's commit, with "-changed" if tracked files differ from it."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=False)
     if head.returncode != 0:
         return "unknown"
@@ -57,7 +57,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """Vendor, family, model and name by Linux; elsewhere what Python says."""
+    """Return vendor, family, model and name from Linux, or else Python's description."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

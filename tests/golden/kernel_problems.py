@@ -1,7 +1,5 @@
-"""The table of golden kernel problems, their inputs, and the hashes of what the kernels make of them. For a GPU.
-
-The calls into the kernels are in operations.py, which follows the kernels' interface; this file does not import them.
-"""
+"""Lists the golden kernel problems, their inputs, and the hashes of the kernels' results. Needs a GPU. operations.py
+calls the kernels and follows their interface; this file does not import them."""
 
 import hashlib
 import importlib.util
@@ -20,21 +18,21 @@ import torch
 from golden.training_runs import import_path
 
 PROCESSES = 12
-"""Most of the time compiles kernels, which takes one core each."""
+"""Most of the time goes into compilation, which takes one core per process."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call, or two that belong together, with all gradients."""
+    """Describes one call, or two that belong together, with all gradients."""
 
     name: str
     operation: str
-    """A function of operations.py."""
+    """Name of a function in operations.py."""
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
     batch: int = 1
     length: int = 1024
-    """Queries; of decoding the tokens that the cache has room for."""
+    """Queries; for decoding, the cache's capacity in tokens."""
     query_start: int = 0
     heads: int = 8
     kv_heads: int = 2
@@ -42,12 +40,12 @@ class Problem:
     indexer_heads: int = 4
     indexer_dim: int = 64
     documents: bool = False
-    """Several documents of uneven length in each sequence."""
+    """Several documents of different lengths in each sequence."""
     ties: bool = False
-    """Many keys score equal."""
+    """Many keys have equal scores."""
     activation: str = "sigmoid"
     biases: bool = True
-    """Of the sigmoid indexer."""
+    """Whether the sigmoid indexer has biases."""
     mode: str = "inverse"
     k_base: int = 256
     k_min: int = 64
@@ -57,15 +55,15 @@ class Problem:
     block: int = 1
     """Queries that share a selection."""
     lists: bool = False
-    """The selection as lists of keys, not as bits."""
+    """The selection is key lists instead of a packed mask."""
     dense: bool = False
     """All causal keys instead of a selection."""
     gate: bool = True
-    """G1 fused into attention."""
+    """G1 is fused into attention."""
     beta: float = 1.0
     row_fraction: float = 1.0
     variant: str = ""
-    """What else an operation distinguishes."""
+    """Other distinctions within an operation."""
 
     @property
     def num_keys(self) -> int:
@@ -73,7 +71,6 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Queries that select."""
         return -(-self.length // self.block)
 
 
@@ -197,7 +194,7 @@ def _table() -> tuple[Problem, ...]:
 
 
 def _seed(*words: str) -> int:
-    """Derived from the problem's name, so that a problem added to the table changes no other."""
+    """Derive a seed from the problem's name, so that a new problem in the table changes no other."""
     return int.from_bytes(hashlib.sha256("/".join(words).encode()).digest()[:4], "big")
 
 
@@ -205,7 +202,7 @@ PROBLEMS = _table()
 
 
 def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
-    """Inputs on the CPU, the same on every machine: torch's generator there, in fp32, then a cast."""
+    """Draw inputs on the CPU in fp32, the same on every machine, and then cast them."""
     p = problem
     generator = torch.Generator().manual_seed(p.seed)
 
@@ -226,11 +223,11 @@ def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
         "weight_logits": normal(batch, p.rows, p.indexer_heads),
         "score_bias": normal(p.indexer_heads, dtype=torch.float32) * 0.5,
         "weight_bias": normal(p.indexer_heads, dtype=torch.float32) * 0.5,
-        # Near the middle of the rows' variances, so that budgets stand between both limits.
+        # This is near the middle of the rows' variances, so that budgets lie between both limits.
         "variance_ema": torch.tensor(0.6 if p.activation == "relu" else 0.04),
     }
     if p.ties:
-        # Small whole numbers, and only seven keys: no rounding tells their scores apart.
+        # Scores of small integers and only seven keys are exact, so that rounding does not separate them.
         inputs["q_idx"] = inputs["q_idx"].float().round().clamp(-2, 2).to(p.dtype)
         few = inputs["k_idx"][:, :7].float().round().clamp(-2, 2).to(p.dtype)
         inputs["k_idx"] = few[:, torch.arange(keys) % 7]
@@ -245,7 +242,7 @@ def inputs_of(problem: Problem) -> dict[str, torch.Tensor]:
 def _decode_inputs(p: Problem, normal: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     caches = inputs_of(replace(p, operation="attention", block=1))
     one = {name: caches[name][:, 0].contiguous() for name in ("q", "gate", "q_idx", "weight_logits")}
-    # The last sequence fills the cache, the others stop at odd lengths; shared selections begin a block.
+    # The last sequence fills the cache; the others end at odd lengths. Shared selections begin a block.
     lengths = [p.length - (p.batch - 1 - number) * (p.length // 5 + 1) for number in range(p.batch)]
     if p.block > 1:
         lengths = [length // p.block * p.block - p.block + 1 for length in lengths]
@@ -256,7 +253,7 @@ def _prologue_inputs(p: Problem, normal: Any, generator: torch.Generator) -> dic
     group, shape = p.heads // p.kv_heads, (p.length, p.batch)
     gate_rows = {"none": 0, "value": 1}.get(p.variant, 1 + group)
     positions = torch.arange(p.length, dtype=torch.float64)
-    # Multiples of angles whose cos and sin are exact anywhere: computed ones would depend on the machine.
+    # The angles have exact cosines and sines. Computed ones would depend on the machine.
     table = torch.tensor([1.0, 0.8, 0.6, 0.28, 0.0, -0.28, -0.6, -0.8, -1.0])
     index = (positions[:, None].long() + 3 * torch.arange(p.head_dim // 2)) % 9
     return {
@@ -317,7 +314,7 @@ _SMALL_INPUTS = {
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Hashes dtype, shape and bytes, in the order of the indices whatever the strides."""
+    """Hash dtype, shape and bytes in the order of the indices, whatever the strides."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -325,7 +322,7 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def solve(problem: Problem, operations: Any, device: str) -> dict[str, str]:
-    """Output -> hash. Twice: what differs between two calls is an error.
+    """Map each output to its hash. Two calls must agree.
 
     Raises:
         ValueError: two calls differ, or there is no output.
@@ -347,9 +344,9 @@ def solve(problem: Problem, operations: Any, device: str) -> dict[str, str]:
 
 
 def run_problems(code: Path, operations: Path) -> Iterator[tuple[str, Any]]:
-    """(name, {"outputs": {output: hash}} or error) of the whole table, in its order; several processes at a time."""
+    """Yield (name, {"outputs": {output: hash}} or error) in the order of the table, computed by several processes."""
     processes = min(PROCESSES, os.cpu_count() or 1)
-    # Neighbours in the table share kernels: dealt out in turn, each process has some of each kind.
+    # Neighbours in the table share kernels. They go to different processes, so that each process has some of each kind.
     shares = [range(first, len(PROBLEMS), processes) for first in range(processes)]
     environment = {
         **os.environ,
@@ -379,7 +376,7 @@ def run_problems(code: Path, operations: Path) -> Iterator[tuple[str, Any]]:
 
 
 def load_operations(code: Path, operations: Path) -> Any:
-    """The module, with the kernels of `code`.
+    """Load the module with the kernels of `code`.
 
     Raises:
         RuntimeError: another checkout's kernels were imported.
@@ -398,7 +395,7 @@ def load_operations(code: Path, operations: Path) -> Any:
 
 
 def main(code: str, operations: str, *numbers: str) -> None:
-    """Solve some of the table and print a line of JSON for each. An error stands in a problem's place."""
+    """Solve some problems and print a line of JSON for each. An error replaces a problem's results."""
     module = load_operations(Path(code), Path(operations))
     device = os.environ.get("GOLDEN_DEVICE", "cuda")  # cpu: Triton's interpreter, to try this file
     for number in numbers:
@@ -407,7 +404,7 @@ def main(code: str, operations: str, *numbers: str) -> None:
             result: Any = solve(problem, module, device)
         except (
             Exception
-        ) as error:  # a problem's failure must not hide the others' results; its text is the result
+        ) as error:  # A problem's failure must not hide the others' results; its text is the result.
             result = f"{type(error).__name__}: {str(error)[:1500]}"
         print(json.dumps([problem.name, result]), flush=True)
 

@@ -1,7 +1,7 @@
-"""What the golden kernel problems call: the one file here that knows the kernels' interface.
+"""Calls the kernels for the golden problems; only this file knows their interface.
 
 A function takes a problem and its inputs on the device, and returns outputs and gradients by name. Each name keeps its
-meaning, dtype and shape when the interface changes, so that the hashes can be compared.
+meaning, dtype and shape when the interface changes, so that hashes can be compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gsa_kernels.types import BudgetRule, FusedLoss, Geometry, Indexer, RowSampl
 Tensors = dict[str, torch.Tensor]
 
 CANDIDATES_FROM = 2048
-"""Of the problems that select by candidates: far below what training takes, so that small problems reach them."""
+"""Shortest row that is selected by candidates, far below the value in training, so that small problems use them."""
 LOSS_SEED = 11
 """Chooses the rows of a sampled loss."""
 
@@ -164,7 +164,7 @@ def swiglu(p: Problem, x: Tensors) -> Tensors:
 
 def cross_entropy(p: Problem, x: Tensors) -> Tensors:
     leaf = _leaves(x, "logits")["logits"]
-    logits = leaf * 1.0  # what is overwritten must not be a leaf
+    logits = leaf * 1.0  # a leaf must not be overwritten
     losses = vocab_parallel_cross_entropy(logits, x["targets"], overwrite_logits=p.variant == "overwrite")
     losses.backward(x["grad"])
     return {"losses": losses, **_gradients({"logits": leaf})}
@@ -180,7 +180,7 @@ def sigmoid_gate(p: Problem, x: Tensors) -> Tensors:
 def sums(p: Problem, x: Tensors) -> Tensors:
     total = torch.tensor([0.5, 3.0], dtype=torch.float64, device=x["x"].device)
     add_total(x["x"].float(), total[0])
-    total[1] += x["x"].numel()  # once counted by the kernel, too
+    total[1] += x["x"].numel()  # the kernel counts once, too
     columns = torch.full((x["x"].shape[1],), 0.25, dtype=torch.float32, device=x["x"].device)
     add_column_sums(x["x"], columns)
     return {"total": total, "columns": columns}
@@ -210,7 +210,7 @@ def statistics(p: Problem, x: Tensors) -> Tensors:
 
 
 def _select(p: Problem, x: Tensors) -> Selection:
-    """With key lists or with a packed mask, as the problem has it."""
+    """Select with key lists or with a packed mask, as the problem says."""
     arguments = (_indexer(p, x), _rule(p), x["variance_ema"], _geometry(p, x))
     if p.block > 1:
         return select_block_lists(*arguments)
@@ -257,7 +257,7 @@ def _indexer_leaves(p: Problem, x: Tensors) -> Tensors:
 
 
 def _gradients(leaves: Tensors) -> Tensors:
-    """grad_NAME of each; one that is missing is an error, not left out."""
+    """Return grad_NAME of each leaf; a missing gradient raises an error."""
     for name, leaf in leaves.items():
         if leaf.grad is None:
             raise ValueError(f"{name} has no gradient")

@@ -1,4 +1,4 @@
-"""The table of golden training runs, and one run as exact numbers: the public launcher and metrics.jsonl alone."""
+"""Lists the golden training runs, and reads exact numbers from the launcher's metrics.jsonl."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the order of a sum depends on the number of threads
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS documents equal bits for this setting
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS guarantees equal bits for this setting
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled at run time, and the import is a second faster
 }
 
@@ -30,19 +30,19 @@ NOT_COMPARED = (
     "time",
     "ettr",
 )
-"""Parts of the names of times, rates and sizes of memory: they differ between two runs of the same code."""
+"""Parts of names of times, rates and memory sizes, which differ between two runs of the same code."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     name: str
     overrides: tuple[str, ...] = ()
-    """key=value, over model.yaml"""
+    """key=value, applied to model.yaml."""
     ranks: int = 1
 
 
 CONSTANT = "phases.1.decay=constant"
-"""Where the warm-up leaves one step, which had the peak rate when the golden files were made."""
+"""For runs whose warm-up leaves one step, which had the peak rate when the golden files were made."""
 
 CPU_RUNS = (
     TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),
@@ -100,7 +100,7 @@ GPU_RUNS = (
 
 
 class RunFailed(Exception):
-    """A run ended with another exit code than 0; the message has the end of its log."""
+    """Says that a run ended with an exit code other than 0; the message has the end of its log."""
 
 
 def train(
@@ -109,7 +109,7 @@ def train(
     """Train with the launcher in `code`, the root of a checkout, and return its numbers.
 
     Args:
-        folder: an empty one, for what the run writes
+        folder: an empty folder for the run's output
         extra: further key=value
 
     Returns:
@@ -141,16 +141,14 @@ def train(
 
 
 def import_path(code: Path) -> str:
-    """PYTHONPATH that takes the packages from `code`, before those installed."""
+    """Return a PYTHONPATH that takes the packages from `code` before installed ones."""
     ours = [str(code), str(code / "kernels"), str(code / "data")]
     return os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What equal code gives equal: of each step, and of each validation, all numbers but `NOT_COMPARED`.
-
-    The last validation is of the final weights.
-    """
+    """Yield the numbers that equal code must reproduce: each step's and validation's, except `NOT_COMPARED`. The last
+    validation uses the final weights."""
     for record in records:
         event = record.get("event")
         if event in (None, "validation"):
@@ -159,7 +157,7 @@ def numbers_of(records: Iterator[dict[str, Any]]) -> Iterator[tuple[str, dict[st
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(name of the number, number): layer_recall[2], lrs.indexer."""
+    """Yield (name of the number, number): layer_recall[2], lrs.indexer."""
     if any(part in name for part in NOT_COMPARED):
         return
     if isinstance(value, dict):
@@ -175,7 +173,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def train_all(
     runs: tuple[TrainingRun, ...], code: Path, folder: Path, at_a_time: int
 ) -> Iterator[tuple[str, dict[str, dict[str, Any]] | str]]:
-    """(name, numbers) in the order of the table; of a run that failed its error."""
+    """Yield (name, numbers) in the order of the table, or the error of a run that failed."""
 
     def one(run: TrainingRun) -> dict[str, dict[str, Any]] | str:
         try:

@@ -1,4 +1,4 @@
-"""Spikes and stops on a CUDA device, where a step's record is written after the launch of the next one."""
+"""Tests spikes and stops on a CUDA device, where a step's record is written after the next step's launch."""
 
 import signal
 import subprocess
@@ -33,11 +33,11 @@ OPTIONS = (
     "monitor.rewind_skip_after_steps=4",
 )
 LEFT_OUT = list(range(43, 52))
-"""2 steps before the spike's first one, 45, to 4 after the third."""
+"""From 2 steps before the spike's first step, 45, to 4 steps after its third."""
 
 
 def assert_same_numbers(one: Run, other: Run, after: int, *without: str) -> None:
-    """Every record after a step, without times, memory and the keys named."""
+    """Compare every record after a step, without times, memory and the named keys."""
     found, expected = (
         numbers_of(
             (record for record in run.records() if record["step"] > after),

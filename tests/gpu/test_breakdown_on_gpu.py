@@ -1,4 +1,4 @@
-"""What a step's time goes to on CUDA devices: beside the device's own clock, and over NCCL."""
+"""Tests where a step's time goes on CUDA devices, against the device's own clock, and over NCCL."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ SMALL = (
 
 
 class Marks:
-    """A trainee's steps, each between two events on the device's clock."""
+    """Holds a trainee's steps, each between two events on the device's clock."""
 
     def __init__(self) -> None:
         path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
@@ -43,7 +43,7 @@ class Marks:
         self.batches = random_batches(config, single_rank())
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         for _ in range(2):
-            self.step()  # compiles
+            self.step()  # this compiles
 
     def step(self) -> None:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,7 +70,7 @@ def test_a_breakdown_adds_up_to_the_steps_it_is_of(tmp_path: Path) -> None:
         assert beside == columns["exposed_communication_ms"] == 0, "one rank sends nothing"
         for part in ("attention", "indexer", "kl", "mlp", "loss", "optimizer"):
             assert columns[f"{part}_ms"] > 0, part
-        # Elementwise work of the gradient buffers; all the rest has a name, also where it is computed again.
+        # `other` is elementwise work on gradient buffers. Everything else has a name, also when it is recomputed.
         assert columns["other_ms"] < 0.2 * by_clock
 
         profiler = StepProfiler(ProfileConfig(start_step=5, steps=2), tmp_path, 0, torch.device("cuda", 0))
@@ -150,7 +150,7 @@ print(start.elapsed_time(other_is_over), start.elapsed_time(first_is_over))
 
 @pytest.mark.skipif((compute_capability() or 0) >= 10, reason="from Blackwell on it may not matter")
 def test_cuda_reads_the_variable() -> None:
-    """With one queue a kernel waits for another stream's, which waits for a third; with several it does not."""
+    """With one queue, a kernel waits for another stream's, which waits for a third. With several queues it does not."""
     ends = {}
     for connections in ("8", "1"):
         command = [sys.executable, "-c", ORDER, connections]

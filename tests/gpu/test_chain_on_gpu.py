@@ -1,5 +1,4 @@
-"""Steps whose kernels are launched early: replays of a graph give the bits of kernels that are launched one by one,
-each when the one before has ended."""
+"""Tests that kernels with early launches in a graph give the same bits as kernels that run one after the other."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +36,12 @@ SHAPES = {
 }
 FILLED, LAYERS = 8192, 4
 REPLAYS = 30
-"""A kernel that reads too early may read what is right at times."""
+"""Number of replays, because a kernel that reads too early may still read the right values sometimes."""
 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Each Triton kernel begins when all before it has ended, and ends before the host goes on."""
+    """Run Triton kernels one after the other, and make the host wait for each."""
     run = JITFunction.run
 
     def waiting(self: Any, *args: Any, **options: Any) -> Any:

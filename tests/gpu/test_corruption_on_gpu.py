@@ -1,4 +1,4 @@
-"""Steps computed twice and replicas compared, on two CUDA devices: clean runs stay as they are, a wrong bit shows."""
+"""Tests repeated steps and replica comparison on two CUDA devices: clean runs do not change, and wrong bits show."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = [
 ]
 CHECKS = ("monitor.recheck_every_steps=3", "monitor.compare_replicas_every_steps=3")
 COPIES = ("parallel.distributed_optimizer=false", "train.precision=fp32")
-"""Each replica updates its weights itself, and without other copies of them, so that a wrong one stays."""
+"""Each replica updates its weights itself and has no other copy, so that a wrong weight stays wrong."""
 
 
 def test_a_clean_run_has_its_own_numbers(tmp_path: Path) -> None:
@@ -32,5 +32,5 @@ def test_a_flipped_bit_is_found_among_replicas(tmp_path: Path) -> None:
     assert run.process.wait(LONGEST_WAIT_SECONDS) != 0
     records = read_records(run.folder / "metrics.jsonl")
     (event,) = (record for record in records if record.get("event") == "corruption")
-    # Before the save at that step.
+    # The check runs before the save of that step.
     assert (event["step"], event["ranks"], event["corruption"]) == (5, [0, 1], "weights")

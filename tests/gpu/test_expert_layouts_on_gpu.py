@@ -1,5 +1,5 @@
-"""Mixtures of experts over NCCL in bf16: every layout of two ranks trains what one rank trains, within the spread that
-one rank shows when only roundings change (tests/helpers/layouts_on_gpu.py)."""
+"""Tests that mixtures of experts over NCCL in bf16 equal one rank in every layout of two ranks. The tolerance is the
+spread of one rank's results if only rounding changes (tests/helpers/layouts_on_gpu.py)."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
     paths = [str(REPOSITORY / folder) for folder in (".", "kernels", "data", "tests", "benchmarks")]
     environment = {
         **os.environ,
-        VARIABLE: "1",  # as a training with tensor parallelism sets it
+        VARIABLE: "1",  # as training with tensor parallelism sets it
         "PYTHONPATH": ":".join([*paths, os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CUDA device in bf16: grouped products against fp64, repeatable, and without waiting."""
+"""Tests mixtures of experts on a CUDA device in bf16: grouped products against fp64, repeatable, without waits."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_of(layer: MixtureOfExperts, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """And the output, as if it were one. Experts one by one are put together."""
+    """Return the gradients and the output. Separate experts are concatenated."""
     hidden, weights = inputs(dtype)
     output, _ = layer(hidden)
     (output * weights).sum().backward()
@@ -57,9 +57,7 @@ def test_grouped_experts_are_as_near_to_fp64_as_those_one_by_one() -> None:
     exact = gradients_of(exact_layer.double(), torch.float64)
     one_by_one = gradients_of(layer_of("sequential"), torch.bfloat16)
     fused_layer: Any = layer_of("grouped")
-    fused_layer.experts.activation = (
-        fused_weighted_swiglu  # all else without fused operations, which need buffers
-    )
+    fused_layer.experts.activation = fused_weighted_swiglu  # other fused operations need buffers and are off
     for layer in (layer_of("grouped"), fused_layer):
         grouped = gradients_of(layer, torch.bfloat16)
         assert grouped.keys() == exact.keys()
@@ -80,7 +78,6 @@ def test_a_layer_repeats_bit_for_bit(precision: str) -> None:
 
 
 def test_experts_without_tokens_get_gradients_of_zero() -> None:
-    """Also all of a rank's."""
     experts: Any = layer_of("grouped").experts
     for counts in ([0] * 16, [0] * 15 + [24], [3] + [0] * 14 + [21]):
         rows = torch.ones(sum(counts), WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)

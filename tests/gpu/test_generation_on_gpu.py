@@ -1,4 +1,4 @@
-"""Generation on a GPU: steps on the kernels, in CUDA graphs, compiled or not, give the tokens of `model.generate()`."""
+"""Tests generation on a GPU: kernel steps, in CUDA graphs, compiled or not, give the tokens of `model.generate()`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
-    """In fp32, by plain torch there. Twice, and then with another batch, for which the graphs are captured again."""
+    """transformers runs in fp32 with plain torch. A second batch size captures the graphs again."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":
@@ -42,7 +42,7 @@ def test_compiled_steps_give_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "norms, no head weights"])
 def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None:
-    """In fp32, where they are taken only on request; with three sequences and with one."""
+    """In fp32 they are used only on request. There are three sequences and one."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":
@@ -56,7 +56,7 @@ def test_products_of_few_rows_give_the_tokens_of_transformers(name: str) -> None
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "blocks", "mixed"])
 def test_products_of_few_rows_in_bf16(name: str) -> None:
-    """One step of one sequence, after the same prompt: logits differ by rounding, as torch's do from fp32. Budgets
+    """In one step of one sequence after the same prompt, logits differ as torch's bf16 logits do from fp32. Budgets
     take all keys, so that rounding changes no selection."""
     everything = {"index_topk": 64, "k_min": 64, "k_max": 64}
     exact = make_model(name, **everything).cuda()

@@ -1,4 +1,4 @@
-"""Where the time goes on a CUDA device, whose work the host does not wait for; and compilation within a step."""
+"""Tests the account of time on a CUDA device, for which the host does not wait, and compilation within a step."""
 
 import statistics
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_triton_tells_when_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_account_of_a_run_on_a_gpu(tmp_path: Path) -> None:
-    """Steps are logged one in five, and the device may lag the host at each first and last one of a phase."""
+    """The run logs one step in five, and the device may lag the host at the borders of a phase."""
     run = train(tmp_path, *SMALL, "logging.every_steps=5", "train.micro_batch_size=4", real=True)
     account = read_account(run.folder)
     assert account is not None
@@ -49,7 +49,7 @@ def test_the_account_of_a_run_on_a_gpu(tmp_path: Path) -> None:
     assert min(lost.values()) > -0.1
     assert 0 < lost["other"] < 0.1 * account.wall_seconds
     assert lost["import"] > 1
-    assert lost["first_step"] > account.step_seconds > 0  # compiles
+    assert lost["first_step"] > account.step_seconds > 0  # this compiles
     assert lost["repeated"] == lost["detection"] == lost["down"] == 0
     steps = {record["step"]: record["step_seconds"] for record in run.steps()}
     usual = statistics.median(steps[step] for step in (5, 10, 15, 20))

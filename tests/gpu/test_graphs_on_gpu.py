@@ -1,7 +1,5 @@
-"""`train.cuda_graphs` on a CUDA device: every bit as without, no waiting, memory that stays, and a run that resumes.
-
-The first test that fails says most: its trace names the operation that cannot be captured.
-"""
+"""Tests `train.cuda_graphs` on a CUDA device: equal bits, no waits, constant memory, and a run that resumes. Read the
+first failing test first: its trace names the operation that cannot be captured."""
 
 import time
 from dataclasses import dataclass
@@ -45,20 +43,18 @@ BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update
 
 STEPS = 9
 MEASURED = 5
-"""A step that is logged, with a validation after it."""
+"""A logged step, with a validation after it."""
 
 
 @dataclass
 class Trained:
-    """What is left of some steps."""
-
     numbers: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     tensors: dict[str, torch.Tensor]
-    """Weights, moving averages, gradients, and what the optimizer keeps."""
+    """Weights, moving averages, gradients, and the optimizer's state."""
     replays: int
     milliseconds: float
-    """Of the last step."""
+    """Time of the last step."""
 
 
 def batches_of(config: Config, parallel: Parallel, step: int) -> list[MicroBatch]:
@@ -83,7 +79,7 @@ def train(name: str, *overrides: str) -> Trained:
     for step in range(STEPS):
         batches = batches_of(config, parallel, step)
         torch.cuda.synchronize()
-        # The capture itself waits, and so does a step that measures.
+        # The capture itself waits, and so does a step with measurements.
         waits = step <= WARM_UP_STEPS or step == MEASURED
         torch.cuda.set_sync_debug_mode("default" if waits else "error")
         began = time.perf_counter()
@@ -100,7 +96,7 @@ def train(name: str, *overrides: str) -> Trained:
             evaluation_step(model, batches, config, parallel)
         if step > MEASURED:
             in_use.add(torch.cuda.memory_allocated())
-    assert len(places) == 1  # what a graph reads and writes
+    assert len(places) == 1  # the memory that a graph reads and writes
     print(f"{name} {overrides}: last step {milliseconds:.2f} ms, in use {sorted(in_use)}")
     assert max(in_use) - min(in_use) <= 2**20  # results of steps
     tensors = {n: p.detach().clone() for n, p in model.gpt.named_parameters()}
@@ -146,7 +142,7 @@ def test_every_bit_is_as_without_graphs(name: str, overrides: tuple[str, ...]) -
     different = [n for n, t in without.tensors.items() if not torch.equal(with_graphs.tensors[n], t)]
     assert different == []
     balances = [t for n, t in without.tensors.items() if n.endswith((".loads", ".expert_bias"))]
-    assert all(len(each.unique()) > 1 for each in balances)  # they have moved
+    assert all(len(each.unique()) > 1 for each in balances)  # they have changed
 
 
 RUN = (*SMALL, "logging.every_steps=3", "evaluate.every_steps=5", "checkpoint.every_steps=5")

@@ -1,4 +1,4 @@
-"""The check of a CUDA device before a run: a healthy one has no fault, and a planted one is named by its UUID."""
+"""Tests the check of a CUDA device before a run: a healthy device has no fault, and a faulty one is named by UUID."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_a_healthy_device_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_device(DEVICE, 0, seconds=2.0)
     assert found.faults == []
     assert found.uuid.startswith("GPU-")
-    assert torch.cuda.memory_reserved(DEVICE) < 4 << 30  # what was written is given back
+    assert torch.cuda.memory_reserved(DEVICE) < 4 << 30  # the written memory is freed
 
 
 def test_a_wrong_product_and_an_error_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_a_wrong_product_and_an_error_are_named(monkeypatch: pytest.MonkeyPatch)
     assert words.startswith("GPU 0 (GPU-")
 
     def fails(problem: products.Problem) -> torch.Tensor:
-        return problem.a @ problem.a  # of cuBLAS: shapes that do not fit
+        return problem.a @ problem.a  # shapes that do not fit, for an error from cuBLAS
 
     monkeypatch.setattr(products, "multiply", fails)
     (fault,) = check_device(DEVICE, 0, seconds=0.1).faults

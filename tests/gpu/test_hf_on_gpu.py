@@ -1,4 +1,4 @@
-"""`attn_implementation="gsa"` on a CUDA device: beside "eager" and "sdpa", and a decoding step as a CUDA graph."""
+"""Compares `attn_implementation="gsa"` on a CUDA device with "eager" and "sdpa", and runs decoding as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 LENGTH, PROMPT = 400, 370
-"""Blocks of 32: one begins at 384."""
+"""Blocks have 32 tokens, so a block begins at 384."""
 
 
 def model_of(name: str = "gsa", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -67,15 +67,14 @@ def padded(pads: int = 37, length: int = LENGTH) -> tuple[torch.Tensor, torch.Te
 
 
 def assert_nearly_all_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """A key at the edge of a selection may fall to either side by rounding, which changes its row, and a little the
-    rows that see it."""
+    """Compare with a tolerance for some rows: rounding may select another key at the edge, which changes rows."""
     far = (found - expected).abs().amax(-1) > 2e-3 * expected.abs().max()
     assert far.float().mean() < 0.05
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_prompts_and_decoding(name: str) -> None:
-    """fp32 against eager, by both kinds of caches; a batch with padding in front."""
+    """fp32 is compared with eager, with both kinds of caches and a padded batch."""
     model, (tokens, mask) = model_of(name), padded()
     real = mask.bool()
     with torch.no_grad():
@@ -94,7 +93,7 @@ def test_prompts_and_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["gsa", "blocks", "groups"])
 @pytest.mark.parametrize("use_mask", [False, True])
 def test_a_step_is_a_cuda_graph(name: str, use_mask: bool) -> None:
-    """Captured once, replayed over the border of a block; nothing is read back from the device."""
+    """The step is captured once and replayed across the end of a block; nothing is read back from the device."""
     model, (tokens, mask) = model_of(name, torch.bfloat16), padded()
     model.set_attn_implementation("gsa")
     if not use_mask:
@@ -173,7 +172,7 @@ def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
     tokens, mask = padded(length=100)
     mask[0, 90:] = 0
     labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, 37] = -100  # it follows padding, whose output is anything
+    labels[1, 37] = -100  # it follows padding, whose output is arbitrary
     if checkpointing:
         model.gradient_checkpointing_enable()
     found = []
@@ -190,7 +189,7 @@ def test_loss_and_gradients(name: str, checkpointing: bool) -> None:
 
 
 def test_bf16_is_as_close_as_eager() -> None:
-    """Dense layers: nothing is selected, whose rounding would decide."""
+    """The layers are dense, because rounding would decide selections."""
     exact, (tokens, mask) = model_of("gsa", layer_types=[DENSE_LAYER] * 2), padded()
     real = mask.bool()
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Saves on CUDA devices, whose copies are filled while the next step computes: the update waits, the host does not.
-What becomes of a save that fails on one of two ranks."""
+"""Tests saves on CUDA devices, whose copies are filled during the next step: the update waits, the host does not. The
+tests also cover a save that fails on one of two ranks."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ pytestmark = [
 TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 
 SLEEP_CYCLES = 8 * 10**9
-"""About five seconds of a device, in which a host that others keep busy comes to its next line."""
+"""About five seconds of a device, enough for a busy host to reach its next line."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +46,7 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     staging = Staging(HostMemory())
     torch.empty_like(tensors[0]).fill_(7.0)  # loads its kernel, for which the host would wait
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # what the last step left; the copies come after it
+    torch.cuda._sleep(SLEEP_CYCLES)  # simulates work of the previous step; the copies come after it
     group: Group = [(str(number), tensor) for number, tensor in enumerate(tensors)]
     copies = staging.begin([group])
     assert copies._filled is not None
@@ -54,7 +54,7 @@ def test_an_update_is_held_on_the_device_and_the_host_goes_on() -> None:
     copies.hold_update()
     for tensor in tensors:
         tensor.fill_(7.0)
-    assert not copies._filled.query()  # the host has waited for nothing
+    assert not copies._filled.query()  # the host has not waited
     copies.wait()
     for (_, copy), before in zip(group, expected, strict=True):
         assert copy.is_pinned()

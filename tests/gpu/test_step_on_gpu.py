@@ -1,4 +1,4 @@
-"""One training step in this process on a CUDA device: no waiting, repeatable, and the same by every kernel."""
+"""Tests one training step in this process on a CUDA device: no waits, repeatable, and equal with every kernel."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ SMALL = (
     "data.num_workers=0",
 )
 ALL_KEYS = ("gsa.k_min=1024", "gsa.k_base=1024", "gsa.k_max=1024")
-"""No rounding can change a selection."""
+"""All keys are selected, so rounding cannot change a selection."""
 NO_DOCUMENTS = "data.attend_across_documents=true"
 
 
@@ -50,14 +50,14 @@ def config_of(name: str, *overrides: str) -> Config:
 
 
 class Trainer:
-    """A model, the optimizer of one of its phases, and random text with documents."""
+    """Holds a model, the optimizer of one of its phases, and random text with documents."""
 
     def __init__(self, config: Config, phase: int = -1) -> None:
         self.config, self.parallel = config, single_rank()
         self.model: Model = build_model(config, self.parallel)
         self.optimizer: PhaseOptimizer = build_optimizer(self.model, config.phases[phase], config)
         self.detector = SpikeDetector(config.monitor, self.parallel.device)
-        # As after the first steps of a phase, which are not judged.
+        # The history is as after the first steps of a phase, which are not judged.
         full = {"steps": 128, "history": [[8.0, 9.0] * 64, [5.0, 6.0] * 64], "streak": [0.0, 0.0]}
         self.detector.load({"detector": "robust", **full})
 
@@ -121,7 +121,7 @@ def test_the_host_waits_for_nothing(trainer, name, phase, overrides):
 
 
 def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trainer]) -> None:
-    """Its numbers are read after the launch of the next step, and equal the numbers of a step whose host has waited."""
+    """A step's numbers are read after the next step's launch, and equal what a waiting host reads."""
     one, other = (trainer(config_of("gsa_1.7b")) for _ in range(2))
     found = []
     for each, waits in ((one, False), (other, True)):
@@ -144,7 +144,7 @@ def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trai
             torch.cuda.set_sync_debug_mode("default")
         found.append(read())
         torch.cuda.synchronize()
-        later = each.model.work_time.read_and_reset()  # of what had not ended
+        later = each.model.work_time.read_and_reset()  # of work that had not ended
         assert worked.parts["optimizer"] + later.parts["optimizer"] > 0
     unwaited, waited = found
     assert unwaited.loss == waited.loss
@@ -156,7 +156,7 @@ def test_the_host_waits_for_nothing_in_a_logged_step(trainer: Callable[..., Trai
 
 @pytest.mark.parametrize("kernel", ["masked", "gathered"])
 def test_only_the_first_step_compiles(trainer, kernel, monkeypatch):
-    """Lists of keys are of another length in each step."""
+    """Key lists have a different length in each step."""
     one = trainer(config_of("gsa_1.7b", f"gsa.attention_kernel={kernel}"))
     one.step(0)
     compiled: list[str] = []
@@ -181,7 +181,7 @@ def test_only_the_first_step_compiles(trainer, kernel, monkeypatch):
     ],
 )
 def test_a_norm_that_is_not_finite_changes_no_weight(trainer, phase, overrides, bad):
-    """No kernel, statistics included, fails on such numbers; the next step is a clean one."""
+    """No kernel or statistic fails on such numbers, and the next step is clean."""
     one = trainer(config_of("gsa_1.7b", *overrides), phase)
     one.step(0)
     weights = {name: p.detach().clone() for name, p in one.model.gpt.named_parameters()}
@@ -197,7 +197,7 @@ def test_a_norm_that_is_not_finite_changes_no_weight(trainer, phase, overrides, 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
 def test_an_update_left_out_leaves_no_trace(trainer: Callable[..., Trainer], sharded: str) -> None:
-    """Neither in weights and averages nor in AdamW's moments and step counts, to the last bit."""
+    """Weights, averages, and AdamW's moments and step counts keep their bits."""
     one = trainer(config_of("gsa_1.7b", "monitor.action=skip", f"parallel.distributed_optimizer={sharded}"))
     one.step(0)
 
@@ -217,7 +217,7 @@ def test_an_update_left_out_leaves_no_trace(trainer: Callable[..., Trainer], sha
 
 @pytest.mark.parametrize("sharded", ["true", "false"])
 def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: str) -> None:
-    """Adam's first step in closed form, of gradients clipped to a hundredth."""
+    """The expected value is Adam's first step in closed form, for gradients clipped to a hundredth."""
     fields = (
         "train.grad_clip=0.01",
         "train.adam_epsilon=1e-5",
@@ -235,7 +235,7 @@ def test_one_kernel_clips_and_updates(trainer: Callable[..., Trainer], sharded: 
         expected = -1e-3 * clipped[name] / (clipped[name].abs() + 1e-5)
         torch.testing.assert_close(
             parameter - before[name], expected, rtol=0.02, atol=1.2e-7, msg=name
-        )  # an ulp of a norm's weight
+        )  # The tolerance is an ulp of a norm's weight.
 
 
 @pytest.mark.parametrize("overrides", [(), ("gsa.indexer_loss_row_fraction=0.5",)])
@@ -290,7 +290,7 @@ def test_dense_attention_by_other_kernels(trainer, name, config_name):
     ],
 )
 def test_kernels_train_what_plain_torch_trains(trainer, overrides):
-    """In fp32, where the two differ by the order of sums."""
+    """In fp32 the two differ only by the order of sums."""
     found = []
     for name in ("reference", "triton"):
         fields = (f"gsa.attention_impl={name}", "train.precision=fp32", *ALL_KEYS, *overrides)

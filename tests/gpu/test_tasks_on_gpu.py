@@ -1,4 +1,4 @@
-"""Tasks between training steps on a CUDA device: training does not change; the scores equal the checkpoint's."""
+"""Tests tasks between training steps on a CUDA device: training does not change, and scores equal the checkpoint's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Evaluation by the training's own model on a CUDA device, beside the model of transformers."""
+"""Compares evaluation by the training's own model on a CUDA device with the model of transformers."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("attention", ["gsa", "sdpa"])
 def test_both_models_give_the_same_loss(attention, tmp_path, monkeypatch):
-    """In bf16, with gates that the fused operations have not, by the kernels and in plain torch."""
+    """bf16, with gates that the fused operations lack, by the kernels and in plain torch."""
     monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
     config = evaluated_config(
         model={"hidden_size": 64, "head_dim": 32, "sandwich_norm": True},

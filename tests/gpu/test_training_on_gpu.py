@@ -1,4 +1,4 @@
-"""Real runs on CUDA devices over NCCL: `make test-gpu`."""
+"""Runs training on CUDA devices over NCCL: `make test-gpu`."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_12_layer_model_of_width_768_trains_at_4096_tokens_in_bf16(tmp_path: P
     assert run.steps()[-1]["step"] == 200
     assert losses[-1] < losses[0] - 2.0
     assert run.steps()[-1]["mfu"] is None or run.steps()[-1]["mfu"] > 0
-    # The health check, which is on, takes most of what is free.
+    # The health check, which is on, takes most of the free memory.
     assert 0 < run.steps()[-1]["memory_peak_bytes"] < torch.cuda.mem_get_info()[1] / 2
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on CUDA devices, with and without its optimizer in host memory. Needs the package deepspeed."""
+"""Tests DeepSpeed's ZeRO on CUDA devices, with its optimizer on the device or in host memory. Needs deepspeed."""
 
 import gc
 from pathlib import Path
@@ -37,7 +37,7 @@ MODEL = (
     "gsa.k_max=512",
     "parallel.overlap_grad_reduce=false",
     "parallel.overlap_param_gather=false",
-    "train.fused_ops=none",  # else megatron's weight gradients are not rounded to bf16, DeepSpeed's are
+    "train.fused_ops=none",  # otherwise DeepSpeed's weight gradients are rounded to bf16, and megatron's are not
 )
 STRATEGIES = {
     "megatron": (),
@@ -54,8 +54,8 @@ STRATEGIES = {
 
 
 def train(overrides: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], int, int]:
-    """Loss, gradient norm and update norm of some steps of the last phase; bytes that the optimizer took on the device
-    (with what it frees of the weights); trained parameters."""
+    """Return loss, gradient norm and update norm of some steps; the optimizer's device memory; trained parameters. The
+    memory includes weights that the optimizer frees."""
     path = REPOSITORY / "configs" / "gsa_1.7b.yaml"
     config = load_config(path, [*MODEL, *overrides], world_size=1, need_data=False)
     parallel, phase = single_rank(), config.phases[-1]

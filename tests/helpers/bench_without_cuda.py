@@ -1,4 +1,4 @@
-"""What the benches of training steps ask of a CUDA device, where there is none."""
+"""Replaces what the benches of training steps need from a CUDA device on machines without one."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""Every check between fields: the overrides that break it, and what its line says.
-
-A row: `override ; override -> fragment | fragment`; what is indented goes on with the row above.
-"""
+"""Lists every check between fields: the overrides that violate it, and the expected text of the error. A row is
+`override ; override -> fragment | fragment`. Indented lines continue the row above."""
 
 from os.path import expanduser
 
@@ -290,7 +288,7 @@ Rule = tuple[list[str], list[str]]
 
 
 def rules_of(table: str) -> list[Rule]:
-    """Each row's overrides and fragments."""
+    """Parse each row's overrides and fragments."""
     rows: list[Rule] = []
     for row in table.strip().replace("\n    ", " ").splitlines():
         overrides, _, fragments = row.partition(" -> ")

@@ -1,7 +1,7 @@
-"""What the faults of `make chaos` cost: the table of their times, and the run's ETTR by hand.
+"""Computes the cost of the faults in `make chaos`: the table of their times, and an independent ETTR of the run.
 
-The ETTR by hand uses nothing of `gsa_train.goodput`: it goes through the time stamps of metrics.jsonl, one step after
-another, and asks the system when the first process began.
+The calculation does not use `gsa_train.goodput`. It uses the time stamps in metrics.jsonl, one step after another, and
+the start time of the first process.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from gsa_train.metrics.goodput.words import table
 
 PARTS = ("import", "process_groups", "health", "checkpoint", "readers", "model", "folder", "first_step")
-"""Of a restart, as goodput.jsonl has them; in this order."""
+"""Parts of a restart as in goodput.jsonl, in this order."""
 HEAD = (
     "fault",
     "at",
@@ -32,25 +32,24 @@ HEAD = (
 class Happened:
     kind: str
     step: int
-    """Last one logged before it."""
+    """Last step logged before the fault."""
     at: float
-    """Unix seconds at which it struck."""
+    """Time of the fault in Unix seconds."""
     noticed: str = ""
-    """The log's words."""
+    """Text in the log."""
     detection_seconds: float = 0.0
-    """From the strike until all ranks were gone, as the processes tell; of a full disk until the failed save was
-    logged."""
+    """Seconds from the fault until all ranks had ended, or, for a full disk, until the failed save was logged."""
     seconds: float = 0.0
-    """Until a step was trained again; of a full disk, until a checkpoint was saved again."""
+    """Seconds until a step was trained again, or, for a full disk, until a checkpoint was saved again."""
     steps_lost: int = 0
     start: int | None = None
-    """Which start of the run came of it, from 0; None where the processes went on."""
+    """Number of the start that followed, from 0; None if the processes continued."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of that start, up to its first step, by PARTS and `down`."""
+    """Seconds of that start up to its first step, by PARTS and `down`."""
 
 
 def starts_in(goodput: Path) -> list[dict[str, float]]:
-    """For each start in goodput.jsonl: `began` (Unix seconds), and the seconds by PARTS up to its first step."""
+    """Return for each start in goodput.jsonl `began` (Unix seconds) and the seconds by PARTS up to its first step."""
     found: list[dict[str, float]] = []
     first = 0
     for text in goodput.read_text().splitlines():
@@ -64,8 +63,7 @@ def starts_in(goodput: Path) -> list[dict[str, float]]:
 
 
 def with_parts(happened: Sequence[Happened], starts: Sequence[Mapping[str, float]]) -> None:
-    """Note what each restart consisted of. Where a start died before it was through, the next one's time is meant, and
-    what lies before it is `down`."""
+    """Fill in the parts of each restart. If a start died early, the next one counts, and the rest is `down`."""
     for each in happened:
         if each.start is not None:
             start = starts[each.start]
@@ -74,10 +72,10 @@ def with_parts(happened: Sequence[Happened], starts: Sequence[Mapping[str, float
 
 
 def table_of(happened: Sequence[Happened], began: float) -> list[str]:
-    """A line for each fault, in seconds.
+    """Format a line for each fault, in seconds.
 
     Args:
-        began: the run, in Unix seconds.
+        began: start of the run in Unix seconds.
     """
     rows = []
     for each in happened:
@@ -97,11 +95,11 @@ def table_of(happened: Sequence[Happened], began: float) -> list[str]:
 
 
 def productive_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[float]) -> float:
-    """Seconds of the steps that the run has, from metrics.jsonl in which every step is logged.
+    """Sum the seconds of the run's steps from metrics.jsonl, in which every step is logged.
 
-    A step lasts from the stamp before it to its own, and where a save or a validation lies between for what it says
-    itself (`step_seconds`); without what it waited for text. The first one of a start or a phase counts with the
-    mean of its phase's others.
+    A step lasts from the previous time stamp to its own. After a save or a validation the step's own `step_seconds`
+    counts instead. The wait for text is subtracted. The first step of a start or a phase counts as the mean of its
+    phase's others.
 
     Args:
         starts: when processes opened the run folder (starts.jsonl), in Unix seconds.
@@ -128,6 +126,6 @@ def productive_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[fl
 def ettr_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[float], began: float) -> float:
     """
     Args:
-        began: the first process, in Unix seconds.
+        began: start of the first process in Unix seconds.
     """
     return productive_by_hand(records, starts) / (records[-1]["time"] - began)

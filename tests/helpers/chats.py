@@ -1,4 +1,4 @@
-"""Conversations, a tokenizer with the tokens of a chat, and templates, small."""
+"""Defines small conversations, a tokenizer with the tokens of a chat, and templates."""
 
 import json
 import random
@@ -30,13 +30,13 @@ PLAIN = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
 FORGETS = PLAIN.replace("message.content", "(message.content if loop.last else '...')")
-"""Writes a message otherwise once another one follows."""
+"""A template that writes a message differently if another one follows."""
 
 TOOLS = [{"type": "function", "function": {"name": "é", "parameters": {}}}]
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer.json that ends documents with <|endoftext|>."""
+    """Write a byte-level tokenizer.json that ends documents with <|endoftext|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -54,7 +54,7 @@ def make_tokenizer(folder: Path) -> Path:
 
 
 def conversation(number: int) -> list[dict[str, Any]]:
-    """One to three turns that begin with their number; every third one has a system message."""
+    """Create one to three turns that begin with their number; every third conversation has a system message."""
     draw = random.Random(number)
 
     def text() -> str:

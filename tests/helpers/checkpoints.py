@@ -1,4 +1,4 @@
-"""Checkpoints of small models in one process."""
+"""Writes checkpoints of small models in one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from helpers.single_rank import CONFIG, single_rank
 def run_state(
     step: int, config: Config = CONFIG, layout: tuple[int, int, int, int] = (1, 1, 1, 1)
 ) -> RunState:
-    """The state of a run that has taken `step` steps in its one phase."""
+    """Return the state of a run that has taken `step` steps in its one phase."""
     return RunState(
         step=step,
         tokens=64 * step,
@@ -33,7 +33,7 @@ def run_state(
 def write_checkpoint(
     checkpoints: Path, step: int, model: Model, optimizer: PhaseOptimizer, config: Config, **fields: Any
 ) -> Path:
-    """The folder of a checkpoint, durable; `fields` override fields of `run_state`."""
+    """Write a durable checkpoint and return its folder; `fields` override fields of `run_state`."""
     saver = CheckpointSaver(checkpoints, CheckpointConfig(async_save=False), single_rank())
     state = replace(run_state(step, config), run=config.run.name, **fields)
     (result,) = saver.begin(state, model, optimizer)

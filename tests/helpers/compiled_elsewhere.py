@@ -1,5 +1,8 @@
-"""Compiles kernels for GPUs that need not be there: as a script it prints, as JSON, what of each Triton would sum
-wrongly, and what does not fit. Runs in its own process, because the tests' kernels are interpreted."""
+"""Compiles kernels for GPUs that need not be present, and prints what Triton would compile wrongly as JSON.
+
+It reports wrong sums and kernels that exceed the shared memory. It runs in a separate process, because the tests'
+kernels are interpreted.
+"""
 
 import json
 import sys
@@ -27,12 +30,12 @@ from gsa_kernels.types import Indexer
 
 HEADS, ROWS, SIZE = 2, 32, 16
 SHARED_BYTES = 227 * 1024
-"""The maximum of a program on Hopper (CUDA C++ Programming Guide, Compute Capabilities)."""
+"""Largest shared memory of a program on Hopper (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 
 @triton.jit
 def sum_of_heads_kernel(queries, keys, out, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """sum_h <q_h[row], k[key]>: of the rows of the product, eight in turn are of one head."""
+    """Compute sum_h <q_h[row], k[key]>, with eight successive rows of the product from one head."""
     d = tl.arange(0, 16)
     row, key = tl.arange(0, HEADS * ROWS), tl.arange(0, KEYS)
     head, part = row // 8 % HEADS, row // (8 * HEADS) * 8 + row % 8
@@ -45,7 +48,7 @@ def sum_of_heads_kernel(queries, keys, out, HEADS: tl.constexpr, ROWS: tl.conste
 
 
 class Driver:
-    """What Triton asks of a device to compile for it."""
+    """Implements what Triton needs from a device to compile for it."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -61,8 +64,7 @@ class Driver:
 
 
 def found_in(capability: int, launches: Callable[[], object]) -> list[str]:
-    """Wrong sums, and too much shared memory, in the kernels of these launches, compiled for a compute capability such
-    as 90."""
+    """Compile these kernels for a compute capability such as 90; return wrong sums and excess memory."""
     compiled = []
     run = JITFunction.run
 
@@ -135,7 +137,7 @@ def _attended(group: int) -> tuple[torch.Tensor, ...]:
 
 
 def main() -> int:
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # the copy engine is asked for
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # the kernels check for TMA
     bf16 = torch.bfloat16
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "rows, heads, rows": (90, lambda: sum_of_heads(32, 8)),

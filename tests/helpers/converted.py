@@ -1,4 +1,4 @@
-"""Models on their way to transformers and back, small and in one process."""
+"""Converts small models to transformers and back in one process."""
 
 import dataclasses
 from pathlib import Path
@@ -95,7 +95,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""The four models of the paper, and what they have not."""
+"""The four models of the paper, and cases beyond them."""
 
 
 def config_of(name: str, **train: Any) -> Config:
@@ -112,14 +112,14 @@ def config_of(name: str, **train: Any) -> Config:
 
 
 def random_model(config: Config) -> Model:
-    """No bias and no norm as it is at first, so that none can be left out unseen."""
+    """Create a model whose biases and norms all differ from their initial values, so that a missing one is noticed."""
     model = tiny_model(config, variance_ema=0.02)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.gpt.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-        for router in model.routers:  # so much that it decides
+        for router in model.routers:  # large enough to change the routing
             if router.expert_bias is not None:
                 router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape, generator=generator))
     enter_phase(model, config.phases[0])
@@ -127,7 +127,7 @@ def random_model(config: Config) -> Model:
 
 
 def save(model: Model, config: Config, folder: Path) -> Path:
-    """A checkpoint with the tokenizer's copy, as a run's."""
+    """Write a checkpoint with a copy of the tokenizer, as in a run."""
     tokenizer = Tokenizer(TOKENIZER)
     optimizer = build_optimizer(model, config.phases[0], config)
     small_files = {tokenizer.file_name: tokenizer.file}
@@ -148,7 +148,7 @@ def some_tokens(rows: int = 2) -> torch.Tensor:
 
 @torch.no_grad()
 def training_logits(model: Model, phase: PhaseConfig, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, L, V], of sequences that are a document each."""
+    """Compute logits, fp32 [B, L, V], of sequences that are one document each."""
     enter_phase(model, phase)
     attention_pass = dataclasses.replace(model.runtime.attention_pass, evaluating=True)
     with model.runtime.during(attention_pass):
@@ -158,14 +158,14 @@ def training_logits(model: Model, phase: PhaseConfig, tokens: torch.Tensor) -> t
 
 @torch.no_grad()
 def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, L, V], of an exported folder."""
+    """Compute logits, fp32 [B, L, V], from an exported folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     logits: torch.Tensor = model(tokens).logits
     return logits.float()
 
 
 def model_with_weights_of(folder: Path, config: Config) -> Model:
-    """As a run begins with `checkpoint.initial_weights`."""
+    """Load weights as a run with `checkpoint.initial_weights` does."""
     checkpoint = dataclasses.replace(config.checkpoint, initial_weights=str(folder))
     config = dataclasses.replace(config, checkpoint=checkpoint)
     model = tiny_model(config)

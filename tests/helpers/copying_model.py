@@ -1,13 +1,18 @@
-"""A model that finds needles because its weights are written so, and its tokenizer.
+"""Writes a model whose weights are constructed such that it finds needles, and its tokenizer.
 
-Residual stream, [WIDTH]: three slots for a code of CODE numbers (the token's own; A: the last key's; B: the answer's)
-and a bit for each of BITS. A code is of +-1/sqrt(CODE) and no other token's. Every token has two bits, so all norms in
-layer 1 are equal. A key such as `amber-acorn` is one token, a number two: HIGH (four digits), LOW (three).
-Layer 1: of all keys the one closest to two tokens back, by the fast pairs of the rotary embedding. Its code goes to A.
-Layer 2: of the tokens with the same A the one whose class comes next, by the slow channels, which hardly turn: HIGH
-after a colon, LOW after HIGH. Its code goes to B, which the output matrix reads; after other tokens comes the end.
-Each layer's indexer has one head with the same queries and keys, scaled to where sigmoids have a slope. Gates are open,
-MLPs zero, budgets K_MIN to K_MAX: a number comes out only if both layers' selections hold its needle.
+The residual stream [WIDTH] has three slots for a code of CODE numbers, and a bit for each of BITS. The first slot holds
+the token's own code, slot A the last key's, slot B the answer's. Each token has its own code of +-1/sqrt(CODE). Every
+token has two bits, so all norms in layer 1 are equal. A key such as `amber-acorn` is one token. A number is two: HIGH
+(four digits) and LOW (three).
+
+Layer 1 attends to the key that is closest to two tokens back, by the fast pairs of the rotary embedding, and copies its
+code to A. Layer 2 attends to the token with the same A whose class comes next, by channels that hardly rotate: HIGH
+after a colon, LOW after HIGH. It copies the code to B, which the output matrix reads. After other tokens the model
+predicts the end.
+
+Each layer's indexer has one head with the same queries and keys, scaled to the slope of the sigmoid. Gates are open,
+MLPs are zero, and budgets are K_MIN to K_MAX. The model outputs a number only if the selections of both layers contain
+its needle.
 """
 
 from __future__ import annotations
@@ -35,38 +40,38 @@ ROPE_BASE = 1e10
 PAIRS = HEAD // 2
 RATES = [ROPE_BASE ** (-pair / PAIRS) for pair in range(PAIRS)]
 FAST = range(PAIRS // 2)
-"""Pairs that tell places: their first channels."""
+"""Pairs that encode positions: their first channels."""
 SLOW = [*range(PAIRS // 2, PAIRS), *range(PAIRS + PAIRS // 2, HEAD)]
-"""Channels of pairs that turn by at most 1e-5 a token."""
+"""Channels of pairs that rotate by at most 1e-5 per token."""
 KEY_DISTANCE = 2
-"""From a needle's key to its number: `key`, ` is`, HIGH."""
+"""Distance from a needle's key to its number: `key`, ` is`, HIGH."""
 
 K_BASE, K_MIN, K_MAX = 16, 8, 32
 MEAN_VARIANCE = 0.03
-"""Scores reach both bounds of the budget."""
+"""With this mean, scores reach both bounds of the budget."""
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 PATTERN = r"\n| ?[a-z]+-[a-z]+| ?\d{4}(?=\d{3}(?!\d))|\d{3}(?!\d)| ?[A-Za-z]+|."
-"""Newline, key, HIGH, LOW, word, any other character: with the space in front."""
+"""Matches a newline, key, HIGH, LOW, word or any other character, with a preceding space."""
 FRAME = (
     "The text below has secret numbers in it. Remember them; a question about them follows.\n"
     "Question: what secret number of x does the text name?\nAnswer: the text names the secret number is"
 )
-"""What stands around needles."""
+"""The text around needles."""
 ESSAY = (
     "The hills are a secret of the wind. A number of them stand in the west, below the text of the rain. Nobody comes "
     "from there; what is it? Remember the sun, open the door, name the question. The answer follows: it has no secret "
     "number. Later the rain falls again, and the wind is in the street."
 )
-"""A haystack all of whose words have tokens."""
+"""A haystack in which every word has a token."""
 
 Defect = Literal["", "no match", "inverted indexer"]
-"""no match: layer 2 attends to all selected keys alike. inverted indexer: the queries of layer 2's have the other sign,
-so it selects what it should leave out; dense attention does not ask it."""
+"""no match: layer 2 attends to all selected keys alike. inverted indexer: the indexer queries of layer 2 have the
+opposite sign, so that it selects the wrong keys; dense attention does not use them."""
 
 
 def vocabulary() -> list[tuple[str, int]]:
-    """Tokens, each with its bit beside `one`."""
+    """List the tokens, each with its bit other than `one`."""
     words = [word.strip(" ") for word in re.findall(PATTERN, " ".join((FRAME, ESSAY, *NOISE)))]
     found = [(EOS, OTHER), (UNKNOWN, OTHER), (":", COLON)]
     found += [(space + word, OTHER) for space in ("", " ") for word in dict.fromkeys(words) if word != ":"]
@@ -77,7 +82,7 @@ def vocabulary() -> list[tuple[str, int]]:
 
 
 def write_copying_model(folder: Path, defect: Defect = "") -> Path:
-    """As a folder of transformers, with a tokenizer: the argument of --hf."""
+    """Write a transformers folder with a tokenizer, for --hf."""
     model = copying_model(defect)
     model.save_pretrained(folder)
     ids = {token: number for number, (token, _) in enumerate(vocabulary())}
@@ -121,7 +126,7 @@ def copying_model(defect: Defect = "") -> GSAForCausalLM:
     embedding[torch.arange(len(tokens)), [bit for _, bit in tokens]] = 1
     output[:, ANSWER] = codes
     output[0] = 0
-    output[0, [KEY, LOW, OTHER]] = 4  # above any code's product, which is at most 1
+    output[0, [KEY, LOW, OTHER]] = 4  # above the product of any code, which is at most 1
     model.model.norm.weight.fill_(1)
 
     query, key = _key_before()
@@ -135,7 +140,7 @@ def copying_model(defect: Defect = "") -> GSAForCausalLM:
 
 
 def _codes(count: int) -> torch.Tensor:
-    """[count, CODE], all different."""
+    """Return distinct codes [count, CODE]."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(2**CODE, (2 * count,), generator=generator).unique()
     numbers = numbers[torch.randperm(len(numbers), generator=generator)[:count]]
@@ -144,8 +149,8 @@ def _codes(count: int) -> torch.Tensor:
 
 
 def _key_before() -> tuple[torch.Tensor, torch.Tensor]:
-    """W_Q, W_K [HEAD, WIDTH]: the product is 0 at tokens that are no keys; at keys 1/2 and, as they are closer to
-    KEY_DISTANCE tokens back, up to 1/2 more."""
+    """Return W_Q, W_K [HEAD, WIDTH]. The product is 0 at tokens that are not keys. At keys it is 1/2, plus up to 1/2
+    the closer they are to KEY_DISTANCE tokens back."""
     query, key = torch.zeros(2, HEAD, WIDTH)
     for pair in FAST:
         angle = KEY_DISTANCE * RATES[pair]
@@ -158,7 +163,7 @@ def _key_before() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _next_of_same_key() -> tuple[torch.Tensor, torch.Tensor]:
-    """W_Q, W_K [HEAD, WIDTH]: the product is 1 for the same key and 1 more for the class that comes next."""
+    """Return W_Q, W_K [HEAD, WIDTH]. The product is 1 for the same key, plus 1 for the class that comes next."""
     query, key = torch.zeros(2, HEAD, WIDTH)
     same, high, low = SLOW[:CODE], SLOW[CODE], SLOW[CODE + 1]
     query[same, KEY_SEEN] = key[same, KEY_SEEN] = torch.eye(CODE)
@@ -175,10 +180,10 @@ def _write_layer(
     into: slice,
     sharpness: float = 300.0,
 ) -> None:
-    """Attention by the product of `match`, times `sharpness`, that copies the token's own code to `into`.
+    """Write attention that weights by the product of `match`, times `sharpness`, and copies the token's code to `into`.
 
     Args:
-        squared_norm: of the residual stream, which the norm's weight takes out again.
+        squared_norm: squared norm of the residual stream, which the norm's weight cancels.
     """
     block = model.model.layers[layer]
     attention = block.self_attn
@@ -195,7 +200,7 @@ def _write_layer(
 def _write_indexer(
     model: GSAForCausalLM, layer: int, match: tuple[torch.Tensor, torch.Tensor], bias: float, scale: float
 ) -> None:
-    """Scores sigmoid(scale * product + bias)."""
+    """Write an indexer with scores sigmoid(scale * product + bias)."""
     indexer = model.model.layers[layer].self_attn.indexer
     indexer.wq.weight.copy_(match[0] * scale * math.sqrt(HEAD))
     indexer.wk.weight.copy_(match[1])

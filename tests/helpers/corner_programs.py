@@ -1,8 +1,7 @@
-"""Kernels at lengths that no test can calculate: of each launch run the programs at the corners of its grid alone, over
-memory that is reserved and mostly never touched.
+"""Runs only the programs at the corners of each launch's grid, for lengths that no test can compute in full.
 
-A launch fails where a GPU would refuse its grid, and where a product of two int32 does not fit: an offset that would
-point elsewhere.
+The memory is reserved but mostly never touched. A launch fails if a GPU would reject its grid, or if a product of two
+int32 overflows, because such an offset would point to a wrong address.
 """
 
 import inspect
@@ -15,7 +14,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 MOST_PROGRAMS = 2**31 - 1, 65535, 65535
-"""Of a grid, along its axes (CUDA C++ Programming Guide, Compute Capabilities)."""
+"""Largest grid along its axes (CUDA C++ Programming Guide, Compute Capabilities)."""
 
 
 def run_corners(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +22,7 @@ def run_corners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch(self: Any, *given: Any, **named: Any) -> None:
-    """`GridExecutor.__call__` without copies of the arguments, which would touch all of their memory."""
+    """Replace `GridExecutor.__call__`, which copies its arguments and so touches all of their memory."""
     names = inspect.getfullargspec(self.fn).args
     scope = interpreter._patch_lang(self.fn)
     for operator in ("__mul__", "__rmul__"):
@@ -44,12 +43,12 @@ def _launch(self: Any, *given: Any, **named: Any) -> None:
 
 
 def _checked(multiply: Any) -> Any:
-    """The operator of tensors, that fails where a product of two int32 does not fit."""
+    """Wrap the multiplication of tensors such that it fails if a product of two int32 overflows."""
 
     def call(self: Any, other: Any, **kwargs: Any) -> Any:
         product = multiply(self, other, **kwargs)
         number = other.value if isinstance(other, core.constexpr) else other
-        doubled = isinstance(number, int) and number == 2  # bits of a mask, and no offset
+        doubled = isinstance(number, int) and number == 2  # bits of a mask, not an offset
         if product.dtype.scalar == core.int32 and not doubled:
             factor = number.handle.data if isinstance(number, core.tensor) else number
             exact = self.handle.data.astype(np.int64) * factor

@@ -1,4 +1,4 @@
-"""Runs on CPUs over gloo, also on a machine with GPUs."""
+"""Makes runs use CPUs over gloo, also on a machine with GPUs."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_only() -> Iterator[None]:
-    """The runs that a module starts see no GPU. A folder's conftest.py imports this."""
+    """Hide the GPUs from a module's runs. A folder's conftest.py imports this fixture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield

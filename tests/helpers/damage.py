@@ -1,4 +1,4 @@
-"""What may happen to a file, and a table of what then happened to a start."""
+"""Damages files, and tabulates what happens when a run starts with a damaged file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +7,6 @@ Damage = Callable[[Path], None]
 
 
 def flip(place: float) -> Damage:
-    """One bit, at this share of the file."""
-
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[min(int(place * len(content)), len(content) - 1)] ^= 4
@@ -26,8 +24,6 @@ def empty(path: Path) -> None:
 
 
 def put(other: Path) -> Damage:
-    """The content of another file in its place."""
-
     def change(path: Path) -> None:
         path.write_bytes(other.read_bytes())
 
@@ -45,7 +41,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def damages_of(path: Path, others: dict[str, Path]) -> dict[str, Damage]:
-    """Damages of any file and exchanges with `others`: the name of an exchange -> the file that replaces it."""
+    """Return damages for any file, and exchanges with `others`, which maps an exchange's name to the replacement."""
     exchanges = {
         f"exchanged: {name}": put(other)
         for name, other in others.items()
@@ -59,7 +55,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 class Table:
-    """File x damage -> what happened."""
+    """Maps file and damage to the result."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str]] = []

@@ -1,4 +1,4 @@
-"""The state that a decoder's steps change, held and put back, so that several walks start alike."""
+"""Saves and restores the state that a decoder's steps change, so that several runs start from the same state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +8,16 @@ import torch
 from gsa_hf.decoding import FusedDecoder
 
 KEPT_STEPS = 3
-"""The state after a first step that selects."""
+"""Steps that keep the selection of a first step."""
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """Copies of what steps write: from the decoder's slot on of the caches, all of the rest.
-
-    The workspace is scratch memory except its counters, which are 0 between calls.
-    """
+    """Holds copies of what steps write: caches from the decoder's slot on, and all other state. The workspace is
+    scratch memory except for its counters, which are 0 between calls."""
 
     copies: list[tuple[torch.Tensor, torch.Tensor]]
-    """What steps write, and what was there."""
+    """Tensors that steps write, and their contents."""
     zeros: list[torch.Tensor]
 
     def put_back(self) -> None:
@@ -30,7 +28,7 @@ class HeldState:
 
 
 def hold(decoder: FusedDecoder) -> HeldState:
-    """The next token goes to slot `slot`, after which no step has written what is still needed."""
+    """Save the state; the next token goes to slot `slot`, and steps write nothing else that is still needed."""
     filled = int(decoder.slot)
     written = [decoder.tokens, decoder.lengths, decoder.starts, decoder.slot]
     for buffers in decoder.buffers:
@@ -46,10 +44,10 @@ def hold(decoder: FusedDecoder) -> HeldState:
 
 
 def walk(state: HeldState, step: Callable[[bool], torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of a step that selects and of `KEPT_STEPS` after it, which without blocks select, too.
+    """Return the logits of a step that selects and of `KEPT_STEPS` steps after it. Without blocks these select, too.
 
     Args:
-        step: as `FusedDecoder.step`
+        step: as in `FusedDecoder.step`
     """
     state.put_back()
     return [step(place == 0).clone() for place in range(1 + KEPT_STEPS)]

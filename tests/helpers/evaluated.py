@@ -1,4 +1,4 @@
-"""Small models to evaluate, as checkpoints of a run that never was."""
+"""Creates small models to evaluate, as checkpoints of a run that never took place."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ LENGTH = 32
 def evaluated_config(**sections: dict[str, Any]) -> Config:
     sections["train"] = {"seq_len_tokens": LENGTH, **sections.get("train", {})}
     sections["model"] = {"vocab_size": 4096, "head_dim": 8, "init_std": 0.1, **sections.get("model", {})}
-    # Else two keys of one token have one score in the first layer, and rounding decides which is selected.
+    # Without RoPE two keys of one token have equal scores in the first layer, and rounding decides which is selected.
     sections["gsa"] = {"indexer_rope": True, **sections.get("gsa", {})}
     sections["data"] = {
         "tokenizer": TOKENIZER,
@@ -38,7 +38,7 @@ def evaluated_config(**sections: dict[str, Any]) -> Config:
 
 
 def evaluated_model(config: Config) -> Model:
-    """No parameter as it is at first, so that none can be left out unseen."""
+    """Create a model whose parameters all differ from their initial values, so that a missing one is noticed."""
     model = tiny_model(config, variance_ema=0.02)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -49,7 +49,6 @@ def evaluated_model(config: Config) -> Model:
 
 
 def save_run(model: Model, config: Config, folder: Path) -> Path:
-    """The run's folder, with one checkpoint."""
     tokenizer = Tokenizer(config.data.tokenizer)
     data = {"tokenizer_fingerprint": tokenizer.fingerprint}
     if config.data.format == "chat":

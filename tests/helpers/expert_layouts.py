@@ -1,7 +1,5 @@
-"""Mixtures of experts in many layouts, in one world of four ranks: `expert_layouts.py FOLDER`.
-
-As many_layouts.py does with dense models, those that FOLDER/wanted.json names. Writes FOLDER/results.json.
-"""
+"""Trains mixtures of experts in many layouts in one world of four ranks: `expert_layouts.py FOLDER`. FOLDER/wanted.json
+names the layouts, as in many_layouts.py for dense models. The results go to FOLDER/results.json."""
 
 import gc
 import json
@@ -40,13 +38,13 @@ from helpers.many_layouts import cross_boundary, go_on, train_case
 
 WORLD = 4
 CLEAR: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"init_std": 0.3}, "data": {"seed": 6}}
-"""Weights and text with which no two experts are so near in a token's scores that rounding would choose."""
+"""Weights and text for which the scores of two experts are never so close that rounding decides."""
 SIZES = {"experts": 8, "expert_ffn_hidden_size": 16, "shared_expert_ffn_hidden_size": 8}
 BALANCED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {**SIZES, "top_k": 2, "balance_coeff": 0.1, "z_loss_coeff": 0.1},
 }
-"""Coefficients so large that a wrong loss shows in the gradient norm."""
+"""Coefficients so large that a wrong loss changes the gradient norm."""
 BIASED: dict[str, dict[str, Any]] = {
     **CLEAR,
     "moe": {
@@ -61,7 +59,7 @@ BIASED: dict[str, dict[str, Any]] = {
     },
 }
 DROPPING = {**BALANCED, "moe": {**BALANCED["moe"], "capacity_factor": 1.0}}
-"""About a third of the choices."""
+"""A capacity that drops about a third of the choices."""
 ONE_BY_ONE = {**BALANCED, "moe": {**BALANCED["moe"], "experts_impl": "sequential"}}
 TENSOR_2_EXPERT_2 = {"tensor": 2, "expert": 2}
 
@@ -95,7 +93,7 @@ NIGHTLY = {
     "interleaved x expert",
     "context x tensor x expert",
 }
-"""Each of them combines or enlarges what the others have one by one."""
+"""Cases that combine or extend the other cases."""
 
 RESHARDED = {
     "expert": Reshard(
@@ -120,13 +118,12 @@ NIGHTLY_BOUNDARIES = {"expert"}
 
 
 class Balances:
-    """What a model's routers hold at its end, by layer."""
+    """Holds the final balance of a model's routers, by layer."""
 
     def __init__(self) -> None:
         self.models: list[Model] = []
 
     def gather(self) -> dict[str, list[list[float]]]:
-        """Collective."""
         (model,) = self.models
         mine = {
             str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]
@@ -144,7 +141,7 @@ class Balances:
 
 
 def train(case: Case, parallel: Parallel, one_rank: bool = False) -> list[dict[str, Any]]:
-    """As `train_case`, and last what the routers hold."""
+    """Run `train_case`, and append the routers' balances."""
     config = case.config({}) if one_rank else case.config(**case.train)
     balances = Balances()
     records = train_case(config, parallel, case.steps, prepare=balances.models.append, samples=True)
@@ -153,7 +150,7 @@ def train(case: Case, parallel: Parallel, one_rank: bool = False) -> list[dict[s
 
 @contextmanager
 def measured_margin() -> Iterator[list[float]]:
-    """Collects for each choice of experts the smallest distance between the last chosen score and the next one."""
+    """Collect the smallest distance between the last chosen score and the next one, for each choice of experts."""
     found: list[float] = []
     choose = router.choose_experts
 
@@ -170,7 +167,7 @@ def measured_margin() -> Iterator[list[float]]:
 
 @contextmanager
 def measured_loads() -> Iterator[dict[str, int]]:
-    """Counts over all loads the elements that ranks sent each other, and the unwanted ones."""
+    """Count the elements that ranks sent each other in all loads, and the unwanted ones."""
     found = {"sent": 0, "unwanted": 0}
     exchange = exchange_utils.exchange_loaded_tensors_broadcast
 
@@ -192,7 +189,7 @@ def train_all(names: list[str]) -> dict[str, list[dict[str, Any]]]:
         case = CASES[name]
         parallel = init_parallel(case.config(**case.train).parallel, seed=1)
         trained[name] = train(case, parallel)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
         leave_layout()
     return trained
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_training.py on devices that run out of memory: FAILURES as JSON, [variant, rank, step] each."""
+"""Runs benchmarks/bench_training.py on devices that run out of memory: FAILURES is JSON of [variant, rank, step]."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class FailingTrainee(step_bench.OurTrainee):
     def step(self, batches: list[Any]) -> None:
         if (self.number, self.parallel.rank, self.done) in PLAN:
             alone = len([each for each in PLAN if each[0] == self.number]) < self.parallel.world_size
-            failures.GRACE_SECONDS = 0.5 if alone else 300.0  # to wait for nobody, or for a slow machine
+            failures.GRACE_SECONDS = 0.5 if alone else 300.0  # waits for no rank, or for a slow machine
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nMore about it.")
         self.done += 1
         super().step(batches)

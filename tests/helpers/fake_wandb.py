@@ -1,4 +1,4 @@
-"""A server on this machine that takes W&B runs, hangs, fails or refuses connections, as it is told."""
+"""Simulates a W&B server on this machine that accepts runs, hangs, fails or refuses connections on demand."""
 
 import contextlib
 import json
@@ -12,21 +12,21 @@ EMPTY = {"summaryMetrics": "{}", "config": "{}", "tags": [], "notes": None, "wan
 
 
 class FakeWandb:
-    """`does` may change at any time: "answer", "hang", or a status such as 500."""
+    """Holds the server; `does` may change at any time: "answer", "hang", or a status such as 500."""
 
     def __init__(self, does="answer"):
         self.does = does
         self.received = []
         """Bodies that were answered."""
         self.history = {}
-        """For each run, line number -> record: a line that is sent again takes the place of the one before."""
+        """Maps each run to its records by line number; a line that is sent again replaces the earlier one."""
         self._end = threading.Event()
         self._handler = self._make_handler()
         self._listen(0)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def refuse(self):
-        """No connection is taken, until `come_back`."""
+        """Refuse connections until `come_back`."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -38,7 +38,7 @@ class FakeWandb:
         return any(text.encode() in body for body in list(self.received))
 
     def steps(self, run_id):
-        """The steps whose records a run has, in the order of its lines; no line may be missing."""
+        """Return the steps of a run's records in the order of its lines; no line may be missing."""
         lines = self.history.get(run_id, {})
         assert sorted(lines) == list(range(len(lines))), sorted(lines)
         return [lines[number]["step"] for number in sorted(lines) if "train/loss" in lines[number]]
@@ -69,7 +69,7 @@ class FakeWandb:
                 if status == 200:
                     fake.received.append(body)
                     said = fake._said_to(body) if self.path == "/graphql" else fake._kept(self.path, body)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # the client has stopped waiting
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
                     self.end_headers()
@@ -98,7 +98,7 @@ class FakeWandb:
         if b"RunResumeStatus" in body:
             bucket = self._resumed(name) if name in self.history else None
             return {"data": {"model": PROJECT | {"bucket": bucket}}}
-        return REFUSAL  # artifacts and files, for which it would have to play a whole store
+        return REFUSAL  # artifacts and files, which would need a complete store
 
     def _resumed(self, name):
         lines = self.history[name]

@@ -1,32 +1,32 @@
-"""Faults of one rank of a training run, by patches in its process: `launch/pretrain.py` itself is as it is.
+"""Injects faults into one rank of a training run by patches in its process, without changes to `launch/pretrain.py`.
 
-A fault that comes from outside comes at a moment that the machine decides; these come at a step. They are given as JSON
-by name (steps count from 1, "before" a step is before its batch is trained):
+The time of an external fault depends on the machine, but these faults happen at a step. They are given by name as JSON.
+Steps count from 1, and "before" a step means before its batch is trained:
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
     nan_gradient: [step, rank]              one element of a weight's gradient is NaN, before any reduction
-    nan_in: [step, rank, place]             one element of what NAN_PLACES names is NaN after that step's update
-    unchecked_saves: true                   saves are made of anything, as by versions that did not look for NaN
+    nan_in: [step, rank, place]             after the step's update one element at a place of NAN_PLACES is NaN
+    unchecked_saves: true                   saves may contain NaN, as in versions that did not check
     flipped_bit: [step, bit, rank]          a bit of one weight flips before that step, once; without rank on all
     wrong_gradient: [step, rank]            a bit of one element of a weight's gradient is wrong, once
-    wrong_output: [step, rank]              a layer's output is twice what it should be, once
+    wrong_output: [step, rank]              a layer's output is doubled, once
     removed_folder: [step, folder]          before that step rank 0 removes this folder
     full_disk: [first, last]                no file of rank 0 grows while it makes and logs these steps
     failing_saves: [rank, [number, ...]]    no file grows while this rank writes its share of these saves, from 0
-    raising_saves: [rank, [number, ...]]    this rank's thread raises in place of writing its share, from 0
-    lost_saves: [rank, [number, ...]]       the same where it cannot tell the others
-    slow: [first, last, rank]               in these steps this rank works four times as long as in the longest before
-    held: [[step, rank], ...]               before that step this rank stands still for ever, once in a run's life
-    held_after: [steps, rank]               the same after this number of steps, in every start
+    raising_saves: [rank, [number, ...]]    this rank's thread raises instead of writing its share, from 0
+    lost_saves: [rank, [number, ...]]       the same, but the rank cannot tell the others
+    slow: [first, last, rank]               in these steps this rank takes four times its longest earlier step
+    held: [[step, rank], ...]               before that step this rank blocks forever, once in a run's life
+    held_after: [steps, rank]               this rank blocks forever after this number of steps, in every start
     frozen: [step, rank]                    before that step this rank sends itself SIGSTOP, once in a run's life
-    waits_for: [step, rank, signal]         before that step this rank waits until this signal has reached it
-    held_write: [step, rank]                this checkpoint's files of this rank are written, and nobody is told
-    write_waits_for: [rank, signal]         the same until this signal has reached this rank
-    saves_end: true                         what a step saves has ended before the next one is trained
+    waits_for: [step, rank, signal]         before that step this rank waits for this signal
+    held_write: [step, rank]                this rank writes its files of this checkpoint, but never reports it
+    write_waits_for: [rank, signal]         the same until this rank has received this signal
+    saves_end: true                         a step's save ends before the next step is trained
     wrong_product: rank                     its device multiplies wrongly in the check before the run
-    all_operations: true                    a profile names all operations: which take longest, the machine decides
+    all_operations: true                    a profile names all operations, instead of only the longest
 
-Where a rank stands still, the others wait for it in a collective: so does the run, until it is ended.
+If a rank blocks, the others wait for it in a collective, and so the run waits until it is ended.
 """
 
 import contextlib
@@ -53,21 +53,19 @@ from gsa_train.reliability.health import products
 from gsa_train.reliability.stop_signals import StopRequest
 
 NAN_PLACES = ("weight", "unread weight", "moment", "second moment", "fp32 weight", "average")
-"""A weight that every step reads; an embedding that none does; AdamW's state of the first; the variances' average."""
+"""Weights that every step or no step reads; AdamW's state of the first; the variance average."""
 
 UNREAD_ID = 3
-"""The byte 0: no text has it."""
+"""The byte 0, which no text contains."""
 
 SMALL_FILE_BYTES = 1000
 LONGEST_SLEEP_SECONDS = 20.0
-"""Far below what counts as a hang."""
+"""Far below the limit of a hang."""
 
 
 class Faults:
-    """The faults of this rank."""
-
     def __init__(self, faults: dict[str, Any], marks: Path | None = None) -> None:
-        """`marks`: a folder of the run, for what happens once in its life."""
+        """`marks` is a folder of the run that records faults which happen once in its life."""
         self._faults, self._marks = faults, marks
         self._rank = int(os.environ.get("RANK", "0"))
         self._done: set[str] = set()
@@ -101,7 +99,7 @@ class Faults:
         return bool(self._faults.get(name) == [step, self._rank])
 
     def _once(self, name: str) -> bool:
-        """True for the first start that asks; the test may wait for the mark."""
+        """Return True for the first start that asks; the test may wait for the mark."""
         assert self._marks is not None
         self._marks.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -187,7 +185,6 @@ class Faults:
         return hooks
 
     def _first(self, name: str) -> bool:
-        """In this process."""
         known = name in self._done
         self._done.add(name)
         return not known
@@ -210,11 +207,11 @@ class Faults:
     # --- saves and signals ---------------------------------------------------------------------------------
 
     def _written(self, write_share: Any) -> Any:
-        """In the thread that writes."""
+        """Run in the thread that writes."""
 
         def write(writer: Any, buckets: Any, others: Any, rank: int) -> Any:
             fails, raises = self._of_save("failing_saves"), self._of_save("raising_saves")
-            if raises:  # as where the system gives no more threads
+            if raises:  # as if the system could start no more threads
                 raise RuntimeError("can't start new thread")
             if fails:  # this rank writes nothing else meanwhile
                 _let_files_grow_to(SMALL_FILE_BYTES)
@@ -232,7 +229,7 @@ class Faults:
         return write
 
     def _told(self, write_mine: Any) -> Any:
-        """In the thread that writes, and then tells the other ranks."""
+        """Run in the thread that writes and then reports to the other ranks."""
 
         def write_and_tell(saver: save.CheckpointSaver, under_way: Any) -> Any:
             try:
@@ -245,7 +242,7 @@ class Faults:
         return write_and_tell
 
     def _of_save(self, name: str) -> bool:
-        """The save under way has this fault on this rank."""
+        """Return whether the current save has this fault on this rank."""
         rank, numbers = self._faults.get(name, (None, []))
         return rank == self._rank and self._saves in numbers
 

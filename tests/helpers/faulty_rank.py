@@ -1,4 +1,4 @@
-"""launch/pretrain.py with the faults (helpers/faults.py) that the environment names, for `start(..., faults=...)`."""
+"""Runs launch/pretrain.py with the faults (helpers/faults.py) in the environment, for `start(..., faults=...)`."""
 
 import json
 import os

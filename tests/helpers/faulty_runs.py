@@ -1,10 +1,10 @@
-"""Training runs with faults: python faulty_runs.py PLAN.json
+"""Trains runs with faults: python faulty_runs.py PLAN.json
 
-PLAN.json is a list of waves, a wave a list of runs that go side by side:
-{"name", "ranks", "arguments" of pretrain.py, "faults" of faults.py, "log"}. With "copy_of": [folder, to] and "latest"
-it goes on from a copy of a run's folder, as a kill after that checkpoint would have left it. Each run is
-`launch/pretrain.py` as it is, in processes forked for it; the faults come from outside, by patches. The exit codes of
-the ranks of each run go to PLAN.codes.
+PLAN.json is a list of waves, and a wave is a list of runs that run in parallel: {"name", "ranks", "arguments" of
+pretrain.py, "faults" of faults.py, "log"}. With "copy_of": [folder, to] and "latest", a run continues from a copy of
+another run's folder, as if that run had been killed after that checkpoint. Each run is an unchanged
+`launch/pretrain.py` in processes forked for it, and patches inject the faults. The exit codes of each run's ranks go to
+PLAN.codes.
 """
 
 import gc
@@ -37,7 +37,7 @@ def pretrain() -> Any:
 
 
 def start_rank(run: dict[str, Any], rank: int, port: int) -> int:
-    """Fork one rank of a run: everything is imported, and nothing of another run has happened in it."""
+    """Fork one rank of a run. It has imported everything, and no other run has used its process."""
     child = os.fork()
     if child:
         return child
@@ -69,13 +69,13 @@ def copy_as_killed(source: Path, target: Path, latest: str) -> None:
 def main() -> None:
     plan = Path(sys.argv[1])
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported need not be searched at each collection of each rank
+    gc.freeze()  # Imported objects need not be searched at each collection of each rank.
     codes: dict[str, list[int]] = {}
     for wave in json.loads(plan.read_text()):
         for run in wave:
             if "copy_of" in run:
                 copy_as_killed(*map(Path, run["copy_of"]), latest=run["latest"])
-        # In this process, as torchrun's are in its agent: no rank has to find a free port.
+        # This process hosts the store, as torchrun's agent does. No rank has to find a free port.
         stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in wave]
         children = {}
         for run, store in zip(wave, stores, strict=True):

@@ -1,13 +1,13 @@
-"""Ranks of a test run that are forked from a process which has imported everything.
+"""Forks the ranks of a test run from a process that has imported everything.
 
-Importing torch, megatron-core and gsa_train takes each rank 5 CPU seconds, more than most test runs train. So one
-server (multiprocessing's forkserver) imports them, and its children get what torchrun gives its ranks: a session, an
-environment, an output and a command line of their own; then they run the launcher's file as `__main__`.
+Importing torch, megatron-core and gsa_train takes more CPU time than most test runs. One server (multiprocessing's
+forkserver) therefore imports them. Its children get what torchrun gives its ranks: their own session, environment,
+output and command line. They then run the launcher's file as `__main__`.
 
-`ForkedRanks` are such children, of no agent. `ForkedAgent` is torchrun itself in such a child, all of it, except that
-it forks each rank instead of starting an interpreter for it: what a run does about failures, signals and lost nodes is
-torchrun's doing. What a real start has beyond that, and some runs therefore use (`real=True` in runs.py): a seed of
-string hashes for each rank, and the interpreter's teardown after atexit.
+`ForkedRanks` are such children without an agent. `ForkedAgent` is torchrun itself in such a child, except that it forks
+each rank instead of starting an interpreter. What a run does about failures, signals and lost nodes is therefore
+torchrun's own behaviour. A real start differs in two ways, and some runs therefore use it (`real=True` in runs.py).
+Each rank has its own seed of string hashes, and the interpreter is torn down after atexit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch._dynamo import utils as dynamo_utils
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = "gsa_train.train"
 LATER = ("wandb.sdk.launch", "transformers.utils.chat_template_utils", "gsa_train.optimizer.zero")
-"""What runs import when they need it, of W&B, chats and DeepSpeed; passed over where it is not installed."""
+"""Modules of W&B, chats and DeepSpeed that runs import later; skipped if not installed."""
 OF_RANKS = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -46,17 +46,17 @@ OF_RANKS = {
 }
 """Environment in which the server imports; each rank has its own."""
 WAS_PRELOADED = HEAVY in sys.modules
-"""Whether the process that imports this file, or the one that it was forked from, had imported the heavy part."""
+"""Whether the process that imports this file, or its parent, had imported the heavy part."""
 
 
 class ForkedRanks:
-    """The processes of one run, with what `runs.py` uses of subprocess.Popen.
+    """Holds the processes of one run, with the methods of subprocess.Popen that `runs.py` uses.
 
     Args:
         command: the launcher's file and its arguments.
-        environment: of the server (the first run's) and of all ranks.
-        mark: environment of the ranks only, by which their descendants can be told.
-        rendezvous: as under torchrun; else a single process that knows of no ranks, as under plain python.
+        environment: for the server (from the first run) and all ranks.
+        mark: environment of the ranks only, which identifies their descendants.
+        rendezvous: as under torchrun; False: a single process without ranks, as under plain python.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ForkedRanks:
     ) -> None:
         assert rendezvous or ranks == 1
         assert environment.get("CUDA_VISIBLE_DEVICES") == "", "runs on GPUs need real=True"
-        # In this process, as torchrun's is in its agent: no rank has to find a free port.
+        # This process hosts the store, as torchrun's agent does. No rank has to find a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for_all = {
             "MASTER_ADDR": "127.0.0.1",
@@ -91,45 +91,45 @@ class ForkedRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Each is a session of its own, too."""
+        """Return process ids; each process is also a session."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
     def ends(self) -> str:
-        """How the ranks ended that did so by themselves and failed, in words."""
+        """Describe how the ranks ended that failed by themselves."""
         return "; ".join(f"rank {rank} ended {_in_words(code)}" for rank, code in self._failed.items())
 
     def poll(self) -> int | None:
-        """None while a rank is at work; 0, or the exit code of one that failed, after which the others are ended."""
+        """Return None while a rank runs; 0, or the exit code of a failed rank, after which the others are ended."""
         codes = [process.exitcode for process in self._processes]
         if not self._failed and any(codes):
             self._failed = {rank: code for rank, code in enumerate(codes) if code}
             self._processes[0].join(
                 1.0
-            )  # torchrun asks the others to end: the main rank still says why it does
+            )  # torchrun asks the others to end: the main rank still prints its reason.
             self._end()
         if self._failed:
             return next(iter(self._failed.values()))
         return None if None in codes else 0
 
     def wait(self, seconds: float) -> int:
-        """Raises TimeoutError when ranks are still at work after `seconds`."""
+        """Wait; raise TimeoutError if ranks still run after `seconds`."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             alive = [process.sentinel for process in self._processes if process.exitcode is None]
-            if alive:  # else the last one ended since poll() looked, and nothing would end this wait
+            if alive:  # otherwise the last one ended since poll() looked, and the wait would never end
                 connection.wait(alive, left)
         return code
 
     def end_with_stacks(self) -> None:
-        """End what hangs, one rank after the other: the log has the stacks of each one's threads."""
+        """End hanging ranks one after the other; the log gets the stacks of their threads."""
         for process in self._processes:
             if process.exitcode is None and process.pid is not None:
                 os.kill(process.pid, signal.SIGABRT)
-                process.join(10)  # one that is stopped does not answer
+                process.join(10)  # a stopped process does not respond
         self._end()
 
     def _end(self) -> None:
@@ -140,12 +140,12 @@ class ForkedRanks:
 
 
 class ForkedAgent:
-    """`torchrun OPTIONS COMMAND` whose ranks are forks of it, with what `runs.py` uses of subprocess.Popen.
+    """Runs `torchrun OPTIONS COMMAND` with forked ranks, and has the methods of subprocess.Popen that `runs.py` uses.
 
     Args:
         torchrun: its options.
         command: the launcher's file and its arguments.
-        environment: of the server (the first run's), the agent and its ranks; `mark` of the latter two only.
+        environment: for the server (from the first run), the agent and its ranks; `mark` only for agent and ranks.
     """
 
     def __init__(
@@ -169,20 +169,19 @@ class ForkedAgent:
         return self._process.pid
 
     def ranks(self) -> list[tuple[int, int]]:
-        """(rank, process id) of all that it has started, earlier restarts first. Each is a session."""
+        """Return (rank, process id) of all ranks started so far, earlier restarts first. Each is a session."""
         lines = self._ranks.read_text().splitlines() if self._ranks.exists() else []
         return [(int(rank), int(pid)) for rank, pid in (line.split() for line in lines)]
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the agent and the ranks."""
         return [self.pid, *(pid for _, pid in self.ranks())]
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int:
-        """Raises TimeoutError when it is still at work after `seconds`."""
+        """Wait; raise TimeoutError if the agent still runs after `seconds`."""
         self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
@@ -194,10 +193,9 @@ class ForkedAgent:
 
 
 def kill_unless_over(process: ForkServerProcess) -> None:
-    """The server waits for its children at once: the id of one that is over may belong to another process by now, or to
-    a thread, which has the same effect. Ranks of a file of tests take ten thousand ids, and some systems have 32,768.
-    """
-    if process.exitcode is None:  # by itself multiprocessing does not look
+    """Kill a process unless it has ended. The server reaps its children at once, so the id may belong to another
+    process. Ranks of one test file use ten thousand ids, and some systems have only 32,768."""
+    if process.exitcode is None:  # multiprocessing does not check by itself
         process.kill()
 
 
@@ -206,16 +204,15 @@ def _in_words(code: int) -> str:
 
 
 def start_server(environment: Mapping[str, str]) -> None:
-    """In this process, unless it runs; it ends with this process and its forks."""
+    """Start the server in this process unless it runs; it ends with this process and its forks."""
     CONTEXT.set_forkserver_preload([HEAVY, "torch.distributed.run", *LATER, __name__])
-    # The server imports from where this process does; on Python 3.11 it is not told by other means.
+    # The server must import from the same paths as this process. On Python 3.11 only PYTHONPATH tells it.
     with patch.dict(os.environ, {**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver._forkserver.ensure_running()
 
 
 def keep_server() -> None:
-    """In a fork of the process that has started the server, if one has: use that one. By itself multiprocessing would
-    wait for it as for a child of this process."""
+    """Reuse the parent's server in a fork, for which multiprocessing would otherwise wait as for a child."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:
         server.ensure_running = resource_tracker.ensure_running
@@ -227,7 +224,7 @@ def start_process(
     log.touch()
     start_server(environment)
     process = CONTEXT.Process(target=target, args=arguments)
-    # Else each child would first run this process's main file, pytest, under another name.
+    # Without this, each child would first run this process's main file, pytest, under another name.
     with patch.object(sys.modules["__main__"], "__file__", None):
         process.start()
     return process
@@ -236,7 +233,6 @@ def start_process(
 def _run_agent(
     torchrun: list[str], command: list[str], cwd: Path, environment: dict[str, str], log: Path, ranks: Path
 ) -> None:
-    """In the child: become torchrun."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
         SubprocessHandler,
@@ -251,7 +247,7 @@ def _run_agent(
         return _ForkedRank(list(arguments[arguments.index(command[0]) :]), cwd, of_rank, ranks)
 
     def name_of_caller(depth: int = 2) -> str:
-        """As torch's own, which looks for the source of every frame in all modules, at each of its events."""
+        """Replace torch's function, which searches all modules for the source of every frame at each event."""
         return sys._getframe(depth).f_code.co_name
 
     sys.argv = ["torchrun", *torchrun, *command]
@@ -263,8 +259,7 @@ def _run_agent(
 
 
 class Fork:
-    """A child of this process that runs something to its end, with what torchrun and the runner of studies use of
-    subprocess.Popen."""
+    """Runs a function in a child process, with the subprocess.Popen methods that torchrun and studies use."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.returncode: int | None = None
@@ -298,15 +293,13 @@ def _leave_with(run: Callable[[], None]) -> NoReturn:
 
 
 def usual_signals(numbers: Iterable[int]) -> None:
-    """In a fork: these end the process, instead of what its parent does about them."""
+    """Restore signals in a fork, so that they end the process instead of calling its parent's handlers."""
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _ForkedRank(Fork):
-    """A rank forked by its agent."""
-
     def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], ranks: Path) -> None:
         def run() -> None:
             with ranks.open("a") as file:
@@ -328,17 +321,17 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """The agent's connections end with the agent, not with this fork of it. Their numbers stay in use, as objects that
-    this process inherited may close them yet."""
+    """Close the inherited connections of the agent, which must end with the agent. Their numbers stay in use, because
+    inherited objects may still close them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
-            with suppress(OSError):  # the one that listed them
+            with suppress(OSError):  # the descriptor that listed them
                 os.dup2(nothing, int(name), inheritable=False)
 
 
 def _run_rank(command: list[str], cwd: Path, environment: dict[str, str], log: Path) -> None:
-    """In the child: become what `python command` would be, and stay it to the end."""
+    """Become what `python command` would be, in the child, until the end."""
     become(cwd, environment, log)
     run_file(command)
 
@@ -350,15 +343,17 @@ def become(cwd: Path, environment: dict[str, str], log: Path | None = None) -> N
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    faulthandler.enable(2)  # what ends by a signal of its own, as by C++'s abort(), says where
+    faulthandler.enable(
+        2
+    )  # A process that ends by its own signal, for example by C++'s abort(), prints where.
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
 
 
 def _leave_imports_as_they_are() -> None:
-    """At this fork's end, what the server has imported goes with the process: else torch takes its thousands of
-    operators out of its dispatcher one by one, and lists the times of what was compiled."""
+    """Skip cleanup of the server's imports when this fork ends. Otherwise torch removes thousands of operators from its
+    dispatcher one by one, and prints compile times."""
     for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         inherited.atexit = False
     atexit.unregister(dynamo_utils.dump_compile_times)
@@ -367,15 +362,15 @@ def _leave_imports_as_they_are() -> None:
 def run_file(command: list[str]) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
-    gc.freeze()  # what the server imported need not be searched at each collection
+    gc.freeze()  # imported objects need not be searched at each collection
     _leave_imports_as_they_are()
-    # Children of a forkserver would start theirs by another one: readers of text would import torch, 2 seconds each.
+    # Children of a forkserver would start another one for their children, and each reader would import torch.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")
     except Exception:
-        # As in an interpreter, before what may wait for other ranks: these fail meanwhile, and this one is killed.
-        sys.excepthook(*sys.exc_info())  # torch's has the rank before each line
+        # An interpreter also prints the exception before exit handlers, which may wait for other ranks and be killed.
+        sys.excepthook(*sys.exc_info())  # torch's hook puts the rank before each line
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without them

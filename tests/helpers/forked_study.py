@@ -1,4 +1,4 @@
-"""launch/study.py in a fork of a process that has imported everything, its runs as forks of it in turn."""
+"""Runs launch/study.py in a fork of a process that has imported everything; the study forks its runs in turn."""
 
 import atexit
 import os
@@ -14,11 +14,11 @@ from helpers.runs import ENVIRONMENT, REPOSITORY, inherited
 
 
 class ForkedStudy:
-    """A start of a study.
+    """Holds a start of a study.
 
     Args:
-        words: after `launch/study.py`.
-        log: what it prints is appended.
+        words: arguments of `launch/study.py`.
+        log: file to which its output is appended.
     """
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
@@ -46,8 +46,6 @@ class ForkedStudy:
 
 
 class ForkedJob(Fork):
-    """A job of the study."""
-
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         ends_with_parent = end_with(os.getpid())
 

@@ -1,7 +1,7 @@
-"""Two ranks at the end of a run; one freezes: python frozen_at_end.py FOLDER
+"""Runs two ranks to the end of a run, where one freezes: python frozen_at_end.py FOLDER
 
-Each case has a folder with `rank_N.err`, what that rank wrote, and the reports of the watch in `faults`. Prints JSON:
-the exit code of rank 0 by case; null where it still hangs long after the watch's limit.
+Each case has a folder with `rank_N.err`, the output of that rank, and the watch's reports in `faults`. The script
+prints JSON: rank 0's exit code by case, or null if rank 0 still hangs long after the watch's limit.
 """
 
 import json
@@ -24,9 +24,9 @@ from gsa_train.run.finish import leave_world
 
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 250.0
-"""Limit of what does not hang, and wait for what should end."""
+"""Limit for steps that do not hang, and for the wait for an end."""
 CASES = {
-    # Where rank 1 freezes, and the exit code that the run is to have.
+    # For each case: where rank 1 freezes, and the expected exit code of the run.
     "before": ("the first barrier", 13),
     "between": ("the second barrier", 75),
     "never": ("", 0),
@@ -34,7 +34,6 @@ CASES = {
 
 
 def leave(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
-    """What a rank does after its last step."""
     place, exit_code = CASES[case]
     store = dist.TCPStore(
         *listener.getsockname(),
@@ -48,7 +47,7 @@ def leave(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
     watch = HangWatchdog(rank, 2, StepLimit(limit_seconds), folder / "faults", step=7)
     watch.heartbeat(7, "ending")
     watch.exit_code = exit_code
-    watch._beat()  # which says where it is
+    watch._beat()  # records the current place
     barrier, barriers = dist.barrier, iter(["the first barrier", "the second barrier"])
 
     def freezing_barrier() -> None:
@@ -65,7 +64,7 @@ def fork(rank: int, listener: socket.socket, case: str, folder: Path) -> int:
     child = os.fork()
     if child:
         return child
-    # The watch has a connection of its own to the store.
+    # The watch has its own connection to the store.
     host, port = listener.getsockname()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(rank))
     log = os.open(folder / f"rank_{rank}.err", os.O_WRONLY | os.O_CREAT)
@@ -97,7 +96,7 @@ def main() -> None:
     for case in CASES:
         folder = Path(sys.argv[1]) / case
         folder.mkdir(parents=True)
-        with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0's, held before it is there
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # reserved for rank 0 before it starts
             children[case] = [fork(rank, listener, case, folder) for rank in (0, 1)]
     deadline = time.monotonic() + PATIENCE_SECONDS
     codes = {case: code_of(first, deadline) for case, (first, _) in children.items()}

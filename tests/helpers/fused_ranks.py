@@ -1,7 +1,5 @@
-"""Fused kernels under tensor parallelism, in Triton's interpreter: `fused_ranks.py OUT` on two ranks.
-
-Each case with two tensor-parallel ranks, and with two data-parallel ones, whose layers hold all heads.
-"""
+"""Runs fused kernels under tensor parallelism in Triton's interpreter: `fused_ranks.py OUT` on two ranks. Each case
+runs with two tensor-parallel ranks, and with two data-parallel ranks, whose layers have all heads."""
 
 import dataclasses
 import json
@@ -30,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks": {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16},
 }
 PHASES = {"bits": [WARM_UP, SPARSE], "lists": [SPARSE], "blocks": [SPARSE]}
-"""A warm-up attends to all keys: its step would be the same in all cases."""
+"""Phases by case. A warm-up attends to all keys, so one case suffices."""
 
 
 def case_config(name: str, parallel: dict[str, Any]) -> Config:

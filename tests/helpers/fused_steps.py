@@ -84,7 +84,7 @@ def one_step(
 
 
 def take_over(name: str, of: tuple, into: tuple) -> None:
-    """A statistic that the two need not share."""
+    """Copy a statistic that the two may compute differently."""
     into[2].pop(name, None)
     if name in of[2]:
         into[2][name] = of[2][name]
@@ -100,7 +100,7 @@ def assert_same_step(fused: tuple, reference: tuple) -> None:
     counted = stats.keys() - {"union_density"}  # the reference has no lists to count
     assert counted == expected_stats.keys(), counted ^ expected_stats.keys()
     for name, expected in expected_stats.items():
-        if name == "max_activation_token":  # equal tokens side by side have equal values up to rounding
+        if name == "max_activation_token":  # equal neighbouring tokens have equal values up to rounding
             continue
         assert stats[name] == pytest.approx(expected, rel=1e-4, nan_ok=True), (name, stats[name], expected)
     torch.testing.assert_close(averages, expected_averages, rtol=1e-5, atol=0)

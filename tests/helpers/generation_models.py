@@ -1,4 +1,4 @@
-"""Small models of all kinds with prompts, and what transformers makes of them."""
+"""Creates small models of all kinds with prompts, and what transformers generates from them."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def make_model(name: str, **changes: Any) -> GSAForCausalLM:
     model = GSAForCausalLM(GSAConfig(**(TINY | MODELS[name] | changes))).eval()
     for parameter_name, each in model.named_parameters():
         if each.ndim == 1 and ("norm" not in parameter_name or "indexer" in parameter_name):
-            torch.nn.init.normal_(each, std=0.5)  # biases, norms of indexers
+            torch.nn.init.normal_(each, std=0.5)  # biases and norms of indexers
     for buffer_name, each in model.named_buffers():
         if buffer_name.endswith("variance_ema"):
             each.fill_(0.02)

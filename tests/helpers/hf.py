@@ -1,4 +1,4 @@
-"""Tiny models of gsa_hf."""
+"""Creates tiny models of gsa_hf."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ BEYOND: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
 }
-"""What goes beyond it."""
+"""Models beyond the paper."""
 MODELS = PAPER | BEYOND
 
 
 def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **changes: Any) -> GSAForCausalLM:
-    """In evaluation; all parameters random, and averages of the variance for which budgets spread."""
+    """Create a model in evaluation mode with random parameters, and variance averages that give a range of budgets."""
     torch.manual_seed(seed)
     config = GSAConfig(**{**SIZES, **MODELS[name], **changes})
     config._attn_implementation = attention
@@ -95,8 +95,8 @@ def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **cha
 
 
 def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """int64 [rows, length], none twice in a row of them: in the first layer two keys of one token have one score, and
-    rounding decides."""
+    """Draw int64 [rows, length] without repetitions in a row. In the first layer two keys of one token would have equal
+    scores, and rounding would decide."""
     generator = torch.Generator().manual_seed(seed)
     draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
     return torch.stack(draws)

@@ -1,4 +1,4 @@
-"""Three steps of DistributedDataParallel on a GSA model with gradient checkpointing, on each of its ranks."""
+"""Takes three steps of DistributedDataParallel on a GSA model with gradient checkpointing, on each rank."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ def train(coefficient: float, reentrant: bool) -> None:
     wrapped, before = DistributedDataParallel(model), [each.detach().clone() for each in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = distinct_tokens(2, 16, seed=dist.get_rank())
-    for _ in range(3):  # what waits for a gradient says so at the second one
+    for _ in range(3):  # a missing gradient raises an error in the second step
         optimizer.zero_grad()
         wrapped(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()

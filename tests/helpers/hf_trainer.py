@@ -1,4 +1,4 @@
-"""Ten steps of transformers' Trainer on a GSA model, and its loss with smoothed labels: `hf_trainer.py FOLDER`."""
+"""Takes ten steps of transformers' Trainer on a GSA model, and computes its smoothed loss: `hf_trainer.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     loss = smoothed.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
     torch.testing.assert_close(
         loss, model(tokens, labels=tokens).loss
-    )  # of the next tokens, not of those read
+    )  # The labels are the next tokens, not the tokens read.
     trainer = Trainer(model, TrainingArguments(**options), train_dataset=rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,7 +1,5 @@
-"""Operators, casts and indices of the interpreter's tensors at once, where Triton takes a dozen calls to numpy's.
-
-What is not said here goes through Triton's own checks, so that what a GPU's compiler refuses is refused.
-"""
+"""Replaces operators, casts and indices of the interpreter's tensors by single numpy calls, which are faster. All other
+cases go through Triton's own checks, so that errors of a GPU's compiler still occur."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from triton.runtime import interpreter
 
 NUMBERS = frozenset({int, float, bool})
 NAMES = {"fp32": "float32", "fp64": "float64"}
-"""Of types, where triton.language has them under another one."""
+"""Types with a different name in triton.language."""
 COMPARISONS = frozenset({np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal})
 BITWISE = frozenset({np.bitwise_and, np.bitwise_or, np.bitwise_xor})
 SHIFTS = frozenset({np.left_shift, np.right_shift})
@@ -37,9 +35,9 @@ AT_ONCE = {
     "__eq__": np.equal,
     "__ne__": np.not_equal,
 }
-"""Operators of tensors, and what they are of their elements."""
+"""Maps operators of tensors to the operation on their elements."""
 OFFSETS = ("int32", "int64")
-"""Types of what is added to pointers. Of one of each, numpy's result is in 64 bits, as Triton's is."""
+"""Types that are added to pointers. With one of each, numpy's result has 64 bits, as in Triton."""
 WHOLE_NUMBERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 BY_NUMPY = WHOLE_NUMBERS | {"fp32", "fp64"}
 """Types whose casts to each other are numpy's."""
@@ -49,7 +47,7 @@ Call = Callable[..., Any]
 
 
 def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
-    """Of tensors, by name; `members` are those that take what is left to Triton."""
+    """Return fast operators of tensors by name; `members` are Triton's, for all other cases."""
     found = {name: _at_once(name, operator, members[name]) for name, operator in AT_ONCE.items()}
     return found | {
         "__getitem__": _new_axes_at_once(members["__getitem__"]),
@@ -58,8 +56,8 @@ def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
 
 
 def _at_once(name: str, operator: Any, whole: Call) -> Call:
-    """An operator of tensors of one type, or of one and a number: its numpy operation, as Triton's dozen calls find it,
-    and the type of what comes out. All else goes through `whole`."""
+    """Return a fast operator for tensors of one type, or for a tensor and a number; `whole` handles all other cases. It
+    applies the numpy operation and the result type that Triton's calls would find."""
     compares, reflected, adds = (
         operator in COMPARISONS,
         name in ("__radd__", "__rsub__", "__rmul__"),
@@ -113,7 +111,7 @@ def _at_once(name: str, operator: Any, whole: Call) -> Call:
 
 
 def _new_axes_at_once(whole: Call) -> Call:
-    """Of `x[:, None]` and the like."""
+    """Return a fast version of `x[:, None]` and similar indices."""
 
     def call(self: Any, slices: Any, **kwargs: Any) -> Any:
         left, shape = list(self.type.sizes), []
@@ -143,7 +141,7 @@ def _to_at_once(whole: Call) -> Call:
 
 
 def cast_at_once(whole: Call) -> Call:
-    """Triton's `cast`, of its own semantics."""
+    """Return a fast version of the `cast` in Triton's semantics."""
 
     def cast(self: Any, source: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
         name, dtype = source.dtype.name, wanted.scalar
@@ -164,8 +162,8 @@ def cast_at_once(whole: Call) -> Call:
 
 
 def to_tensor_at_once(whole: Call) -> Call:
-    """Triton's `to_tensor`, which the interpreter calls at each assignment: tensors are what they are, and a number has
-    the handle that it had before."""
+    """Return a fast version of Triton's `to_tensor`, which the interpreter calls at each assignment. Tensors are
+    returned unchanged, and a number gets its earlier handle again."""
     numbers = lru_cache(maxsize=4096, typed=True)(
         lambda number: whole(interpreter.interpreter_semantic, number)
     )
@@ -183,7 +181,7 @@ def to_tensor_at_once(whole: Call) -> Call:
 
 
 def _tensor_of(data: Any, dtype: Any, kind: Any) -> Any:
-    """A tensor as its constructors make it; numpy gave `data` the size of its type."""
+    """Build a tensor as its constructors do; numpy gave `data` the size of its type."""
     handle = interpreter.TensorHandle.__new__(interpreter.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     tensor = core.tensor.__new__(core.tensor)
@@ -193,7 +191,7 @@ def _tensor_of(data: Any, dtype: Any, kind: Any) -> Any:
 
 @lru_cache(maxsize=4096, typed=True)
 def constant_of(number: int | float, name: str) -> Any:
-    """A handle of this type; None of a number that would become one of another type, or an error."""
+    """Return a handle of this type; None if the number would get another type or an error."""
     dtype = getattr(core, NAMES.get(name, name))
     if not fits(number, dtype):
         return None
@@ -202,7 +200,7 @@ def constant_of(number: int | float, name: str) -> Any:
 
 
 def _may_be_fp64(number: float) -> bool:
-    """To Triton, where a tensor is compared with it: it is not within fp32's normal numbers."""
+    """Return whether the number is outside fp32's normal range, so that Triton may compare in fp64."""
     return 0 < abs(number) < 2.0**-126 or 3e38 < abs(number) < math.inf
 
 
@@ -210,7 +208,7 @@ _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 def block(dtype: Any, sizes: tuple[int, ...]) -> Any:
-    """The type of tensors of this shape, which nothing changes."""
+    """Return the immutable type of tensors of this shape."""
     key = dtype.name, sizes
     if key not in _blocks:
         _blocks[key] = core.block_type(dtype, list(sizes)) if sizes else dtype
@@ -223,7 +221,7 @@ def joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def fits(number: Any, dtype: Any) -> bool:
-    """Becomes a number of this type, without an error or another type for both."""
+    """Return whether the number converts to this type without an error or another common type."""
     if dtype.is_floating():
         return dtype.name in ("fp32", "fp64")
     if type(number) is float or dtype.is_ptr() or dtype.is_int1():

@@ -1,21 +1,19 @@
-"""Triton's interpreter for the tests of kernels: without its detours, in a third of its time, right in bf16 and NaN.
+"""Patches Triton's interpreter for the tests: three times as fast, and right for bf16 and NaN.
 
-Of a call of a kernel, Triton 3.7 spends two fifths on adding, subtracting and multiplying integers again in 64 bits, to
-look for overflows that it reports only in debug mode, which its interpreter is not in. The rest is mostly bookkeeping:
-it lists all members of triton.language at each call of a device function, to replace those that it has not replaced
-yet, builds the table of numpy's types at each operation, describes the shape of each tensor again, makes operands of
-one shape before numpy does so by itself, and takes a dozen calls from an operator or a cast to numpy's
-(interpreted_operators.py).
+Triton 3.7 spends two fifths of a kernel's time on repeating integer operations in 64 bits. The repetition finds
+overflows, which Triton reports only in debug mode, and the interpreter is not in debug mode. Most of the remaining time
+is bookkeeping. Each call of a device function lists all members of triton.language. Each operation rebuilds tables of
+types and shapes. Each operator makes a dozen calls before it calls numpy (interpreted_operators.py).
 
-bf16 it keeps as the 16 bits, which it cuts off fp32 without rounding, and multiplies and adds as integers. Here
-products, casts and operations of two tensors are right; functions of one tensor and sums along an axis need fp32, as on
-a GPU.
+Triton stores bf16 as 16 bits, truncates fp32 without rounding, and multiplies and adds these bits as integers. After
+the patch, products, casts and operations of two tensors are right. Functions of one tensor and sums along an axis need
+fp32, as on a GPU.
 
-Of a number and a NaN its maximum and minimum give the NaN, where a GPU gives the number, unless the kernel asks for
-the NaN: a test in the interpreter would then hold for other code.
+For a number and a NaN, Triton's interpreter returns the NaN as maximum and minimum. A GPU returns the number unless the
+kernel asks for the NaN. The patch makes the interpreter behave like a GPU.
 
-Products of matrices it leaves to numpy, in which a row's last bits depend on how many rows there are, on some
-processors: on an AMD EPYC without AVX-512 16 tests failed that compare bits.
+Triton uses numpy for matrix products. On some processors the last bits of a row then depend on the number of rows,
+which breaks tests that compare bits. The patch multiplies in fp64.
 """
 
 import dataclasses
@@ -43,11 +41,11 @@ ROUND_TO_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
 PLAIN = frozenset(
     {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 )
-"""Types of what is no constant of the compiler's, and holds none."""
+"""Types that are no compiler constants and contain none."""
 
 
 def mend_interpreter() -> None:
-    """For the life of this process, before a kernel has run in it."""
+    """Patch the interpreter for the life of this process, before a kernel has run in it."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "in debug mode the check for overflows is real"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -82,7 +80,9 @@ def _remember_builtins() -> None:
             members |= operators_at_once(members)
         return members
 
-    checking = core.builtin(lambda: None).__code__  # of what asks for `_semantic` before each call
+    checking = core.builtin(
+        lambda: None
+    ).__code__  # code of functions that ask for `_semantic` before each call
 
     def interpreted(member: Any) -> Any:
         own = member.__wrapped__ if getattr(member, "__code__", None) is checking else member
@@ -97,7 +97,7 @@ def _remember_builtins() -> None:
         members = builtins_of(package)
         first = next(iter(members), None)
         if first is None or getattr(package, first) is members[first]:
-            return  # the kernel around this call has replaced all of them
+            return  # the calling kernel has replaced all of them
         for name, member in members.items():
             scope.set_attr(package, name, member)
 
@@ -123,7 +123,7 @@ def _remember_builtins() -> None:
 
 
 def _remember_shapes() -> None:
-    """Of what tensors are made of; all of it is read only."""
+    """Cache the shapes of tensors, which are read-only."""
     unwrap = core._unwrap_if_constexpr
 
     def unwrap_if_constexpr(value: Any) -> Any:
@@ -166,7 +166,7 @@ def _remember_shapes() -> None:
 
 
 def _remember_sizes() -> None:
-    """How large an element of each type may be."""
+    """Cache the element size of each type."""
     allowed: dict[str, int] = {}
 
     def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
@@ -180,7 +180,7 @@ def _remember_sizes() -> None:
     find_element = interpreter.TensorHandle.get_element_ty
 
     def element_of(handle: Any) -> tuple[Any, int]:
-        """What a pointer points to, and its bytes."""
+        """Return the type that a pointer points to, and its bytes."""
         name = handle.dtype.name
         if name not in elements:
             found = find_element(handle)
@@ -197,9 +197,11 @@ def _remember_sizes() -> None:
 
 
 def _leave_shapes_to_numpy() -> None:
-    """Operands of one type, or a tensor and a number, a pointer and an offset, or int32 and int64, get the shape of the
-    result as their type: their data may be smaller, and becomes one shape in numpy's operation. All others go through
-    Triton."""
+    """Let numpy broadcast operands instead of expanding them first.
+
+    This covers operands of one type, a tensor and a number, a pointer and an offset, and int32 with int64. The type
+    gets the shape of the result, while the data may be smaller. All other operands go through Triton.
+    """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl
     halves, widths = ("fp16", "bf16"), ("int32", "int64")
@@ -275,8 +277,8 @@ def _leave_shapes_to_numpy() -> None:
 
 
 def _multiply_in_fp64() -> None:
-    """Products of matrices to fp32: their sums' order, which numpy takes from shapes and processor, then hardly ever
-    shows."""
+    """Compute matrix products to fp32 in fp64, so that the order of the sums hardly ever shows. numpy chooses this
+    order by shapes and processor."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         assert d.dtype.scalar == core.float32, d.dtype
@@ -287,7 +289,7 @@ def _multiply_in_fp64() -> None:
 
 
 def _calculate_bf16() -> None:
-    """In fp32, rounded to the nearest where the result is bf16."""
+    """Compute in fp32, rounded to nearest if the result is bf16."""
     builder = interpreter.InterpreterBuilder
     calculate = builder.binary_op
 
@@ -315,15 +317,15 @@ def _calculate_bf16() -> None:
 
 
 def _compare_as_a_gpu() -> None:
-    """Of a number and a NaN, the number (PTX: max.f32, min.f32); create_maximumf and create_minimumf keep the NaN.
-    Reductions along an axis do so in Triton itself."""
+    """Return the number for a number and a NaN (PTX: max.f32, min.f32); create_maximumf and create_minimumf keep the
+    NaN. Triton itself does so in reductions along an axis."""
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
     reinterpret = builder.create_bitcast
 
     def bitcast(self: Any, source: Any, to_type: Any) -> Any:
-        """A GPU's arithmetic gives one NaN, 0x7FFFFFFF; a CPU's has either sign."""
+        """Map every NaN to 0x7FFFFFFF, the only NaN of a GPU's arithmetic; a CPU's NaN has either sign."""
         if source.dtype.scalar == core.float32:
             bits = np.where(np.isnan(source.data), np.uint32(0x7FFFFFFF), source.data.view(np.uint32))
             source = interpreter.TensorHandle(bits.view(np.float32), core.float32)
@@ -333,7 +335,7 @@ def _compare_as_a_gpu() -> None:
 
 
 def _in_fp32(handle: Any) -> Any:
-    """bf16 as fp32; others as they are."""
+    """Convert bf16 to fp32; return others unchanged."""
     if handle.dtype.name != "bf16":
         return handle
     bits = handle.data.astype(np.uint32) << 16
@@ -341,7 +343,6 @@ def _in_fp32(handle: Any) -> Any:
 
 
 def _rounded(values: Any) -> Any:
-    """fp32 -> bf16, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
     halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     halves = np.where(np.isnan(values), 0x7FC0, halves)

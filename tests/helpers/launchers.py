@@ -1,4 +1,4 @@
-"""torchrun's agents, several of them where a test needs several nodes, and signals to single ranks."""
+"""Starts torchrun's agents, several for several nodes, and finds the processes of single ranks."""
 
 import subprocess
 import sys
@@ -21,11 +21,11 @@ def launch(
     faults: dict[str, Any] | None = None,
     real: bool = False,
 ) -> Run:
-    """One agent of the run `run_dir/run`. Agents with one `mark` belong to one run, as nodes of a job do.
+    """Start one agent of the run `run_dir/run`. Agents with the same `mark` belong to one run, like nodes of a job.
 
     Args:
-        faults: of its ranks, see faults.py.
-        real: start interpreters for agent and ranks; else they are forked (see forked.py), which is much quicker.
+        faults: faults of its ranks, see faults.py.
+        real: start interpreters for agent and ranks; else they are forked (see forked.py), which is much faster.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex
@@ -50,7 +50,7 @@ def launch(
 
 
 def ranks_of(run: Run) -> dict[int, psutil.Process]:
-    """Rank -> its living process, of this agent."""
+    """Map each rank of this agent to its living process."""
     assert run.process is not None
     if isinstance(run.process, ForkedAgent):
         return {rank: psutil.Process(pid) for rank, pid in run.process.ranks() if is_running(pid)}

@@ -1,4 +1,4 @@
-"""Layouts that are compared, and their models: the tables of many_layouts.py and of some other helpers."""
+"""Lists the layouts that are compared, and their models, for many_layouts.py and other helpers."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Steps of the warm-up and of the sparse phase. A difference in a step shows in its numbers and in the
-next step's, also across phases. More steps would only show that rounding does not grow."""
+"""Steps of the warm-up and of the sparse phase. A difference in a step shows in its numbers and in the next step's,
+also across phases. More steps would only show that rounding does not grow."""
 MORE_STEPS = (2, 2)
 """Steps of one layout of megatron-core's optimizer, of one of DeepSpeed's, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
-"""Every query selects all that it sees, so no rounding can change a selection."""
+"""Every query selects all its causal keys, so that rounding cannot change a selection."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"],
@@ -33,8 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
-"""Every query selects some of the keys that it sees. The text of this seed has no near ties, which rounding, and so the
-processor, would decide: no token comes twice in a sequence (`blocks`), and test_many_layouts measures the margins."""
+"""Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
+differently on each processor. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures margins.
+"""
 GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
         **ALL_KEYS["gsa"],
@@ -73,11 +74,11 @@ FREE_GATES: dict[str, dict[str, Any]] = {
     },
 }
 G5: dict[str, dict[str, Any]] = {"gsa": {**ALL_KEYS["gsa"], "projection_gate": True, "query_gate": True}}
-"""Also gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
+"""Adds gates that tensor-parallel ranks shard, or replicate for other heads or tokens."""
 TIED: dict[str, dict[str, Any]] = {**ALL_KEYS, "model": {"tie_embeddings": True}}
 BASELINE = {"gsa": {"attention": "dense"}}
 PAIRS = {"micro_batch_size": 2}
-"""Half the passes through the layers, and what one rank trains one by one. `context` and pipelines have several."""
+"""Halves the passes where one rank trains sequences separately. `context` and pipelines have several."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2}
 INSTANCES = {"optimizer_instances": 2}
@@ -88,12 +89,12 @@ ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 
 SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
-"""Of gsa_train.model.probes.query_sample: half of the 32 queries are measured, as of a long sequence. With four
-context-parallel ranks every second chunk is a run."""
+"""Settings of gsa_train.model.probes.query_sample: half of the 32 queries are measured, as in a long sequence. With
+four context-parallel ranks every second chunk is a run."""
 
 
 SAMPLED_POSITIONS = (13, 31)
-"""After which a token is written: on several context- and sequence-parallel ranks."""
+"""Positions after which a token is written, on several context- and sequence-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,11 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Enough for the stages; where there are none, so few that two differ. The text of `SELECTED` is for four."""
+        """Return layers for the stages; without stages few, but different, layers. `SELECTED`'s text needs four."""
         return 4 if "pipeline" in self.parallel or self.sections is SELECTED else 2
 
     def config(self, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-        """With `parallel`, for that layout instead of the case's."""
+        """Return the config; `parallel` replaces the case's layout."""
         dense = self.sections is BASELINE
         sections = {
             **self.sections,
@@ -130,7 +131,7 @@ class Case:
         return config
 
 
-# Tensor, context, data and plain pipelines with selected keys: three_way_layouts.py, each pair of them together.
+# three_way_layouts.py combines tensor, context, data and plain pipeline parallelism with selected keys.
 CASES = {
     "context": Case({"context": 2}),
     "context on all ranks": Case({"context": 4}, train=PAIRS, steps=MORE_STEPS),
@@ -196,14 +197,14 @@ NIGHTLY = {
     "deepspeed 1 x tensor, options",
     "deepspeed 2 in host memory, recomputed layers",
 }
-"""Each of them combines or enlarges what the others have one by one, or is an arm of a study."""
+"""Cases that combine or extend the other cases, or are an arm of a study."""
 
 EQUAL = {
     "tensor without sequence, overlapped": "tensor without sequence",
     "interleaved, overlapped": "interleaved",
     "pipeline, recomputed layers": "pipeline",
 }
-"""To the last bit. Two replicas, as gloo sums the parts of a buffer of more ranks in another order."""
+"""Equal to the last bit. There are two replicas, because gloo sums buffers of more ranks in another order."""
 
 ONE_SMALL_INDEXER = {
     **ALL_KEYS,
@@ -214,8 +215,8 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Who writes a checkpoint, and who goes on from it, the first of them after a damaged copy of it (of each kind of
-    optimizer one does). In its own layout it goes on bit for bit."""
+    """Says which layout writes a checkpoint and which layouts continue from it; in its own layout bit for bit. The
+    first reader continues after loading a damaged copy, once per kind of optimizer."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]
@@ -232,7 +233,7 @@ RESHARDED = {
         INTERLEAVED,
         [{"pipeline": 2, "pipeline_layers": [3, 1], **REPLICATED}, {}, {"context": 2, "tensor": 2}],
     ),
-    # Each copy of the embedding has a bucket of gradients to itself. More tensor- than data-parallel ranks read it.
+    # Each copy of the embedding has its own bucket. The readers have more tensor- than data-parallel ranks.
     "pipeline, tied": Reshard(
         {"pipeline": 2, "pipeline_layers": [3, 1]},
         [{"tensor": 4, **ZERO_3}, {"tensor": 2, **INTERLEAVED}],
@@ -246,7 +247,7 @@ RESHARDED = {
         {"gsa": FREE_GATES["gsa"], "model": {"num_kv_heads": 4}},
     ),
     "deepspeed": Reshard({"tensor": 2, **ZERO_3}, [ZERO_1, {"tensor": 2, **ZERO_3}]),
-    # Three small matrices over four ranks, whose part in the buffer is 64 elements each.
+    # Three small matrices are divided over four ranks, each with 64 elements of the buffer.
     "a rank without a parameter": Reshard({}, [{}, ZERO_1], ONE_SMALL_INDEXER, WARM_UP),
 }
 
@@ -255,7 +256,7 @@ NIGHTLY_RESHARDED = {"pipeline, tied", "context", "free gates", "deepspeed", "a 
 
 
 def pairs(layout: dict[str, Any]) -> dict[str, int]:
-    """PAIRS where model and context leave few replicas: each has a micro-batch, or two for a pipeline."""
+    """Return PAIRS if model and context leave few replicas: each has one micro-batch, or two for a pipeline."""
     return PAIRS if {"context", "tensor"} & layout.keys() else {}
 
 
@@ -264,6 +265,6 @@ BOUNDARIES = {
     "two optimizer instances": {**INSTANCES, **OVERLAP},
     "deepspeed 3 x tensor": {"tensor": 2, **ZERO_3},
 }
-"""In bf16, where one phase's optimizer cuts its fp32 weights otherwise than the next one's."""
+"""In bf16, where the optimizers of two phases divide fp32 weights differently."""
 NIGHTLY_BOUNDARIES = {"two optimizer instances", "deepspeed 3 x tensor"}
 BASE = dataclasses.replace(SPARSE, train="base")

@@ -1,4 +1,4 @@
-"""What one rank trains, and how the numbers of a layout are compared with it."""
+"""Trains on one rank, and compares the numbers of a layout with it."""
 
 from collections.abc import Set
 from itertools import accumulate
@@ -15,18 +15,18 @@ from helpers.single_rank import single_rank
 CLEAR_MARGIN = 1e-4
 """Tolerance of a selection: a hundred times the fp32 rounding of these few steps."""
 COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
-"""Shares of what is beyond a threshold: with large weights some of it lies near, and rounding decides."""
+"""Shares of values beyond a threshold: with large weights some values are near it, and rounding decides."""
 TIES = {"max_activation_token"}
-"""Where a document begins with the same token twice both have the same activations up to rounding. In the text of
-SELECTED no token comes twice."""
+"""If a document begins with the same token twice, both have equal activations up to rounding. In the text of SELECTED
+no token occurs twice."""
 VARIANCE = 5e-5
-"""Relative: of scores near 1 fp32 keeps 6e-8, of their deviations, 0.03, so 2e-6, and of the squares' mean after a step
-ten times as much."""
+"""Relative tolerance of variances. For scores near 1, fp32 errors are 6e-8. Their deviations of 0.03 have a relative
+error of 2e-6, and the mean square after a step ten times that."""
 _one_rank: dict[str, list[dict[str, Any]]] = {}
 
 
 def one_rank(case: Case) -> list[dict[str, Any]]:
-    """The same config without layout or recomputation, trained in this process."""
+    """Train the same config in this process without layout or recomputation."""
     key = f"{case.sections} {case.layers} {case.steps}"
     if key not in _one_rank:
         with pytest.MonkeyPatch.context() as patch, measured_margins() as margins:
@@ -50,7 +50,7 @@ def assert_same(
 
 
 def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
-    """Every number of every step of both phases and of the validation; statistics of a phase's last step."""
+    """Compare all numbers of all steps of both phases and of the validation, and statistics of a phase's last step."""
     expected = one_rank(case)
     if case.sections is not BASELINE:
         layers = case.config().model.num_layers
@@ -66,7 +66,7 @@ def assert_trains_as_one_rank(case: Case, found: list[dict[str, Any]]) -> None:
 
 
 def assert_goes_on(resumed: list[Any], case: Reshard) -> None:
-    """Layouts and numbers of who wrote a checkpoint, and of all who read it."""
+    """Compare layouts and numbers of the writer of a checkpoint and of all its readers."""
     (writer, expected), *others = resumed
     assert len(others) == len(case.readers)
     for layout, found in others:
@@ -77,7 +77,7 @@ def assert_goes_on(resumed: list[Any], case: Reshard) -> None:
 
 
 def assert_carries_weights_over(crossed: list[Any]) -> None:
-    """Without a break and from a checkpoint, and whether the weights were finer than bf16."""
+    """Compare an uninterrupted run with one from a checkpoint, and check whether the weights were finer than bf16."""
     uninterrupted, resumed = crossed
     assert uninterrupted == resumed
     records, finer = resumed

@@ -3,15 +3,15 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16 no two orders of the same sums agree, so the measure is what one rank's own training does when only roundings
-change: its micro-batches in the opposite order, two sequences at a time, and every matrix product in two and in four
-parts, each rounded to bf16 before they are added, which is what tensor parallelism does. A layout passes when in no
-step its loss, KL or gradient norm is further from one rank's than FACTOR times the furthest of these up to that step,
-or in the first three steps of any phase: few runs of one step may agree by chance.
+In bf16 no two orders of the same sum agree. The reference is therefore how much one rank's training changes if only
+rounding changes. Its micro-batches run in opposite order, or two sequences at a time. Every matrix product runs in two
+and in four parts, each rounded to bf16 before the sum, as in tensor parallelism. A layout passes if in every step its
+loss, KL and gradient norm are within FACTOR times the largest of these deviations. The largest deviation is taken over
+the steps so far, or over the first three steps of any phase, because few runs of one step may agree by chance.
 
-The one-rank runs are divided among the ranks, each alone in its world for them; then all join, and go
-from layout to layout. What a layout leaves of the ranks is data parallel. On CPUs (`--tiny`) over gloo. `make` sets
-CUDA_DEVICE_MAX_CONNECTIONS as a training with tensor parallelism does (gsa_train/distributed/cuda_connections.py).
+The one-rank runs are divided among the ranks, each alone in its world. All ranks then join and run layout after layout.
+The remaining ranks of a layout are data parallel. `--tiny` runs on CPUs over gloo. `make` sets
+CUDA_DEVICE_MAX_CONNECTIONS as for training with tensor parallelism (gsa_train/distributed/cuda_connections.py).
 """
 
 import argparse
@@ -44,12 +44,11 @@ from helpers.single_rank import CONFIG
 from whole_steps.step_bench import release_memory
 
 LR = 1e-4
-"""With 1e-3 what is a rounding apart grows 2.6 times a step in bf16: after ten sparse steps the gradient norms of one
-rank's own runs were 10% apart, and one layout's last one 60% off where the nine before it had agreed (2 H200s)."""
+"""With 1e-3, bf16 rounding differences grow so fast that one rank's own runs differ too much for a test."""
 FACTOR = 3.0
-"""A layout's largest deviation over the largest of four runs: both are maxima of few draws."""
+"""Allowed ratio of a layout's largest deviation to the largest of four runs: both are maxima of few draws."""
 FLOOR = 1e-6
-"""Relative: fp32 sums over ranks differ by as much, also where one rank's runs agree by chance."""
+"""Relative error of fp32 sums over ranks, which is allowed even if one rank's runs agree by chance."""
 SETTLED_STEPS = 3
 METRICS = ("loss", "indexer_kl", "grad_norm")
 REPLICATED = {"distributed_optimizer": False}
@@ -93,7 +92,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2, sp, deepspeed 1, recompute full": ({"tensor": 2, **ZERO_1}, FULL),
     "tp 2, sp, deepspeed 3, recompute selective": ({"tensor": 2, **ZERO_3}, SELECTIVE),
 }
-"""Name -> fields of `parallel` and of `train`. DeepSpeed's are left out where it is not installed."""
+"""Maps a name to fields of `parallel` and of `train`. DeepSpeed's are left out if it is not installed."""
 
 EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, {}),
@@ -112,31 +111,29 @@ EXPERT_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp 2, ep 2": ({"pipeline": 2, "expert": 2}, {}),
     "pp 2, interleaved, ep 2": ({**INTERLEAVED, "expert": 2}, {}),
 }
-"""Likewise, with `--experts`. Two ranks run all except the four-rank ones."""
+"""The same for `--experts`. Two ranks run all except the four-rank ones."""
 
 Series = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained."""
-
     tiny: bool
     precision: str
     experts: bool = False
-    """Feed-forward layers are mixtures. Of one rank's roundings some turn a choice of experts round, too."""
+    """Whether feed-forward layers are mixtures. Rounding on one rank then also changes some choices of experts."""
     sequences: int = 8
-    """Sequences of a step: one for each of eight data-parallel ranks at least."""
+    """Sequences per step: at least one for each of eight data-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """A run of one rank; without anything, what the layouts are compared to."""
+    """Describes a run of one rank; the default run is what layouts are compared with."""
 
     backwards: bool = False
     micro_batch_size: int = 1
     parts: int = 1
-    """Of each matrix product. More than one needs the products' own gradients, so no fused operations."""
+    """Parts of each matrix product. More than one part needs separate gradients, and therefore no fused operations."""
 
 
 BASELINE = "one rank"
@@ -150,7 +147,7 @@ ONE_RANK = {
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject) -> Config:
-    """Width 256, 8 layers (four stages of two chunks), 512 tokens, budgets that leave most keys out."""
+    """Return a config of width 256, 8 layers (four stages of two chunks), 512 tokens, and small budgets."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
     tiny, width = subject.tiny, 16 if subject.tiny else 176
     if tiny:
@@ -174,7 +171,7 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
         "gsa": gsa,
         "parallel": parallel,
         "train": {**lengths, "grad_clip": 1.0, "precision": subject.precision, **train},
-        "logging": {"wandb": "disabled"},  # nothing is logged: W&B need not be installed
+        "logging": {"wandb": "disabled"},  # nothing is logged, so W&B need not be installed
     }
     if subject.experts:
         widths = {"expert_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
@@ -186,8 +183,8 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], subject: Subject)
 
 
 def in_parts(model: Model, parts: int) -> None:
-    """Matrix products as `parts` tensor-parallel ranks do them, on one rank: outputs of row-parallel layers and input
-    gradients of column-parallel ones are sums of rounded parts."""
+    """Compute matrix products on one rank as `parts` tensor-parallel ranks do. Outputs of row-parallel layers and input
+    gradients of column-parallel layers are sums of rounded parts."""
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear | ColumnParallelLinear):
@@ -210,7 +207,6 @@ def _product_in_parts(
 
 @contextmanager
 def alone() -> Iterator[Parallel]:
-    """A world of this rank, on its device."""
     world = ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
     with patch.dict(os.environ):
         for name in world:
@@ -220,7 +216,7 @@ def alone() -> Iterator[Parallel]:
 
 
 def numbers(records: Series) -> Series:
-    """What is compared, of the training steps only; None where a phase has no such number."""
+    """Return the compared numbers of the training steps; None if a phase has no such number."""
     return [
         {name: fmean(value) if isinstance(value := record.get(name), list) else value for name in METRICS}
         for record in records[:-1]
@@ -228,14 +224,13 @@ def numbers(records: Series) -> Series:
 
 
 def deviations(series: Series, expected: Series, metric: str) -> list[float]:
-    """Relative, per step."""
     pairs = [(mine[metric], other[metric]) for mine, other in zip(series, expected, strict=True)]
     return [abs(mine - other) / abs(other) if other else 0.0 for mine, other in pairs]
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Per step, from the deviations of the one-rank runs: the largest in its phase of `steps` steps so far, and at
-    least the largest of any phase's first steps, which round alike."""
+    """Return the allowed deviation per step: the largest of the one-rank runs so far in its phase of `steps` steps. It
+    is at least the largest of any phase's first steps, which round alike."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)
@@ -244,7 +239,7 @@ def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
 
 
 def judge(found: Series, one_rank: dict[str, Series], steps: int) -> dict[str, Any]:
-    """Per phase and metric: the largest deviation, and the largest share of what is allowed that a step takes."""
+    """Return the largest deviation per phase and metric, and its largest share of the allowed deviation."""
     expected, row = one_rank[BASELINE], {}
     for metric in METRICS:
         spread = [
@@ -259,15 +254,15 @@ def judge(found: Series, one_rank: dict[str, Series], steps: int) -> dict[str, A
 
 
 def largest(values: Sequence[float]) -> float:
-    """Infinity if one of them is no number: max() would pass over it."""
+    """Return the largest value, or infinity if one is NaN, which max() would ignore."""
     return math.inf if any(math.isnan(value) for value in values) else max(values)
 
 
 def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
-    """Those whose sizes divide the world, and whose libraries are here.
+    """Return the layouts whose sizes divide the world and whose libraries are installed.
 
     Raises:
-        ValueError: none fits; it says why not, of each.
+        ValueError: none fits; the message gives the reason for each.
     """
     layouts = EXPERT_LAYOUTS if subject.experts else LAYOUTS
     configs = {name: config_of(parallel, train, subject) for name, (parallel, train) in layouts.items()}
@@ -282,7 +277,6 @@ def layouts_that_fit(world_size: int, subject: Subject) -> dict[str, Config]:
 
 
 def run_one_rank(rank: int, world_size: int, steps: int, subject: Subject, lr: float) -> dict[str, Series]:
-    """This rank's part of the one-rank runs."""
     done = {}
     for name in list(ONE_RANK)[rank::world_size]:
         case = ONE_RANK[name]

@@ -1,7 +1,7 @@
-"""Many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`, whose wanted.json names them.
+"""Trains many layouts one after the other in one world of four ranks: `many_layouts.py FOLDER`.
 
-Starting a rank takes longer than the steps of a tiny model, so the ranks stay and change their layout. What model,
-context and pipeline sizes leave of the world is data parallel. Writes FOLDER/results.json.
+FOLDER/wanted.json names the layouts. Starting a rank takes longer than the steps of a tiny model, so the ranks stay and
+change their layout. The remaining ranks of a layout are data parallel. The results go to FOLDER/results.json.
 """
 
 import gc
@@ -54,11 +54,11 @@ from helpers.single_rank import EOS, SPARSE, as_numbers
 
 
 def blocks(step: int, config: Config) -> torch.Tensor:
-    """int32 [sequences, L + 1]: a global batch of documents of about 12 tokens (a third of a longer sequence), which
-    cross the borders of chunks.
+    """Draw int32 [sequences, L + 1]: a global batch of documents of about 12 tokens, which cross the borders of chunks.
 
-    Where the vocabulary is larger than a sequence no token comes twice in it: in the first layer equal tokens of a
-    document have equal keys, and which of them is selected is then decided by the last bit, if at all.
+    In longer sequences a document is a third of the sequence. If the vocabulary is larger than a sequence, no token
+    occurs twice in it. In the first layer equal tokens of a document would have equal keys, and rounding would decide
+    between them.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
@@ -86,14 +86,14 @@ def train_case(
     samples: bool = False,
     measures: bool = False,
 ) -> list[dict[str, Any]]:
-    """Every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
+    """Return every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
     Args:
-        steps: of each phase; a single phase takes the last of them.
+        steps: steps of each phase; a single phase takes the last of them.
         prepare: changes the model before it trains.
-        backwards: each step's micro-batches in the opposite order.
-        samples: also the most probable next tokens, which in bf16 rounding may decide.
-        measures: the statistics of each step.
+        backwards: run each step's micro-batches in opposite order.
+        samples: also return the most probable next tokens, which rounding may change in bf16.
+        measures: return the statistics of each step.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -130,8 +130,8 @@ def train_case(
 
 
 def requests_of(step: int, config: Config) -> list[Request]:
-    """The first and the last half of sequences, whose last tokens are scored; two have room in a sequence.
-    They have no EOS tokens, because two in one document would be a tie."""
+    """Return the first and the last half of sequences, whose last tokens are scored; two fit in a sequence. They have
+    no EOS tokens, because two in one document would tie."""
     rows = blocks(step, config).numpy()
     parts = [row[place : place + LENGTH // 2] for row in rows for place in (0, LENGTH // 2 + 1)]
     return [Request(part[part != EOS], 3 + number) for number, part in enumerate(parts)]
@@ -147,7 +147,7 @@ def take_step(
     backwards: bool = False,
     lr: float = 1e-3,
 ) -> dict[str, Any]:
-    """The numbers of one step, and of every layer if it `measures`."""
+    """Return the numbers of one step, and of every layer if it `measures`."""
     batches, detector = share(step, config, parallel), SpikeDetector(config.monitor, parallel.device)
     if backwards:
         batches.reverse()
@@ -169,9 +169,10 @@ def take_step(
 def go_on(
     config: Config, phase: PhaseConfig, parallel: Parallel, folder: Path, number: int
 ) -> list[dict[str, Any]]:
-    """A step, a checkpoint and two more steps, which the checkpoint, written meanwhile, may not contain; or these
-    two from the checkpoint. The first loss then shows the weights, the second shows the optimizer's state, and its
-    statistics the moving averages.
+    """Take a step, write a checkpoint and take two more steps, or take these two from the checkpoint.
+
+    The checkpoint is written during the two steps, which it must not contain. The first loss then tests the weights,
+    the second loss the optimizer's state, and the statistics the moving averages.
 
     Args:
         number: 0 writes; 1 has read a damaged copy before.
@@ -196,7 +197,7 @@ def go_on(
 
 
 def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, parallel: Parallel) -> None:
-    """Load a checkpoint with a wrong bit: the good one must replace whatever that load has changed."""
+    """Load a checkpoint with a wrong bit; the good one must then replace everything that this load changed."""
     damaged = good.parent / "damaged" / good.name
     if parallel.is_main:
         shutil.copytree(good, damaged)
@@ -216,9 +217,11 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """A step of one phase and two of the next, with a checkpoint between them; or these two from there. Validations
-    come before the checkpoint and the end of the phase, as in a run. With whether this rank went on from fp32 weights
-    that bf16 does not hold."""
+    """Take a step of one phase and two of the next, with a checkpoint between them, or these two from the checkpoint.
+
+    Validations come before the checkpoint and at the end of the phase, as in a run. Also return whether this rank
+    continued from fp32 weights that bf16 cannot represent.
+    """
     model = build_model(config, parallel)
     kept = None
     if not resumes:
@@ -248,11 +251,11 @@ def cross_boundary(
 
 
 def main(folder: Path) -> None:
-    from gsa_train.optimizer import zero  # here, where the ranks run
+    from gsa_train.optimizer import zero  # imported here, where the ranks run
     from helpers.zero_of_a_large_model import leave_out_what_nobody_reads, settings_of_a_large_model
 
     torch.set_num_threads(1)
-    gc.freeze()  # each layout ends with a collection, which needs not search what was imported
+    gc.freeze()  # each layout ends with a collection, which need not search imported objects
     patch.object(zero, "_settings", settings_of_a_large_model).start()
     leave_out_what_nobody_reads(setattr)
     for name, value in SAMPLE.items():
@@ -268,7 +271,7 @@ def main(folder: Path) -> None:
         config = case.config(**case.train)
         parallel = init_parallel(config.parallel, seed=1)
         trained[name] = train_case(config, parallel, case.steps, samples=True)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
         leave_layout()
     for name in wanted["resumed"]:
         case = RESHARDED[name]

@@ -1,4 +1,4 @@
-"""How far the selections of a training are from being decided by rounding, which differs between processors."""
+"""Measures how far selections in training are from ties, which rounding would decide differently on each processor."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gsa_kernels import operations_reference as reference
 
 @dataclass
 class Margins:
-    """Smallest relative distances over all queries; infinite before there was a query with a choice."""
+    """Holds the smallest relative distances over all queries; infinite until a query had a choice."""
 
     score: float = math.inf
-    """Distance of the last selected key's score to the next one's, by the largest score of the query."""
+    """Distance of the last selected key's score from the next one's, divided by the query's largest score."""
     budget: float = math.inf
-    """Distance of an unrounded budget to the next integer, for budgets that no bound decides."""
+    """Distance of an unrounded budget to the next integer, for budgets within their bounds."""
 
 
 @contextmanager
 def measured_margins() -> Iterator[Margins]:
-    """Measures the margins of the reference's selections in this process."""
+    """Measure the margins of the reference's selections in this process."""
     margins = Margins()
     select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
 

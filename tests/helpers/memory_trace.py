@@ -1,9 +1,9 @@
-"""The device memory of a training step, traced without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
+"""Traces the device memory of a training step without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
 
-The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing, so any size and any
-rank of any layout can be looked at, or the selection of some queries alone. What runs is the code of a run on a GPU,
-fused kernels included, except that kernels are not launched; what GPUs do otherwise than CPUs is put in the way of
-`_as_on_a_gpu`. Counted is every storage while it lives, in the allocator's blocks of 512 bytes.
+The step runs on tensors without contents (FakeTensorMode) in a process group that sends nothing. Any model size, any
+rank of any layout and the selection of some queries alone can therefore be traced. The code is the same as on a GPU,
+including fused kernels, but kernels are not launched. `_as_on_a_gpu` replaces what differs between GPUs and CPUs. Every
+storage counts while it lives, in the allocator's blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-os.environ["TRITON_INTERPRET"] = "1"  # kernels then take tensors of CPUs; read when they are imported
+os.environ["TRITON_INTERPRET"] = "1"  # kernels then accept CPU tensors; read when they are imported
 
 import torch
 import torch.distributed as dist
@@ -59,12 +59,12 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector
 from whole_steps.step_bench import random_batches
 
 BLOCK_BYTES = 512
-"""CUDACachingAllocator's kMinBlockSize."""
+"""kMinBlockSize of CUDACachingAllocator."""
 DEVICE_OF = torch.ops.prim.device.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, while they live."""
+    """Counts the living storages that operations create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE_OF:  # half of all calls: makes nothing, and need not go through the mode below
+        if func is DEVICE_OF:  # half of all calls: it creates nothing and need not go through the mode below
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What torch's kernel on GPUs keeps and allocates; on CPUs it is a chain of operations."""
+    """Allocates and saves what torch's kernel on GPUs does; on CPUs it is a chain of operations."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _all_alike(results: list[Any], mine: Any, group: Any = None) -> None:
 
 
 def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
-    """What calculates on the host needs numbers."""
+    """Run a function with tensor contents, because it computes on the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
@@ -123,8 +123,6 @@ def _with_contents(on_the_host: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OnTheHost(torch.Tensor):
-    """Has contents also among tensors without."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily():
@@ -132,13 +130,13 @@ class _OnTheHost(torch.Tensor):
 
 
 def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
-    """What the host reads of counts on the device, none of them above zero."""
+    """Return what the host reads as counts from the device: all zero."""
     with unset_fake_temporarily():
         return torch.zeros(tensor.shape, dtype=tensor.dtype).as_subclass(_OnTheHost)
 
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """What the host reads of the keys of each tile: all that it sees, up to `most`."""
+    """Return what the host reads as key counts of each tile: all causal keys, up to `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
@@ -152,13 +150,13 @@ def _longest_lists(most: int) -> Callable[..., CountedKeys]:
 
 
 def _even_counts(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """What the host reads of how many tokens each expert gets: of all as many."""
+    """Return what the host reads as tokens per expert: equal numbers."""
     with unset_fake_temporarily():
         return torch.full((count,), experts.numel() // count).as_subclass(_OnTheHost)
 
 
 def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Counts that the host reads: all ranks have the same."""
+    """Return counts that the host reads: the same on all ranks."""
 
     def gather(every: torch.Tensor, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(mine, _OnTheHost):
@@ -169,7 +167,7 @@ def _gathered_counts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(*args: Any) -> Exchange:
-    """The exchange of tokens by such counts, which kernels then read on the device, where they have no contents."""
+    """Plan the exchange of tokens by such counts, which kernels read on the device, where they have no contents."""
     exchange = token_exchange.plan_exchange(*args)
     of_counts = {
         name: torch.empty(value.shape, dtype=value.dtype)
@@ -197,9 +195,9 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
                 torch.nn.Module,
                 "_apply",
                 lambda self, fn, recurse=True: self,
-            ),  # all is on the device, in its precision
+            ),  # Everything is on the device, in its precision.
             (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
-            # In place, as cuBLAS does it.
+            # The operation is in place, as in cuBLAS.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),
             (
                 weight_gradients,
@@ -219,7 +217,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (groups, "count_keys", longest),
             (groups, "union_density", _with_contents(union_density)),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
-            # Reductions are in place, and what follows the backward pass has more room and reads its results.
+            # Reductions are in place. Later work has more room and reads their results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),
             (optim, "megatron_finalize_model_grads", lambda *args, **kwargs: None),
             (optim, "reduce_grad_norm", lambda *args: (None, None)),
@@ -243,8 +241,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
 def traced_steps(
     config: Config, rank: int, world_size: int, phase: int = -1, steps: int = 1
 ) -> dict[str, Any]:
-    """Bytes of parameters and their state, of all at the peak of the last of `steps` steps, and of what is left after
-    each."""
+    """Return bytes of parameters and their state, of the last step's peak, and of what remains after each step."""
     cpu_backend.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group = dist.new_group
@@ -277,7 +274,7 @@ def traced_steps(
 
 
 def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
-    """Bytes that one layer's selection of the queries from start to stop takes at its peak, and bytes of its lists."""
+    """Return peak bytes of one layer's selection of the queries from start to stop, and bytes of its lists."""
     gsa, block, dtype = config.gsa, config.gsa.selection_block, torch.bfloat16
     live, rows = LiveBytes(), stop - start
     with _as_on_a_gpu(config), FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -298,7 +295,7 @@ def traced_selection(config: Config, start: int, stop: int) -> dict[str, int]:
 def main() -> None:
     results = []
     gc.collect()
-    gc.freeze()  # what was imported need not be searched at each collection
+    gc.freeze()  # imported objects need not be searched at each collection
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(
             case["config"], case["overrides"], world_size=case["world_size"], need_data=False

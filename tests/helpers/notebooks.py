@@ -1,5 +1,5 @@
-"""Run a notebook's code cells without Jupyter. `python tests/helpers/notebooks.py examples/*.ipynb` also writes what
-they print and draw into the notebooks."""
+"""Runs a notebook's code cells without Jupyter. `python tests/helpers/notebooks.py examples/*.ipynb` also writes their
+output and figures into the notebooks."""
 
 import base64
 import contextlib
@@ -13,10 +13,10 @@ PNG_DPI = 56
 
 
 def run(path: Path) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """Execute the code cells in their order. An exception passes through; its traceback has the number of the cell.
+    """Execute the code cells in order. Exceptions propagate, and their traceback has the number of the cell.
 
     Returns:
-        the names that they leave, and the outputs of each code cell in the notebook format
+        the names that the cells define, and the outputs of each code cell in the notebook format
     """
     import matplotlib
 
@@ -52,7 +52,7 @@ def _stream(text: str) -> list[dict[str, Any]]:
 
 
 def _drawn_figures() -> list[dict[str, Any]]:
-    """The figures that a cell has drawn, closed."""
+    """Return the figures that a cell has drawn, and close them."""
     from matplotlib import pyplot
 
     outputs = []

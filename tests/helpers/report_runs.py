@@ -1,4 +1,4 @@
-"""The folder of a run as a report finds it, without a run."""
+"""Writes a run's folder as a report finds it, without a run."""
 
 import json
 

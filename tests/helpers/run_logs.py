@@ -1,4 +1,4 @@
-"""What tests log of a run, and read back."""
+"""Logs what a run logs, and reads it back."""
 
 import json
 
@@ -15,7 +15,7 @@ JSONL_ONLY = LoggingConfig(tensorboard=False, wandb="disabled")
 
 @pytest.fixture(autouse=True)
 def numbers_of_event_files(monkeypatch):
-    """From 0 in each test: TensorBoard reads files of the same second in the order of their names, 10 before 9."""
+    """Restart the numbers in each test: TensorBoard sorts files of the same second by name, 10 before 9."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 

@@ -1,4 +1,4 @@
-"""Start, watch and kill training runs: torchrun launch/pretrain.py on the bundled text, for real or as forks."""
+"""Starts, watches and kills training runs: torchrun launch/pretrain.py on the bundled text, real or forked."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from helpers.forked import OF_RANKS, ForkedAgent, ForkedRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "configs/tiny.yaml"
-"""Next to no model on sequences of 64 tokens, two at a time: what a run does about kills, saves, data and layouts is
-the same, and on CPUs a step takes a fraction of the time. The learning rates rise as at the demo's beginning, but more
-gently: every step multiplies what one rounded bit has changed."""
+"""A minimal model on sequences of 64 tokens, two at a time. Kills, saves, data and layouts work the same, and a step
+takes a fraction of the time on CPUs. The learning rates rise more slowly than the demo's, because every step amplifies
+a changed bit."""
 MARK = "GSA_TEST_RUN"
-"""Environment variable that all processes of one run inherit, workers in sessions of their own included."""
+"""Environment variable that all processes of one run inherit, including workers in their own sessions."""
 SHARED = "GSA_TEST_SHARED_RUNS"
 """Environment variable with the folder of the `finished` runs, for all processes of a test session (conftest.py)."""
 
 FAULTS = "GSA_TEST_FAULTS"
-"""Environment variable with the faults of a run, and the folder of its marks, as JSON (faults.py)."""
+"""Environment variable with a run's faults and the folder of its marks, as JSON (faults.py)."""
 
 ENVIRONMENT = {name: OF_RANKS[name] for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")}
 
 
 def inherited() -> dict[str, str]:
-    """The environment of the tests, without the W&B service that a test in this process may have begun: it keeps a run
-    that was killed for one that goes on."""
+    """Return the tests' environment without this process's W&B service, which treats a killed run as running."""
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
@@ -50,14 +49,14 @@ SMALL = (
     *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
     *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
 )
-"""The demo's model in place of the tiny one: for what depends on the model's sizes, such as kernels of GPUs."""
+"""Use the demo's model instead of the tiny one, for what depends on the model's size, such as kernels of GPUs."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
 """Time limit for anything a run does on a busy machine."""
 
 SHOWN = 5000
-"""Characters of what a run printed that failed: from its first error on, and of its end."""
+"""Characters shown of a failed run's output, from its first error and from its end."""
 ERROR = re.compile(
     r"^(\[rank\d+\]: )?(Traceback \(most recent|Fatal Python error: |terminate called )", re.MULTILINE
 )
@@ -66,10 +65,9 @@ TIMING = ("time", "tokens_per_second", "step_seconds", "data_wait", "slowest_ran
 TIMING += ("tflops_per_second", "tflops_per_second_dense_equivalent", "data_wait_seconds")
 TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_seconds")
 TIMING += ("eval_seconds", "eval_time_share", "ettr", "lost_seconds")
-"""What differs between two runs of the same steps."""
+"""Keys that differ between two runs of the same steps."""
 OF_A_GPU = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
-"""Keys that records have on GPUs alone, and that differ between runs of the same steps, too, if one does more beside
-them."""
+"""Keys that exist only on GPUs. They also differ between runs of the same steps if one run does additional work."""
 
 
 QUICK_STEPS = 10
@@ -81,18 +79,18 @@ QUICK = (
 """Half the steps, in larger micro-batches, and one checkpoint at the end."""
 
 ALL_KEYS = (*QUICK, "gsa.k_min=64", "gsa.k_base=64", "gsa.k_max=64")
-"""Every query selects all that it sees, so no rounding can change a selection."""
+"""Every query selects all its causal keys, so that rounding cannot change a selection."""
 
 TENSOR_X_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 WHOLE = (*ALL_KEYS, "checkpoint.every_steps=4", "evaluate.max_blocks=15")
-"""Saves in the warm-up, in the sparse phase and at the end; the text of its validation is of two sources."""
+"""Saves in the warm-up, in the sparse phase and at the end; the validation text has two sources."""
 WHOLE_SAVED_STEPS = (4, 8)
 
 
 def numbers_of(
     records: Iterable[dict[str, Any]], without: Sequence[str] = (), keys: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """What two runs of the same steps have in common to the last bit: everything but saves and times.
+    """Return what two runs of the same steps share to the last bit: everything except saves and times.
 
     Args:
         without: further events to leave out.
@@ -106,8 +104,7 @@ def numbers_of(
 
 
 def shown(output: str) -> str:
-    """The first error and the end of what a run printed. A rank that fails makes the others fail, which print far more
-    than it did after it."""
+    """Return the first error and the end of a run's output: ranks that fail after the first print far more."""
     end = max(0, len(output) - SHOWN)
     error = ERROR.search(output)
     first = end if error is None else min(error.start(), end)
@@ -123,13 +120,11 @@ def check_code(process: object, code: int, expected: int, output: str) -> None:
 
 @dataclass
 class Run:
-    """A run under way or over."""
-
     folder: Path
     process: subprocess.Popen[bytes] | ForkedRanks | ForkedAgent | None
-    """None for a copy, and for what another process of the test session ran."""
+    """None for a copy, and for a run of another process of the test session."""
     log: Path
-    """What this start printed."""
+    """Output of this start."""
     mark: str
 
     @property
@@ -142,28 +137,24 @@ class Run:
 
     @property
     def latest(self) -> str:
-        """Name of the checkpoint that a resume would load; empty when there is none."""
+        """Return the name of the checkpoint that a resume would load; empty if there is none."""
         pointer = self.checkpoints / "latest"
         return pointer.read_text() if pointer.exists() else ""
 
     def records(self) -> list[dict[str, Any]]:
-        """Every record logged so far."""
         path = self.folder / "metrics.jsonl"
         return read_records(path) if path.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
-        """The records of training steps, without validations."""
         return [record for record in self.records() if "event" not in record]
 
     def steps_printed(self) -> list[int]:
-        """The steps that this start took."""
         return [int(step) for step in re.findall(r"^step +(\d+)/.* gnorm ", self.output, re.MULTILINE)]
 
     def series(self, key: str) -> list[Any]:
         return [record[key] for record in self.steps()]
 
     def wait(self, expected: int = 0, seconds: float = LONGEST_WAIT_SECONDS) -> Run:
-        """Wait for the end and check the exit code."""
         assert self.process is not None
         try:
             code = self.process.wait(seconds)
@@ -176,7 +167,7 @@ class Run:
         return self
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT_SECONDS) -> None:
-        """Poll until the condition holds; fail if the run ends or the time runs out before."""
+        """Poll until the condition holds; fail if the run or the time ends first."""
         assert self.process is not None
         deadline = time.monotonic() + seconds
         looked = time.thread_time()
@@ -185,7 +176,7 @@ class Run:
             if over and not condition():
                 kill(self)
                 raise AssertionError(f"the run did not get there:\n{shown(self.output)}")
-            # Some conditions read all records, or ask all processes: a thirtieth of a core is for them.
+            # Some conditions read all records or query all processes. They may take a thirtieth of a core.
             time.sleep(max(0.01, 29 * (time.thread_time() - looked)))
             looked = time.thread_time()
 
@@ -201,12 +192,12 @@ def start(
     agent: bool = False,
     faults: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Start a run in `run_dir/name`; options such as --no-resume may stand among the overrides.
+    """Start a run in `run_dir/name`; the overrides may include options such as --no-resume.
 
     Args:
-        real: start the launcher itself; else its ranks are forked (see forked.py), which is much quicker.
-        agent: the ranks are forked by a torchrun.
-        faults: of its ranks, see faults.py.
+        real: start the launcher itself; else its ranks are forked (see forked.py), which is much faster.
+        agent: a torchrun forks the ranks.
+        faults: faults of its ranks, see faults.py.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = {MARK: uuid.uuid4().hex}
@@ -241,7 +232,7 @@ def start(
 
 
 def faulty_launcher(run_dir: Path, faults: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
-    """The file that ranks run, and what it needs of the environment."""
+    """Return the file that ranks run, and its environment."""
     if faults is None:
         return "launch/pretrain.py", {}
     paths = os.pathsep.join(filter(None, sys.path))
@@ -258,8 +249,8 @@ def run_script(
     launcher: Literal["torchrun", "python"] = "torchrun",
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Another file than the launcher, on forked ranks, to its end with this exit code; returns what it printed."""
-    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}  # forked ranks can run on nothing else
+    """Run another file than the launcher on forked ranks, check the exit code, and return the output."""
+    on_cpus = {"CUDA_VISIBLE_DEVICES": ""}  # forked ranks can only run on CPUs
     environment = {**inherited(), **ENVIRONMENT, **on_cpus, **(environment or {})}
     forked = ForkedRanks(command, REPOSITORY, environment, {}, log, ranks, rendezvous=launcher == "torchrun")
     try:
@@ -274,18 +265,17 @@ def run_script(
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1, **options: Any) -> Run:
-    """A whole run, from start to its successful end."""
     return start(run_dir, *overrides, ranks=ranks, **options).wait()
 
 
 @cache
 def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
-    """A whole run, made once per test session and shared: leave its folder as it is."""
+    """Return a complete run, made once per test session and shared: do not change its folder."""
     digest = hashlib.sha256(repr((overrides, ranks, real)).encode()).hexdigest()[:16]
     folder = Path(os.environ[SHARED]) / digest
     log = folder / "finished.log"
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the session may create it
         if not log.exists():
             run = train(folder, *overrides, ranks=ranks, real=real)
             run.log.rename(log)
@@ -293,22 +283,22 @@ def finished(*overrides: str, ranks: int = 1, real: bool = False) -> Run:
 
 
 def whole_run(layout: Literal["one rank", "tensor x pipeline", "context"]) -> Run:
-    """A `finished` run of `WHOLE` in one of three layouts."""
+    """Return a `finished` run of `WHOLE` in one of three layouts."""
     if layout == "tensor x pipeline":
         return finished(*WHOLE, *TENSOR_X_PIPELINE, ranks=4)
     if layout == "context":
-        # torchrun's own ranks, each with its own order of sets; all other finished runs are forked from one process.
+        # torchrun's own ranks have their own orders of sets; all other finished runs are forked from one process.
         return finished(*WHOLE, "parallel.context=2", ranks=2, real=True)
     return finished(*WHOLE)
 
 
 def processes_of(run: Run) -> list[psutil.Process]:
-    """Every living process of a run: launcher, ranks, readers, checkpoint writers."""
+    """List every living process of a run: launcher, ranks, readers, checkpoint writers."""
     sessions = run.process.pids if isinstance(run.process, (ForkedRanks, ForkedAgent)) else []
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # Other processes see the server's environment as the fork's.
+            # Other processes see the server's environment in place of the fork's.
             belongs = os.getsid(process.pid) in sessions or process.environ().get(MARK) == run.mark
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
@@ -316,7 +306,7 @@ def processes_of(run: Run) -> list[psutil.Process]:
 
 
 def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
-    """What outlives the end of a run by so long: W&B's service and readers follow their ranks by themselves."""
+    """List the processes that outlive a run by this time: W&B's service and readers end after their ranks."""
     deadline = time.monotonic() + seconds
     while (found := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -324,7 +314,7 @@ def left_of(run: Run, seconds: float = 100) -> list[psutil.Process]:
 
 
 def kill(run: Run, at_once: Sequence[psutil.Process] = ()) -> list[int]:
-    """SIGKILL to every process of a run, first to those named; returns their ids, all of them dead."""
+    """Send SIGKILL to every process of a run, first to the given ones; return their ids after all are dead."""
     assert run.process is not None
     killed: list[int] = []
     deadline = time.monotonic() + 100

@@ -1,4 +1,4 @@
-"""A small trained model and savers of it, for tests of checkpoints: import the fixtures to use them."""
+"""Provides fixtures for tests of checkpoints: a small trained model, and savers of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-core with one rank in this process, and models small enough for unit tests."""
+"""Runs megatron-core with one rank in this process, on models small enough for unit tests."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ WARM_UP = PhaseConfig(name="warm-up", steps=10, attention="dense", train="indexe
 SPARSE = PhaseConfig(name="sparse", steps=10, attention="sparse", train="all", lr=1e-2, min_lr=1e-3)
 DENSE = PhaseConfig(name="dense", steps=10, attention="dense", train="base", lr=1e-2, min_lr=1e-3)
 
-# init_std is large, so that attention, scores and budgets differ visibly between tokens.
+# init_std is large, so that attention, scores and budgets differ clearly between tokens.
 CONFIG = Config(
     model=ModelConfig(
         num_layers=2,
@@ -46,14 +46,14 @@ CONFIG = Config(
 
 @cache
 def single_rank() -> Parallel:
-    """Join a world of one, once per process: megatron-core keeps its groups in global variables."""
+    """Join a world of one, once per process, because megatron-core keeps its groups in global variables."""
     assert "RANK" not in os.environ, "these tests make their own world of one rank"
     torch.set_num_threads(1)  # the tensors here are small
     return init_parallel(ParallelConfig(), seed=1)
 
 
 def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, Any]) -> Config:
-    """`CONFIG` with other fields in the sections named: `tiny_config(gsa={"k_base": 3})`."""
+    """Return `CONFIG` with other fields in the named sections: `tiny_config(gsa={"k_base": 3})`."""
     config = CONFIG if phases is None else dataclasses.replace(CONFIG, phases=phases)
     for name, fields in sections.items():
         config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields)})
@@ -62,7 +62,7 @@ def tiny_config(phases: list[PhaseConfig] | None = None, **sections: dict[str, A
 
 
 def tiny_model(config: Config, variance_ema: float | None = None) -> Model:
-    """A model, its moving averages set as if it had trained before."""
+    """Return a model with moving averages as if it had trained before."""
     model = build_model(config, single_rank())
     if variance_ema is not None:
         for attention in model.attentions:
@@ -72,7 +72,7 @@ def tiny_model(config: Config, variance_ema: float | None = None) -> Model:
 
 
 def random_blocks(config: Config, seed: int = 0) -> torch.Tensor:
-    """int32 [global batch, L + 1]; about every sixth token ends a document."""
+    """Draw int32 [global batch, L + 1]; about every sixth token ends a document."""
     generator = torch.Generator().manual_seed(seed)
     shape = (config.train.global_batch_size, config.train.seq_len_tokens + 1)
     tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
@@ -81,14 +81,13 @@ def random_blocks(config: Config, seed: int = 0) -> torch.Tensor:
 
 
 def random_batches(config: Config, seed: int = 0, attend_across: bool = False) -> list[MicroBatch]:
-    """The micro-batches of one step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = random_blocks(config, seed).to(device).split(config.train.micro_batch_size)
     return [to_micro_batch(part, EOS, attend_across) for part in parts]
 
 
 def token_losses(model: Model, batch: MicroBatch, **of_pass: Any) -> torch.Tensor:
-    """Cross-entropy of each label, [B, L], by a forward pass of the whole model, of the phase's kind.
+    """Compute the cross-entropy of each label, [B, L], by a forward pass of the whole model.
 
     Args:
         of_pass: other fields of the `AttentionPass`.
@@ -122,7 +121,7 @@ def step_gradients(
     step: int = 0,
     measures: bool = False,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    """A step with learning rate 0, and the gradients it made of what the phase trains."""
+    """Take a step with learning rate 0, and return the gradients of the phase's trained parameters."""
     optimizer = build_optimizer(model, phase, config)
     result = take_step(model, optimizer, batches, config, lr=0.0, step=step, measures=measures)
     gradients = {
@@ -139,24 +138,22 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
 
 
 def shared_mask(model: Model) -> torch.Tensor:
-    """bool [B, L, L]: what the layer that has just run selected."""
+    """Return bool [B, L, L]: the selection of the last layer that ran."""
     packed_mask = model.runtime.shared_selection[0].packed_mask
     return unpack_mask(packed_mask, packed_mask.shape[1])
 
 
 def read_stats(model: Model) -> dict[str, list[float]]:
-    """What the layers measured since the last reset, by name and layer; NaN for a layer that did not."""
+    """Return the layers' statistics since the last reset, by name and layer; NaN for a layer without."""
     nothing = torch.zeros(0, dtype=torch.float64)
     return as_numbers(model.runtime.stats.reduce(nothing, [], [])[0])
 
 
 def as_numbers(layers: dict[str, list[float | None]]) -> dict[str, list[float]]:
-    """NaN where a layer has recorded nothing."""
     return {name: [math.nan if each is None else each for each in row] for name, row in layers.items()}
 
 
 def measure(config: Config, phase: PhaseConfig) -> dict[str, list[float]]:
-    """The statistics of one step's batches, per layer."""
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, phase)
     for batch in random_batches(config):

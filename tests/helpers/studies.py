@@ -1,4 +1,4 @@
-"""A small study, and runs of it as their folders would be."""
+"""Creates a small study and the folders of its runs."""
 
 import json
 import subprocess
@@ -58,5 +58,4 @@ def record(step: int, loss: float | str, seconds: float = 1.0, **others: Any) ->
 
 
 def unpack(pack: Path, folder: Path) -> None:
-    """As the guide does."""
     subprocess.run(["tar", "xf", pack, "-C", folder], check=True)

@@ -1,7 +1,5 @@
-"""Three ways of parallelism at once, in one world of eight ranks: `three_way_layouts.py FOLDER`.
-
-As many_layouts.py does with four ranks: the ranks stay and change their layout. Writes FOLDER/results.json.
-"""
+"""Combines three kinds of parallelism in one world of eight ranks: `three_way_layouts.py FOLDER`. The ranks stay and
+change their layout, as in many_layouts.py with four ranks. The results go to FOLDER/results.json."""
 
 import gc
 import json
@@ -37,19 +35,19 @@ CHAIN = (
     (TENSOR_PIPELINE_CONTEXT, TENSOR_PIPELINE_DATA),
     (TENSOR_CONTEXT_DATA, TENSOR_PIPELINE_CONTEXT),
 )
-"""For each phase who takes its steps, one each, from the checkpoint of the one before: each goes on from another."""
+"""Layouts that take the steps of each phase, one each; each continues from the previous layout's checkpoint."""
 PHASE_STEPS = len(CHAIN[0])
 CHAINED = Case({"pipeline": 2}, TIED, steps=(PHASE_STEPS, PHASE_STEPS))
-"""What the chain trains; the pipeline stands for the number of layers."""
+"""The config that the chain trains; the pipeline sets the number of layers."""
 
 
 def micro_batches(name: str) -> dict[str, Any]:
-    """Two micro-batches a step for a pipeline, one where there is none."""
+    """Return two micro-batches per step for a pipeline, one otherwise."""
     return {} if name == TENSOR_PIPELINE_DATA else PAIRS
 
 
 def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Step `step` + 1 of the chain in this layout, from the checkpoint before it; saved after it, for the next one.
+    """Take step `step` + 1 of the chain in this layout, from the previous checkpoint, and save a checkpoint.
 
     Returns:
         The layout, and the step's numbers.
@@ -62,7 +60,7 @@ def go_on(name: str, phase: int, step: int, folder: Path) -> tuple[tuple[int, ..
     if step:
         in_phase = step % PHASE_STEPS > 0
         load_checkpoint(folder / f"step_{step:08d}", model, optimizer, parallel, with_optimizer=in_phase)
-    measures = (step + 1) % PHASE_STEPS == 0  # as `train_case` does
+    measures = (step + 1) % PHASE_STEPS == 0  # as in `train_case`
     record = take_step(step, model, optimizer, config, parallel, measures)
     if step < len(CHAIN) * PHASE_STEPS - 1:
         saver = CheckpointSaver(folder, CheckpointConfig(async_save=False), parallel)
@@ -84,7 +82,7 @@ def main(folder: Path) -> None:
         config = case.config(**micro_batches(name))
         parallel = init_parallel(config.parallel, seed=1)
         trained[name] = parallel.layout, train_case(config, parallel, case.steps, samples=True)
-        print(f"rank {parallel.rank}: {name}", flush=True)  # how far it came, should it hang
+        print(f"rank {parallel.rank}: {name}", flush=True)  # shows the progress if it hangs
         leave_layout()
     order = [(number, name) for number, names in enumerate(CHAIN) for name in names]
     chained = [go_on(name, number, step, folder) for step, (number, name) in enumerate(order)]

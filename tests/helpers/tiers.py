@@ -1,4 +1,4 @@
-"""Which cases of a table the nightly tests alone have, and which of them this session runs."""
+"""Decides which cases of a table only nightly tests run, and which of them this session runs."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,20 +7,20 @@ import pytest
 
 
 def with_nightly(names: Iterable[str], nightly: Collection[str]) -> list[Any]:
-    """For `parametrize`: all names, those in `nightly` marked as such."""
+    """Return all names for `parametrize`, with the names in `nightly` marked."""
     names = list(names)
     assert not set(nightly) - set(names), f"no such cases: {sorted(set(nightly) - set(names))}"
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
 
 
 def runs_nightly(request: pytest.FixtureRequest) -> bool:
-    """Whether this session runs nightly tests of the fixture's module."""
+    """Return whether this session runs nightly tests of the fixture's module."""
     items = request.session.items
     return any(item.path == request.path and item.get_closest_marker("nightly") for item in items)
 
 
 def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """The `name`s with which this session runs a test of the fixture's module, so that the fixture makes no others."""
+    """Return each `name` for which this session runs a test of the module, so that the fixture creates no others."""
     return [
         item.callspec.params["name"]
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""A `Run` in this process, with nothing around it: no launcher, no folder, no watchdog."""
+"""Creates a `Run` in this process without launcher, folder or watchdog."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from helpers.single_rank import random_batches, single_rank
 
 
 def tiny_run(config: Config, model: Model, **fields: Any) -> Run:
-    """Trains on random tokens, saves nothing, is never asked to stop and logs into the void, unless `fields` say
-    otherwise: fields of `Run` and of what it holds, all by their own names."""
+    """Return a run that trains on random tokens, saves and logs nothing, and is never asked to stop. `fields` override
+    fields of `Run` and of its parts, by their own names."""
     text = {"next_step": lambda: random_batches(config), "wait_seconds": 0.0, "counters": {}}
     defaults = {
         "batches": Mock(state=dict, checksum=lambda: 0, **text),

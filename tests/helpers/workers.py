@@ -1,9 +1,8 @@
-"""Workers that a test session forks once everything is collected: `pytest --workers N`.
+"""Forks workers of a test session after all tests are collected: `pytest --workers N`.
 
-Importing torch, megatron-core, transformers and all tests takes 19 CPU seconds. Here the session does so once, and its
-workers share what it has imported; pytest-xdist's workers are separate interpreters. Each worker takes the next file
-when it has done one, so that what a file's tests share is made once. What tests report goes to the session, which
-prints and counts it as if it had run them.
+Importing torch, megatron-core, transformers and all tests takes many CPU seconds. The session imports them once and its
+workers share them, unlike pytest-xdist's workers, which are separate interpreters. Each worker takes one file after the
+other, so that a file's shared fixtures are created once. Results go to the session, which prints and counts them.
 """
 
 import atexit
@@ -26,7 +25,7 @@ import torch
 from helpers import forked
 
 STARTING_RANKS = {"distributed", "resume", "e2e"}
-"""Folders whose tests fork ranks: these come from one server, which is started before the workers."""
+"""Folders whose tests fork ranks from one server, which starts before the workers."""
 
 Start = tuple[str, tuple[str, int | None, str]]
 """A test's node id and location."""
@@ -34,15 +33,13 @@ Start = tuple[str, tuple[str, int | None, str]]
 
 @dataclass
 class Worker:
-    """What the session knows of one."""
-
     pid: int
     received: Connection
     running: list[Start] = field(default_factory=list)
 
 
 def run_in_workers(session: pytest.Session, count: int) -> None:
-    """All collected tests, in `count` forked processes."""
+    """Run all collected tests in `count` forked processes."""
     if torch.cuda.is_initialized():
         raise pytest.UsageError("--workers: collecting the tests has initialized CUDA; pass --workers 1")
     if any(STARTING_RANKS & set(item.path.parts) for item in session.items):
@@ -51,7 +48,7 @@ def run_in_workers(session: pytest.Session, count: int) -> None:
     queue, fill = os.pipe()
     for number in range(len(files)):
         os.write(fill, number.to_bytes(2, "big"))
-    os.close(fill)  # who reads on when it is empty learns that nothing comes
+    os.close(fill)  # a reader of the empty pipe then gets end-of-file
     workers = [_fork(session, files, queue) for _ in range(count)]
     os.close(queue)
     try:
@@ -73,12 +70,12 @@ def _fork(session: pytest.Session, files: Sequence[list[pytest.Item]], queue: in
     pid = os.fork()
     if pid == 0:
         _work(session, files, queue, sent)
-    sent.close()  # the worker has the only one, whose end is the worker's
+    sent.close()  # the worker has the only copy, and closing it signals its end
     return Worker(pid, received)
 
 
 def _listen(session: pytest.Session, workers: dict[Any, Worker]) -> int:
-    """Pass on what workers report, until all have ended; returns how many tests have run."""
+    """Forward what workers report until all have ended; return how many tests have run."""
     hook, finished = session.config.hook, 0
     while workers:
         for received in wait(list(workers)):
@@ -105,7 +102,7 @@ def _listen(session: pytest.Session, workers: dict[Any, Worker]) -> int:
 
 
 def _bury(session: pytest.Session, worker: Worker) -> None:
-    """A worker ends with code 0 after its last test; otherwise the test that it was at has failed."""
+    """Report a worker's end: a code other than 0 means that its current test has failed."""
     code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
     if code == 0 and not worker.running:
         return
@@ -119,8 +116,6 @@ def _bury(session: pytest.Session, worker: Worker) -> None:
 
 
 class _Reporter:
-    """In a worker: what is reported goes to the session."""
-
     def __init__(self, config: pytest.Config, sent: Connection) -> None:
         self._config, self._sent = config, sent
 
@@ -137,7 +132,7 @@ class _Reporter:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
     ) -> None:
-        """A warning's own class may not be known to the session: its text is sent."""
+        """Send a warning's text, because the session may not know its class."""
         text = f"{warning_message.category.__name__}: {warning_message.message}"
         plain = warnings.WarningMessage(
             UserWarning(text), UserWarning, warning_message.filename, warning_message.lineno
@@ -147,7 +142,7 @@ class _Reporter:
 
 
 class _Silent(pytest.TerminalReporter):
-    """Stands for the terminal in a worker: other plugins ask for it."""
+    """Replaces the terminal in a worker, because other plugins ask for it."""
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         pass
@@ -169,7 +164,7 @@ def _work(
         manager.register(_Silent(session.config, StringIO()), "terminalreporter")
         manager.register(_Reporter(session.config, sent))
         capture = manager.get_plugin("capturemanager")
-        capture.stop_global_capturing()  # into a file that all workers would write to
+        capture.stop_global_capturing()  # it would go to one file for all workers
         capture.start_global_capturing()
         forked.keep_server()
         items = _in_order(files, queue)

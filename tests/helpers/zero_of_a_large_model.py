@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 as a large model meets it, for tiny models."""
+"""Makes DeepSpeed's ZeRO-3 treat tiny models like a large model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ _settings = zero._settings
 
 
 def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
-    """In place of `zero._settings`: every parameter is cut, released after each use and gathered again, and at the end
-    of a forward pass some are on their way for a backward pass. DeepSpeed's defaults would keep a tiny model whole."""
+    """Replace `zero._settings`: shard every parameter, release it after each use, and gather it again. Some parameters
+    are in flight for the backward pass when a forward pass ends. DeepSpeed's defaults would not shard a tiny model."""
     settings = _settings(*args)
     settings["zero_optimization"].update(
         stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=100
@@ -21,9 +21,9 @@ def settings_of_a_large_model(*args: Any) -> dict[str, Any]:
 
 
 def leave_out_what_nobody_reads(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """DeepSpeed's ranges for a profiler of GPUs, around each of its functions, and the text of all parameters, which
-    each start makes and does not print: together some 6% of what tiny models take."""
-    from deepspeed.utils import nvtx  # here, where it runs
+    """Skip profiler ranges of GPUs around each function, and a text of all parameters that no one prints. Together they
+    take some 6% of a tiny model's time."""
+    from deepspeed.utils import nvtx  # imported here, where it runs
 
     set_attribute(nvtx, "enable_nvtx", False)
     set_attribute(torch.nn.Parameter, "__repr__", object.__repr__)

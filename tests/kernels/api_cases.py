@@ -1,4 +1,4 @@
-"""Calls of the API, each of one kind of selection, and the inputs that they are given."""
+"""Lists calls of the API, one for each kind of selection, and their inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsa_kernels.types import Implementation, RowSample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 40, 4, 1, 32
-WIDE = (24, 2, 256)  # of Qwen3.5
+WIDE = (24, 2, 256)  # as in Qwen3.5
 RULE = BudgetRule(k_base=6, k_min=2, k_max=12)
 EMA = 0.01
 

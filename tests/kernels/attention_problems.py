@@ -1,4 +1,4 @@
-"""Attention in torch, and how near the kernels have to be to it."""
+"""Computes attention in torch, and the tolerance for the kernels."""
 
 import torch
 
@@ -8,27 +8,27 @@ NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_gate")
 
 
 def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
-    """q, k, v and the logits of the gate"""
+    """Draw q, k, v and the logits of the gate."""
     return [
         torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
     ]
 
 
 def from_query(inputs, first):
-    """The same with the queries from `first` on alone; without the gate where there is none."""
+    """Return the inputs with only the queries from `first` on; the gate may be None."""
     q, k, v, gate = inputs
     return [q[:, first:], k, v, None if gate is None else gate[:, first:]]
 
 
 def differentiated(attend, inputs, grad):
-    """Output, lse and the gradients of those inputs that there are."""
+    """Return output, lse and the gradients of inputs that are not None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     out, lse = attend(*leaves)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, [x for x in leaves if x is not None], grad)]
 
 
 def reference(inputs, mask, grad):
-    """In fp64."""
+    """Attend in fp64."""
 
     def attend(q, k, v, gate):
         out = sparse_attention(q, k, v, mask).out
@@ -41,7 +41,7 @@ def reference(inputs, mask, grad):
 
 
 def plain(inputs, mask, grad):
-    """In the dtype of the inputs, the way it is written in torch."""
+    """Attend in the dtype of the inputs, with plain torch operations."""
 
     def attend(q, k, v, gate):
         ratio = q.shape[2] // k.shape[2]
@@ -55,11 +55,11 @@ def plain(inputs, mask, grad):
 
 
 def check(inputs, mask, *attends):
-    """Every result of each is within twice the error of the same calculation in torch, both against fp64. Returns
-    each one's, all with the same gradient of the output."""
+    """Check that all results are within twice torch's error in the same dtype, both against fp64. Return the results,
+    all with the same gradient of the output."""
     grad = torch.randn_like(inputs[0])
     wanted, other = reference(inputs, mask, grad), plain(inputs, mask, grad)
-    # Where torch's error vanishes (a single key has probability exactly 1) the rounding of sums over the head remains.
+    # Where torch's error vanishes (a single key has probability exactly 1), the rounding of sums over the head remains.
     floor = (
         max(4.0, inputs[0].shape[-1] ** 0.5)
         * torch.finfo(inputs[0].dtype).eps

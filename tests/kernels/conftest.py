@@ -6,7 +6,7 @@ from gsa_kernels.devices import on_hopper
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Asked while tests are collected, the device's kind would initialize CUDA, and no worker could be forked."""
+    """Ask for the device here, because asking during collection would initialise CUDA and prevent forks."""
     if item.get_closest_marker("hopper") and not (
         torch.cuda.is_available() and on_hopper(torch.device("cuda"))
     ):
@@ -15,7 +15,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """The tensors here are small: threads only get in each other's way."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

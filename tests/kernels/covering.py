@@ -1,4 +1,4 @@
-"""Cases of several options in which every pair of values comes together at least once, instead of all products."""
+"""Builds cases in which every pair of option values occurs together at least once, instead of all products."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Case = dict[str, Any]
 
 
 def covering(**options: Sequence[Any]) -> list[Case]:
-    """Greedy: each case takes from all products the first one with most pairs that no case has yet."""
+    """Choose greedily: each case is the first product that covers the most new pairs."""
     sizes = [len(values) for values in options.values()]
     new = {}
-    """For two options: which pairs of their values no case has, in the shape of all products."""
+    """Maps two options to the pairs of values that no case has yet, in the shape of all products."""
     for pair in combinations(range(len(sizes)), 2):
         new[pair] = np.ones([size if i in pair else 1 for i, size in enumerate(sizes)], np.int16)
     cases = []
@@ -30,7 +30,7 @@ def covering(**options: Sequence[Any]) -> list[Case]:
 
 
 def covered(name: str, **options: Sequence[Any]) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` of the argument `name` with `covering(**options)`."""
+    """Return `pytest.mark.parametrize` of the argument `name` with `covering(**options)`."""
     return pytest.mark.parametrize(name, covering(**options), ids=_name)
 
 

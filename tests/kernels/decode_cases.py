@@ -1,4 +1,4 @@
-"""Tokens to decode, and what their selection and attention are compared with."""
+"""Creates tokens to decode, and the expected selection and attention."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +29,6 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One token of each sequence, and the caches."""
-
     q: torch.Tensor
     indexer: Indexer
     cache: state.LayerCache
@@ -51,11 +49,11 @@ class Case:
         return self.cache.workspace
 
     def with_new(self, **changes: Any) -> "Case":
-        """The same cache, with other lengths, or another selection or workspace."""
+        """Return the same cache with other lengths, another selection or another workspace."""
         return replace(self, cache=replace(self.cache, **changes))
 
     def causal(self) -> torch.Tensor:
-        """bool [B, L_max]"""
+        """Return bool [B, L_max]."""
         return torch.arange(self.max_length, device=self.q.device) < self.lengths[:, None]
 
     def step(
@@ -65,7 +63,7 @@ class Case:
         return op.decode_step(self.q, self.indexer, self.cache, rule, self.ema, geometry, self.gate, out)
 
     def selected(self) -> torch.Tensor:
-        """bool [B, L_max]; also that the indices ascend."""
+        """Return bool [B, L_max], and check that the indices ascend."""
         selection = self.cache.selection
         mask = torch.zeros(len(self.q), self.max_length, dtype=torch.bool, device=self.q.device)
         for row, count in enumerate(selection.counts.tolist()):
@@ -133,7 +131,7 @@ def make_case(
 
 
 def check_selection(case: Case, rule: BudgetRule = RULE) -> None:
-    """Scores and variance to rounding; budget, given the variance, and selection, given the scores, exactly."""
+    """Check scores and variance up to rounding, budget given the variance, and selection given the scores."""
     selection, x = case.cache.selection, case.indexer
     causal = case.causal()
     scores = torch.where(causal, case.workspace.scores[:, : case.max_length], 0)
@@ -141,7 +139,7 @@ def check_selection(case: Case, rule: BudgetRule = RULE) -> None:
     doubles = {n: getattr(x, n).double() for n in names if getattr(x, n) is not None}
     exact = ops.decode_top_k(replace(x, **doubles), case.lengths, rule, case.ema)
     difference = torch.where(causal, scores - exact.scores, 0).abs().max()
-    # The tanh of the hardware is good to 2^-11 of each head's weight; scores of ReLU may be large.
+    # The hardware's tanh has an error of 2^-11 of each head's weight; scores of ReLU may be large.
     scale = max(1.0, exact.scores.abs().max().item())
     half = x.queries.dtype != torch.float32
     assert difference <= x.queries.shape[2] * scale * (2**-11 if half else 2e-6)
@@ -155,7 +153,7 @@ def check_selection(case: Case, rule: BudgetRule = RULE) -> None:
 
 
 def check_attention(case: Case, out: torch.Tensor, selected: torch.Tensor, window: int) -> None:
-    """Within twice the error of torch in the same dtype, both against fp64."""
+    """Check that the error is within twice torch's in the same dtype, both against fp64."""
     assert out.dtype == case.q.dtype
     assert bool(out.isfinite().all())
     caches = (case.cache.k, case.cache.v)
@@ -190,7 +188,7 @@ def check(case: Case, rule: BudgetRule = RULE, window: int = 0) -> None:
     check_selection(case, rule)
     selected = case.selected()
     check_attention(case, out, selected, window)
-    # A second call, with the workspace as the first one left it, gives the same bits.
+    # A second call with the same workspace gives the same bits.
     again = case.with_new(
         selection=replace(case.cache.selection, indices=torch.zeros_like(case.cache.selection.indices))
     )

@@ -1,4 +1,4 @@
-"""Problems of the indexer loss in attention's backward pass, and what its results are compared with."""
+"""Creates problems of the indexer loss in attention's backward pass, and the expected results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ devices = pytest.mark.parametrize("device", [CPU, GPU])
 ATTENDED = ("q", "k", "v", "gate_logits")
 LOSS_SCALE = 0.375
 TARGET_EPS = 2.0**-10
-"""The target is fp16: its parts are rounded, on a GPU also their sums of two heads, and what the loss adds up of them.
-Half of this each, here and there more or less."""
+"""Tolerance for the fp16 target, about half for each of two roundings: of its parts (on a GPU also of sums of two
+heads), and of their sum in the loss."""
 TRAINING: dict[str, Any] = {"heads": (16, 4), "head_size": 128, "indexer": (4, 64)}
 
 
@@ -33,7 +33,7 @@ class Fused:
     v: torch.Tensor
     gate_logits: torch.Tensor | None
     grad: torch.Tensor
-    """Of the output."""
+    """Gradient of the output."""
 
     @property
     def attended(self) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ class Fused:
 
 
 def make_case(length: int, device: str, *, sharing: int = 1, gated: bool = True, **options: Any) -> Fused:
-    """`sharing` queries have one selection."""
+    """Create a case in which `sharing` queries have one selection."""
     options = {"dtype": torch.bfloat16, "batch": 1, "indexer": (2, 16), **options}
     form = "packed mask" if sharing == 1 else f"packed mask {sharing}"
     problem = make_problem(form, length, device, **options)
@@ -77,7 +77,7 @@ def run(
     implementation: Any = "triton",
     dtype: torch.dtype | None = None,
 ) -> Results:
-    """Output, KL of the rows where it is read, and all gradients."""
+    """Return output, KL of the rows if read, and all gradients."""
     leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in case.tensors.items()}
     with_leaves = case.with_tensors(leaves)
     rows: list[torch.Tensor] = []
@@ -104,8 +104,8 @@ def assert_equal(got: Results, wanted: Results) -> None:
 
 
 def check(case: Fused, **options: Any) -> Results:
-    """Errors at most twice the errors of the reference in the same dtype, plus rounding: the largest error for
-    attention's results, the norm for the indexer's, as in their own tests."""
+    """Check that errors are at most twice the reference's in the same dtype, plus rounding. As in their own tests,
+    attention's results are compared by the largest error, and the indexer's by the norm."""
     got = run(case, **options)
     exact = run(case, implementation="reference", dtype=torch.float64)
     same = run(case, implementation="reference")
@@ -121,7 +121,7 @@ def check(case: Fused, **options: Any) -> Results:
             floor = 4 * torch.finfo(value.dtype).eps * largest
         else:
             error, of_reference = (x.norm() for x in errors)
-            # biases and beta are in fp32, of rounded inputs
+            # Biases and beta are in fp32, from rounded inputs.
             in_full = name in case.tensors and value.dtype == torch.float32
             floor = (2 if in_full else 1) * TARGET_EPS * want.norm() + 1e-5
         message = f"{name}: {error} against {of_reference}, at most {want.abs().max()}"
@@ -130,7 +130,7 @@ def check(case: Fused, **options: Any) -> Results:
 
 
 def assert_attention_is_untouched(case: Fused, got: Results) -> None:
-    """Bit for bit the result of the kernels that do nothing else."""
+    """Check that attention has the same bits as the kernels without the loss."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.attended.items()}
     problem = case.problem
     given = (problem.selection, problem.geometry, leaves.get("gate_logits"))

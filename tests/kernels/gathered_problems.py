@@ -1,4 +1,4 @@
-"""Masks, key lists and inputs for the tests of attention over key lists."""
+"""Creates masks, key lists and inputs for the tests of attention over key lists."""
 
 import torch
 
@@ -6,13 +6,13 @@ from gsa_kernels.key_lists.format import KeyLists
 
 
 def random_mask(batch, length, chance, device):
-    """Every query selects itself and each earlier key with the given chance."""
+    """Let every query select itself and each earlier key with the given chance."""
     mask = (torch.rand(batch, length, length, device=device) < chance).tril()
     return mask | torch.eye(length, dtype=torch.bool, device=device)
 
 
 def document_mask(batch, length, device):
-    """The causal keys of packed documents, cut at other places in each sequence."""
+    """Select the causal keys of packed documents, which begin at different positions in each sequence."""
     position = torch.arange(length, device=device)
     cuts = torch.tensor([[length // 3 + b, length // 2 + 2 * b] for b in range(batch)], device=device)
     document = (position[None, :, None] >= cuts[:, None, :]).sum(-1)
@@ -20,7 +20,7 @@ def document_mask(batch, length, device):
 
 
 def block_mask(batch, length, block, window, chance, device):
-    """One random selection per block of queries, from before the window of its first, and the windows."""
+    """Select keys before the window of a block's first query at random for all its queries, and add the windows."""
     position = torch.arange(length, device=device)
     row, key = position[:, None], position[None, :]
     leader = row // block * block
@@ -30,10 +30,8 @@ def block_mask(batch, length, block, window, chance, device):
 
 
 def with_full_parts(lists: KeyLists, block: int) -> KeyLists:
-    """The same selection with the entries that all queries of a tile share moved to the full part.
-
-    Tiles of one block of queries that share these keys point to one copy of their list.
-    """
+    """Return the same selection with entries that all queries of a tile share in the full part. Tiles of one block of
+    queries that share these keys point to one copy of their list."""
     keys, words, fulls, counts, starts, word_starts = [], [], [], [], [], []
     num_keys = num_words = 0
     batch, tiles = lists.counts.shape

@@ -1,4 +1,4 @@
-"""Where a test of kernels runs: on a CUDA device where there is one, else on the CPU in Triton's interpreter."""
+"""Chooses where kernel tests run: on a CUDA device if there is one, else on the CPU in Triton's interpreter."""
 
 import pytest
 import torch

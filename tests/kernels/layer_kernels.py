@@ -1,4 +1,4 @@
-"""What the tests of a layer's elementwise kernels share: buffers of NaN, outputs and gradients, and errors."""
+"""Provides what tests of elementwise kernels share: buffers of NaN, outputs and gradients, and errors."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """New buffers hold NaN: what is not written shows."""
+    """Fill new buffers with NaN, which reveals elements that are never written."""
     empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
@@ -24,7 +24,7 @@ def relative_error(found, expected):
 
 
 def assert_as_good(found, plain, exact, dtype):
-    """Within twice the error of the reference in the same dtype, and a few units in the last place."""
+    """Check that errors are within twice the reference's in the same dtype, plus a few units in the last place."""
     floor = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
     for one, other, truth in zip(found, plain, exact, strict=True):
         assert one.dtype == other.dtype
@@ -32,7 +32,7 @@ def assert_as_good(found, plain, exact, dtype):
 
 
 def run(function, leaves, grads):
-    """Outputs and gradients of a function of some leaves."""
+    """Return outputs and gradients of a function of some leaves."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     outputs = function(*leaves)
     outputs = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out is not None]

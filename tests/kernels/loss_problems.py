@@ -1,4 +1,4 @@
-"""Problems of the indexer loss: inputs, what the queries attend to, and what the results are compared with."""
+"""Creates problems of the indexer loss: inputs, attended keys, and expected results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FORMS = {
     "shared 16": 16,
     "shared 64": 64,
 }
-"""What is attended to, and how many queries share a selection."""
+"""The attended keys, and the number of queries that share a selection."""
 
 Loss = Callable[[Indexer, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Indexer, q and k -> the loss and the KL of its rows."""
+"""Maps indexer, q and k to the loss and the KL of its rows."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Problem:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The indexer's tensors that have a gradient."""
         names = (
             "queries",
             "keys",
@@ -59,11 +58,11 @@ class Problem:
 
     @property
     def attended(self) -> torch.Tensor:
-        """bool [B, R, Lk]: the attended set of each row."""
+        """Return bool [B, R, Lk]: the attended set of each row."""
         return self.mask[:, :: self.geometry.selection_block]
 
     def attending_to(self, mask: torch.Tensor) -> Problem:
-        """The same with another mask, and what belongs to it."""
+        """Return the same problem with another mask, and what follows from it."""
         scores = self.scores().masked_fill(~mask[:, :: self.geometry.selection_block], float("-inf"))
         logits = torch.einsum("bthd,bshd->bhts", self.q.double(), _per_head(self.q, self.k))
         logits = (logits * self.q.shape[-1] ** -0.5).masked_fill(~mask[:, None], float("-inf"))
@@ -78,7 +77,7 @@ class Problem:
         return replace(self, mask=mask, selection=selection, lse=logits.logsumexp(-1).float())
 
     def scores(self) -> torch.Tensor:
-        """beta I in fp64."""
+        """Compute beta I in fp64."""
         x = {name: tensor.double() for name, tensor in self.tensors.items()}
         beta = x.pop("inverse_temperature")
         projections = (x.pop(name) for name in ("queries", "keys", "head_weight_logits"))
@@ -107,15 +106,16 @@ def make_problem(
     size: float = 1.0,
     beta: float = 1.7,
 ) -> Problem:
-    """Every query attends to a random part of its causal keys and to itself; queries that share a selection to the same
-    part, and to a window.
+    """Let every query attend to itself and a random part of its causal keys.
+
+    Queries that share a selection attend to the same part, and to a window.
 
     Args:
         heads: of the queries, and of the keys
         indexer: heads, and their size
         activation: `sigmoid`, `unbiased` (sigmoid without biases) or `relu`
-        log_sum: given, as selection gives it with a packed mask
-        size: of the indexer's tensors
+        log_sum: whether to pass the log-sum, as selection does with a packed mask
+        size: scale of the indexer's tensors
     """
     rng = torch.Generator().manual_seed(length)
     block, num_keys = FORMS[form], query_start + length
@@ -130,7 +130,7 @@ def make_problem(
     mask, starts = _attended_set(form, batch, length, query_start, documents, rng)
     nothing = torch.zeros(batch, rows, device=device)
     selection = None
-    if not form.startswith("dense"):  # completed by `attending_to`
+    if not form.startswith("dense"):  # `attending_to` completes it
         masked = form.startswith("packed mask")
         packed = nothing.int()[..., None] if masked else None
         lists: Any = None if masked else "later"
@@ -158,7 +158,7 @@ def make_problem(
 def _attended_set(
     form: str, batch: int, length: int, query_start: int, documents: bool, rng: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [B, L, Lk], and the documents' starts, int32 [B, L]."""
+    """Return bool [B, L, Lk], and the documents' starts, int32 [B, L]."""
     block, num_keys = FORMS[form], query_start + length
     keys = torch.arange(num_keys)
     positions, leader = keys[query_start:, None], torch.arange(length) // block * block
@@ -181,7 +181,7 @@ class Results:
 
 
 def differentiate(problem: Problem, loss: Loss, dtype: torch.dtype | None = None) -> Results:
-    """The loss and its gradients; in the inputs' own dtypes if None. None reaches attention."""
+    """Return the loss and its gradients, by default in the inputs' dtypes. Check that attention gets no gradient."""
     leaves = {n: x.detach().to(dtype or x.dtype).requires_grad_() for n, x in problem.tensors.items()}
     q, k = (x.detach().to(dtype or x.dtype).requires_grad_() for x in (problem.q, problem.k))
     total, rows = loss(replace(problem.indexer, **leaves), q, k)
@@ -203,7 +203,7 @@ def through_api(problem: Problem, implementation: Any, rows: RowSample) -> Loss:
 
 
 def check(problem: Problem, rows: RowSample | None = None, loss: Loss | None = None) -> Results:
-    """Errors of at most twice the errors of the reference in the same dtype, both against the reference in fp64."""
+    """Check that errors are within twice the reference's errors in the same dtype, both against the fp64 reference."""
     rows = rows or RowSample()
     got = differentiate(problem, loss or through_api(problem, "triton", rows))
     reference = through_api(problem, "reference", rows)
@@ -213,7 +213,7 @@ def check(problem: Problem, rows: RowSample | None = None, loss: Loss | None = N
 
 
 def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -> None:
-    # bf16 on the GPU uses the hardware's tanh: about 1e-5 of a score.
+    # bf16 on the GPU uses the hardware's tanh, with an error of about 1e-5 of a score.
     approximate = problem.q.dtype != torch.float32
     allowed = max(2 * (same.total - exact.total).abs(), (1e-4 if approximate else 1e-6) * exact.total + 1e-6)
     assert (got.total - exact.total).abs() <= allowed
@@ -224,18 +224,17 @@ def assert_near(problem: Problem, got: Results, exact: Results, same: Results) -
         value = got.grads[name].double()
         assert got.grads[name].dtype == problem.tensors[name].dtype
         error, of_reference = (value - want).norm(), (same.grads[name].double() - want).norm()
-        # The sums run in another order, and a scalar's reference may be exact by chance: hence the floor.
-        # In bf16 the two round at different places, and over few rows that does not average out.
+        # The sums run in another order, and a scalar's reference may be exact by chance, which explains the floor. In
+        # bf16 the two round at different places, and a few rows do not average this out.
         floor = (1e-3 if approximate else 3e-6) * want.norm() + 1e-6
         if approximate and problem.tensors[name].dtype == torch.float32:
-            floor = floor + 2e-3 * want.norm()  # biases and beta, in fp32, of rounded inputs
+            floor = floor + 2e-3 * want.norm()  # biases and beta are fp32, from rounded inputs
         assert error <= 2 * of_reference + floor, f"{name}: {error} against {of_reference} of {want.norm()}"
         if want.norm() > 1e-3 and want.numel() > 1:
             assert torch.nn.functional.cosine_similarity(value.flatten(), want.flatten(), 0) > 0.9999, name
 
 
 def assert_same(got: Results, want: Results, near: tuple[str, ...] = ()) -> None:
-    """Bit for bit, except the gradients of `near`."""
     assert torch.equal(got.total, want.total)
     assert torch.equal(got.rows.nan_to_num(-1.0), want.rows.nan_to_num(-1.0))
     for name, gradient in want.grads.items():

@@ -1,7 +1,7 @@
-"""A Gated Sparse Attention layer in explicit loops: slow, fp64, and sharing no code with `gsa_kernels`.
+"""Computes a Gated Sparse Attention layer in explicit loops in fp64, without code from `gsa_kernels`.
 
-Written from the definition, one query, head and key at a time, so that a mistake in an operation or in how
-operations are composed does not repeat itself here. Gradients are autograd's, through the same loops.
+The code follows the definition, one query, head and key at a time. A mistake in an operation, or in how operations are
+composed, therefore cannot occur in both. Gradients are autograd's, through the same loops.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores -> k_t, S_t -> softmax over S_t -> G1 -> W_O
 """
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Yarn:
-    """Extension of the rotary embedding (arXiv 2309.00071, section 3.4)."""
+    """Describes the extension of the rotary embedding (arXiv 2309.00071, section 3.4)."""
 
     factor: float
     original_length: int
@@ -36,11 +36,11 @@ class LayerOptions:
     k_min: int
     k_max: int
     attention: Literal["dense", "sparse"] = "sparse"
-    """dense is phase 1: the KL runs over all causal keys. sparse is phase 2: it runs over S_t."""
+    """dense is phase 1: the KL covers all causal keys. sparse is phase 2: the KL covers S_t."""
     value_gate: bool = True
     output_gate: bool = True
     indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
-    """plain and qsa: sigmoid and relu, without head weights."""
+    """plain and qsa are sigmoid and relu without head weights."""
     indexer_norm: bool = False
     norm_epsilon: float = 1e-5
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
@@ -52,7 +52,7 @@ class LayerOptions:
     local_window: int = 0
     selection_block: int = 1
     indexer_pool: int = 1
-    """Above 1 selection_block is 1."""
+    """Above 1, selection_block must be 1."""
     inverse_temperature: float = 1.0
 
 
@@ -62,26 +62,26 @@ def gsa_layer(
     options: LayerOptions,
     document_ids: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One sequence through one layer.
+    """Run one sequence through one layer.
 
     Args:
         h: [L, d], fp64
-        weights: as `torch.nn.Linear` keeps them, [out, in]: w_q, w_k, w_v, w_o, w_iq [HI * DI, d],
-            w_ik [DI, d], w_iw [HI, d]; with the gates w_vg, b_vg, w_og, b_og; with the sigmoid
-            indexer b_j [HI] and c_j [HI], with the plain one b_j; with norms n_iq and n_ik [DI].
-            Heads are contiguous in the outputs.
+        weights: [out, in], as in `torch.nn.Linear`: w_q, w_k, w_v, w_o, w_iq [HI * DI, d], w_ik [DI, d], w_iw [HI, d];
+            with the gates w_vg, b_vg, w_og, b_og; with the sigmoid indexer b_j [HI] and c_j [HI], with the plain one
+            b_j; with norms n_iq and n_ik [DI]. Heads are contiguous in the outputs.
         document_ids: one per token; one document if None
 
     Returns:
-        out [L, d]; kl [R] and, as numbers without gradient, budget [R] and variance [R], one per query
-        that makes a selection (R = ceil(L / selection_block)); selected bool [L, L], S_t of every query.
+        out [L, d]; kl [R] and, as numbers without gradient, budget [R] and variance [R], one per query that selects (R
+        =
+        ceil(L / selection_block)); selected bool [L, L], S_t of every query.
     """
     length = h.shape[0]
     o = options
     documents = [0] * length if document_ids is None else list(document_ids)
     group = o.num_heads // o.num_kv_heads
 
-    # Projections, the value gate, rotation: vectors indexed [position][head].
+    # Projections, the value gate, and rotation give vectors indexed [position][head].
     q, k, v = [], [], []
     for t in range(length):
         value = weights["w_v"] @ h[t]
@@ -95,7 +95,7 @@ def gsa_layer(
     def sees(t: int, s: int) -> bool:
         return s <= t and documents[s] == documents[t]
 
-    # Selection, by the first query of every block.
+    # The first query of every block selects.
     leaders = list(range(0, length, o.selection_block))
     scores: dict[int, dict[int, torch.Tensor]] = {}
     top_k: dict[int, set[int]] = {}
@@ -127,7 +127,7 @@ def gsa_layer(
         t0 = t - t % o.selection_block
         selected.append({s for s in top_k[t0] if sees(t, s)} | window_of(t))
 
-    # Attention, the output gate, W_O.
+    # This part computes attention, the output gate and W_O.
     out_rows, probs = [], []
     for t in range(length):
         attended = (
@@ -149,7 +149,7 @@ def gsa_layer(
         out_rows.append(weights["w_o"] @ concatenated)
         probs.append(head_probs)
 
-    # The indexer's loss, for every query that made a selection.
+    # This part computes the indexer loss for every query that selects.
     kl_rows = []
     for t0 in leaders:
         block = range(t0, min(t0 + o.selection_block, length))
@@ -220,13 +220,13 @@ def _indexer_row(
 
 
 def _groups_before(visible: list[int], o: LayerOptions) -> list[list[int]]:
-    """Groups of indexer_pool keys, from the document's first key on, in front of the one of the last visible key."""
+    """Return groups of indexer_pool keys, from the document's first key on, before the group of the last causal key."""
     size = o.indexer_pool
     return [visible[i * size : (i + 1) * size] for i in range((len(visible) - 1) // size)]
 
 
 def _budget(o: LayerOptions, variance: float) -> int:
-    """k_t before the number of causal keys limits it."""
+    """Compute k_t before the number of causal keys limits it."""
     if o.adaptive_k == "off" or o.variance_ema == 0:
         wanted = float(o.k_base)
     elif o.adaptive_k == "inverse":
@@ -239,7 +239,7 @@ def _budget(o: LayerOptions, variance: float) -> int:
 
 
 def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
-    """Rotary embedding, rotate-half layout: element i is paired with element i + D / 2."""
+    """Apply the rotary embedding in the rotate-half layout: element i is paired with element i + D / 2."""
     half = len(x) // 2
     first, second = [], []
     for i in range(half):
@@ -251,15 +251,17 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 
 
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
-    """Angle of the i-th pair per position. With YaRN the pairs between the one that turns beta_fast times in the
-    original length and the one that turns beta_slow times, both rounded outwards, go from their own rate to a
-    factor-th of it."""
+    """Return the angle of the i-th pair per position.
+
+    YaRN finds the pairs that turn beta_fast and beta_slow times in the original length, and rounds both outwards.
+    Between these pairs, the rate falls from its own value to a factor-th of it.
+    """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:
         return rate
     turns = {}
     for beta in (o.yarn.beta_fast, o.yarn.beta_slow):
-        # rate * original length = 2 pi beta, solved for i
+        # This solves rate * original length = 2 pi beta for i.
         turns[beta] = channels / 2 * math.log(o.yarn.original_length / (2 * math.pi * beta), o.rope_base)
     first = max(0, math.floor(turns[o.yarn.beta_fast]))
     last = min(channels - 1, math.ceil(turns[o.yarn.beta_slow]))
@@ -292,7 +294,7 @@ def _softmax(logits: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def random_weights(o: LayerOptions, hidden_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """fp64 leaves with gradient, for the parts that `o` switches on."""
+    """Draw fp64 leaves with gradient for the parts that `o` switches on."""
     generator = torch.Generator().manual_seed(seed)
     query_size, kv_size = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim
     sizes: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""What kernels do not write is seen: their buffers begin as NaN, or as a large integer."""
+"""Fills kernels' buffers with NaN or a large integer, which reveals elements that are never written."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 def poison_buffers(
     monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, make: tuple[str, ...] = ("empty",)
 ) -> None:
-    """`torch.empty`, or the functions of torch in `make`, as these modules call them."""
+    """Replace `torch.empty`, or the torch functions in `make`, in these modules."""
 
     def poisoned(create: Any) -> Any:
         def created(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A sequence in one call and in chunks of queries: inputs, and how near the results have to be."""
+"""Compares a sequence in one call with chunks of queries: inputs and tolerances."""
 
 import torch
 from kernel_devices import CUDA
@@ -8,9 +8,9 @@ from gsa_kernels.attention.op import masked_attention
 
 LENGTH = 70
 CHUNKS = ((0, 41), (41, LENGTH))
-"""Not cut at a tile of queries or keys, which are 16 to 128."""
+"""Not at borders of tiles of queries or keys, which have 16 to 128."""
 BLOCK_CHUNKS = ((0, 16), (16, LENGTH))
-"""Of blocks of 16."""
+"""For blocks of 16."""
 
 
 def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -18,7 +18,7 @@ def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def document_starts(device: str) -> torch.Tensor:
-    """int32 [2, L]; documents begin inside of chunks, at their first query, and just after it."""
+    """Return int32 [2, L]; documents begin inside chunks, at their first query, and just after it."""
     starts = torch.zeros(2, LENGTH, dtype=torch.int32)
     for row, cuts in enumerate(((20, 41, 60), (36, 42))):
         for cut in cuts:
@@ -33,7 +33,7 @@ def visible(starts: torch.Tensor | None, device: str) -> torch.Tensor:
 
 
 def random_mask(starts: torch.Tensor | None, device: str) -> torch.Tensor:
-    """A random part of what each query sees, and the query itself."""
+    """Select a random part of each query's causal keys, and the query itself."""
     mask = visible(starts, device) & (torch.rand(2, LENGTH, LENGTH) < 0.5).to(device)
     return mask | torch.eye(LENGTH, dtype=torch.bool, device=device)
 
@@ -43,7 +43,7 @@ def rows_of(tensor: torch.Tensor | None, first: int, last: int) -> torch.Tensor 
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """To the bit, where sums run in the same order; compiled, products may be fused with sums in another way."""
+    """Check equal bits where sums run in the same order; compiled code may fuse products with sums differently."""
     assert got.dtype == want.dtype
     if CUDA and got.is_floating_point():
         eps = torch.finfo(got.dtype).eps
@@ -53,13 +53,12 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Where sums run in another order."""
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 6 * 2**-7}[want.dtype]
     torch.testing.assert_close(got.to(want.dtype), want, rtol=tolerance, atol=tolerance)
 
 
 def attend(q, k, v, gate, grad, **options):  # type: ignore[no-untyped-def]
-    """Output, lse and gradients of q, gate, k and v."""
+    """Return output, lse and gradients of q, gate, k and v."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
     attention = gathered_attention if "lists" in options else masked_attention
     out, lse = attention(*leaves[:3], gate_logits=leaves[3], **options)
@@ -68,7 +67,7 @@ def attend(q, k, v, gate, grad, **options):  # type: ignore[no-untyped-def]
 
 
 def indexer(device: str, block: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries (of the blocks' first tokens), keys and weight logits."""
+    """Return queries (of the blocks' first tokens), keys and weight logits."""
     rows = -(-LENGTH // block)
     return draw(device, 2, rows, 2, 16), draw(device, 2, LENGTH, 16), draw(device, 2, rows, 2)
 

@@ -1,4 +1,4 @@
-"""Selections to test kernels over key lists with, as masks and as lists that use what the format allows."""
+"""Creates selections as masks, and as key lists that use all features of the format."""
 
 import torch
 
@@ -6,13 +6,13 @@ from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
 
 
 def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> KeyLists:
-    """Lists with a full part, `share` tiles with the same keys, gaps, and junk in the bits beyond L."""
+    """Return lists with a full part, `share` tiles with the same keys, gaps, and random bits beyond L."""
     rng = torch.Generator().manual_seed(seed)
     batch, length, num_keys = mask.shape
     tiles = -(-length // queries)
     keys: list[torch.Tensor] = []
     words: list[torch.Tensor] = []
-    numbers = torch.zeros(4, batch, tiles, dtype=torch.int64)  # key_starts, word_starts, full, counts
+    numbers = torch.zeros(4, batch, tiles, dtype=torch.int64)  # for key_starts, word_starts, full, counts
     junk = torch.full((3,), 2**31 - 1)
     padded = torch.nn.functional.pad(mask.cpu(), (0, 0, 0, tiles * queries - length)).long()
     unspecified = torch.arange(tiles * queries).view(tiles, queries) >= length
@@ -29,7 +29,7 @@ def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> Key
                 torch.randint(2, (queries, len(some_keys)), generator=rng) & unspecified[tile][:, None]
             )
             word = (bits << torch.arange(queries)[:, None]).sum(0)
-            # What no later query of the tile sees need not be in its list, as in a block's first tiles.
+            # Keys that no later query of the tile selects may be missing in its list, as in a block's first tiles.
             used = (
                 int((word != 0).nonzero().max()) + 1 if share > 1 and bool((word != 0).any()) else len(word)
             )
@@ -57,7 +57,7 @@ def lists_of(mask: torch.Tensor, queries: int, share: int, seed: int = 0) -> Key
 
 
 def make_mask(length: int, batch: int, block: int, window: int, documents: bool, seed: int) -> torch.Tensor:
-    """bool [B, L, L]: the queries of a block share random keys; each sees its window and itself."""
+    """Return bool [B, L, L]: the queries of a block share random keys, and each selects its window and itself."""
     rng = torch.Generator().manual_seed(seed)
     position = torch.arange(length)
     visible = (position[None, :] <= position[:, None]).expand(batch, length, length)

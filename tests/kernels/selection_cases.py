@@ -1,4 +1,4 @@
-"""Problems of the selection, and what is compared: with a stable sort of the scores that the kernels calculate."""
+"""Creates selection problems, and compares selections with a stable sort of the kernels' scores."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -26,13 +26,11 @@ EMA = 0.02
 RULE = BudgetRule(k_base=12, k_min=4, k_max=20)
 FULL_RULE = BudgetRule(k_base=2048, k_min=256, k_max=4096)
 BY_REGISTERS, BY_GROUPS = 32768, 32
-"""REGISTER_KEYS: rows at or beyond it go by groups."""
+"""Values of REGISTER_KEYS; longer rows are selected by groups."""
 
 
 @dataclass
 class Case:
-    """One indexer and the queries it is for."""
-
     indexer: Indexer
     geometry: Geometry
 
@@ -72,7 +70,7 @@ class Case:
         return ops.indexer_scores(*tensors, **biases, activation=x.activation)
 
     def causal(self, rows: range | None = None) -> torch.Tensor:
-        """bool [B, rows, Lk]"""
+        """Return bool [B, rows, Lk]."""
         start, (batch, num_keys, _) = self.geometry.query_start, self.k.shape
         rows = rows or range(self.q.shape[1])
         keys = torch.arange(num_keys, device=self.k.device)
@@ -82,7 +80,7 @@ class Case:
         return mask if starts is None else mask & (keys >= starts[:, rows.start : rows.stop, None])
 
     def queries_from(self, start: int, stop: int) -> "Case":
-        """A chunk of the queries, and the keys up to its last."""
+        """Return a chunk of the queries, and the keys up to its last query."""
         x, starts = self.indexer, self.geometry.document_starts
         chunk = replace(
             x, queries=self.q[:, start:stop], keys=self.k[:, :stop], head_weight_logits=self.w[:, start:stop]
@@ -122,8 +120,7 @@ def make_case(
 def check(
     case: Case, selection: Selection, rule: BudgetRule = RULE, window: int = 0, rows: range | None = None
 ) -> None:
-    """Variance to rounding; budget, given the variance, and selection, given the scores, exactly. Of some rows, or all
-    of them."""
+    """Check some or all rows: variance up to rounding, budget given the variance, and selection given the scores."""
     rows = rows or range(case.q.shape[1])
     here, num_keys = slice(rows.start, rows.stop), case.k.shape[1]
     causal = case.causal(rows)
@@ -136,7 +133,7 @@ def check(
     near = ops.local_window_mask(num_keys, window, query_positions=positions)
     wanted = ops.select_top_k(scores, causal, budget) | (near & causal)
     assert selection.packed_mask is not None
-    # Also the bits beyond the last key.
+    # This also compares the bits beyond the last key.
     assert torch.equal(selection.packed_mask[:, here], packed_mask.pack_mask(wanted))
 
 
@@ -146,7 +143,7 @@ def assert_same_bits(found: Selection, wanted: Selection, queries: slice = slice
 
 
 def two_levels(case: Case) -> None:
-    """Every third key scores high, the others low: all ties."""
+    """Give every third key a high score and the others a low one, so that all tie."""
     case.k[:] = case.k[:, :1]
     case.k[:, ::3] *= -1
 
@@ -156,12 +153,12 @@ def all_equal(case: Case) -> None:
 
 
 def saturated(case: Case) -> None:
-    """Sigmoids at 0 and 1, with few distinct sums."""
+    """Set sigmoids to 0 and 1, with few distinct sums."""
     case.q.mul_(1e3)
 
 
 def check_variance_of_like_scores(case: Case, **options: Any) -> None:
-    """Scores near 2 that differ by 1e-5 of it."""
+    """Check the variance of scores near 2 that differ by a factor of 1e-5."""
     case.q.mul_(1e-4)
     causal = case.causal()
     _, exact = ops.score_moments(torch.where(causal, case.scores(), 0).double(), causal)
@@ -169,9 +166,9 @@ def check_variance_of_like_scores(case: Case, **options: Any) -> None:
 
 
 def check_no_bit_changes(case: Case, cut: int, **options: Any) -> None:
-    """With other chunks, or with other tokens after the queries."""
+    """Check equal bits with other chunks, and with other tokens after the queries."""
     first = case.select(**options, window=3)
-    assert_same_bits(case.select(**options, window=3, row_chunk_bytes=1), first)  # a tile of rows at a time
+    assert_same_bits(case.select(**options, window=3, row_chunk_bytes=1), first)  # one tile of rows at a time
     for tensor in (case.q, case.k, case.w):
         tensor[:, cut:] = tensor[:, cut:].flip(1) * 3
     changed = case.select(**options, window=3)

@@ -1,4 +1,4 @@
-"""The names that `gsa_kernels` exports: results and gradients with Triton against the reference."""
+"""Compares results and gradients of the names that `gsa_kernels` exports: Triton against the reference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assert_selections_agree(case: Case, ours: Selection, wanted: Selection, num_
 def results(
     case: Case, given: Problem, selection: Selection | None, implementation: Implementation
 ) -> dict[str, torch.Tensor]:
-    """Output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
+    """Return output, log-sum-exp, loss, its rows, and every gradient of a sum of both."""
     q, k, v, by = given.q, given.k, given.v, {"implementation": implementation}
     out, lse = sparse_attention(q, k, v, selection, given.geometry, given.gate_logits, **by)
     loss, rows = indexer_loss(given.indexer, q, k, lse, selection, given.geometry, case.rows, **by)
@@ -93,7 +93,7 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
     assert wanted["rows"].isnan().any() == (case.rows != RowSample())
 
 
-NEIGHBOURS = {  # the query whose selection becomes another one, and those whose last bits may move with it
+NEIGHBOURS = {  # For each form: the query whose selection changes, and the queries whose last bits may change, too.
     "packed mask": (Case("masked", 96), 20, range(0)),
     "packed mask of blocks": (Case("masked", selection_block=16, local_window=16), 16, range(0)),
     "key lists": (Case("gathered", 96), 20, range(32)),
@@ -105,7 +105,7 @@ NEIGHBOURS = {  # the query whose selection becomes another one, and those whose
 def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone(
     case: Case, query: int, tile: range
 ) -> None:
-    """Its keys are added in the order in which the list of all its queries has them, earlier or later ones."""
+    """A query's sums follow the order of its tile's list, which contains the keys of earlier and later queries."""
     block = case.selection_block
     found = []
     for changed in (False, True):
@@ -143,7 +143,7 @@ def test_last_bits_depend_on_the_selections_of_the_same_tile_of_a_key_list_alone
 
 @pytest.mark.parametrize(("k_base", "wanted"), [(7, "key_lists"), (8, "packed_mask")])
 def test_the_budget_of_a_shared_selection_decides_its_format(k_base: int, wanted: str) -> None:
-    """k_base and a window of 16, of 56 keys: just below and above 1 - sqrt(1 / 3) of them, a density of 2/3."""
+    """k_base and a window of 16 out of 56 keys are just below and above 1 - sqrt(1 / 3), a density of 2/3."""
     case = Case(selection_block=16, local_window=16, query_start=16)
     given, ema = problem(case), torch.tensor(EMA, device=DEVICE)
     rule = BudgetRule(k_base, 1, 40)
@@ -216,7 +216,7 @@ def test_no_selection_no_half_floats_no_fusion() -> None:
 def test_log_sums_of_some_queries() -> None:
     given = problem(Case())
     selection = select(Case(), given, "reference")
-    # In any order, and more of them than there are keys.
+    # Rows come in any order, and more of them than there are keys.
     rows = torch.tensor([39, 4, 21, 3] * 20, device=DEVICE)
     mask = selection.packed_rows(rows)
     ours, wanted = (
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice of `auto`, at small lengths; a named kernel is taken whatever the density."""
+    """The test checks the choice of `auto` at small lengths; a named kernel is used whatever the density."""
     given, case = problem(Case()), Case()
     short = select(case, given, "triton")
     assert (short.format, short.density) == ("packed_mask", None)
@@ -315,7 +315,7 @@ def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(operations_triton, "select_keys", lambda *given, **options: short)  # it takes long
     named = select(Case("gathered"), given, "triton")
     assert named.format == "key_lists"
-    # Counted by hand: keys that any query of a tile of 32 selects, over the keys that its last query sees.
+    # This counts independently: keys that any query of a tile of 32 selects, over the causal keys of its last query.
     tiles = [mask[:, start : start + 32].any(1).sum().item() for start in range(0, LENGTH, 32)]
     assert named.density == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
 
@@ -336,7 +336,7 @@ def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that the reference alone has, as `check_activation` would let it pass, is refused."""
+    """An activation that only the reference has, and that `check_activation` would accept, raises an error."""
     monkeypatch.setattr(types, "check_activation", lambda *_, **__: None)
     given = problem(Case())
     selection = select(Case(), given, "triton")
@@ -354,7 +354,7 @@ def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_lists_are_turned_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the loss, for attention's backward pass, too: with the same bits as by each for itself."""
+    """The loss transposes them for attention's backward pass, too, and the bits are the same as with separate ones."""
     case = Case("gathered", selection_block=16, local_window=16)
     given, calls = problem(case), []
     for module in (triton_gathered_backward, triton_gathered_launch):

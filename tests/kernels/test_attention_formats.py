@@ -1,4 +1,4 @@
-"""What attention has in common over all formats of a selection: on CUDA where there is a device, else interpreted."""
+"""Tests attention over all formats of a selection: on CUDA if there is a device, else interpreted."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ formats = pytest.mark.parametrize("form", ["packed mask", "key lists"])
 
 
 def make_mask(form, batch, length, device):
-    """bool [B, L, L]; every row selects a key."""
+    """Return bool [B, L, L]; every row selects a key."""
     return random_mask(batch, length, 1.0 if form == "dense" else 0.5, device)
 
 
 def attention(form, mask, junk=False):
-    """Attention with q, k, v and the gate. junk: also in the lists, after their end."""
+    """Attend with q, k, v and the gate; `junk` fills the lists after their end."""
     if form != "key lists":
         packed = None if form == "dense" else pack_mask(mask)
         return lambda q, k, v, gate: masked_attention(q, k, v, packed, gate_logits=gate)
@@ -44,7 +44,7 @@ def assert_equal(results, wanted):
 @devices
 @every_format
 def test_strides_do_not_matter(device, form):
-    """[L, B, ...] memory, slices of a fused projection, and an expanded gradient: bit for bit the same."""
+    """Memory in the order [L, B, ...], slices of a fused projection, and an expanded gradient give the same bits."""
     torch.manual_seed(5)
     batch, length = 2, 50
     mask = make_mask(form, batch, length, device)
@@ -64,7 +64,7 @@ def test_strides_do_not_matter(device, form):
 @devices
 @every_format
 def test_everything_is_written(device, form, monkeypatch):
-    """All buffers begin as NaN or -1; neither reaches a result. The end of the lists is not read."""
+    """All buffers begin as NaN or -1, which must not reach a result. Entries after the end of a list are not read."""
     torch.manual_seed(6)
 
     def poisoned(allocate):
@@ -98,7 +98,7 @@ def test_repetitions_are_equal(device, form):
 @devices
 @formats
 def test_large_logits(device, form):
-    """A row's first keys unselected, logits far apart: no overflow, no NaN."""
+    """The first keys of a row are unselected and logits are far apart, but nothing overflows or becomes NaN."""
     torch.manual_seed(10)
     mask = make_mask(form, 1, 140, device)
     mask[:, 135, :130] = False

@@ -1,4 +1,4 @@
-"""The benchmarks' harness: what it writes and prints, and, on a GPU, what it measures."""
+"""Tests the benchmarks' harness: its output, and, on a GPU, its measurements."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def test_report_is_complete_after_every_row(arguments: argparse.Namespace, tmp_p
     assert content["rows"] == [{"shape": "7B", "length": 4096, "ms": 1.5}]
     assert content["command"].startswith("python benchmarks/bench_some.py --out")
     assert set(content["environment"]) >= {"commit", "gpu", "torch", "triton", "cudnn"}
-    report.row(part="scores", ms=float("nan"))  # other columns are welcome
+    report.row(part="scores", ms=float("nan"))  # other columns are allowed
     assert read(tmp_path)["rows"][1] == {"part": "scores", "ms": None}
     assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
 
@@ -81,7 +81,7 @@ def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
 
 
 def test_the_median_and_how_sure_it_is() -> None:
-    """For normal values the error agrees with theory; one value far off changes little."""
+    """The error agrees with theory for normal values, and one outlier changes little."""
     generator = torch.Generator().manual_seed(0)
     samples = (3 + 0.1 * torch.randn(400, 25, generator=generator, dtype=torch.float64)).tolist()
     found = [harness.median_and_error(values) for values in samples]
@@ -147,7 +147,7 @@ def test_what_is_called_before_a_run_is_not_timed(monkeypatch: pytest.MonkeyPatc
     before = {"with": partial(calls.append, "before")}
     times = harness.measure(runs, budget_ms=7, flush_l2=False, compiled=True, before=before)
     assert [timing.runs for timing in times.values()] == [7, 7]
-    runs_of_each = 7 + 1 + 3  # and those that tell how long it takes
+    runs_of_each = 7 + 1 + 3  # plus the runs that estimate its time
     text = " ".join(calls)
     for run in ("before event with event", "event without event"):
         assert text.count(run) == runs_of_each

@@ -1,4 +1,4 @@
-"""bench_step.py on a CPU: whole models in turn, and over lengths."""
+"""Runs bench_step.py on a CPU: whole models in turns, and over lengths."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.nightly
 
 
 def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models on a CPU, on which nothing is profiled: who takes turns with whom, and which ratios are bars."""
+    """The test checks which small models take turns and which ratios are bars. Nothing is profiled on a CPU."""
     import bench_step
 
     from gsa_train.config import load_config
@@ -62,8 +62,8 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bench_step_over_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call measures what the file of the earlier ones lacks; what does not fit in memory says so, and the others go
-    on; of two depths follows the whole model."""
+    """A call measures what the earlier ones' file lacks. A case that does not fit in memory reports so, and the others
+    continue. The whole model follows from two depths."""
     import bench_step
 
     from helpers.single_rank import single_rank

@@ -1,4 +1,4 @@
-"""Benches at sizes for the interpreter and for CPUs: what they measure, check and write. Times are made up."""
+"""Runs benches at sizes for the interpreter and CPUs: measurements, checks and output. Times are invented."""
 
 import argparse
 import importlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benches at a size for the interpreter; what they check runs, and every time is a second."""
+    """Make the benches small enough for the interpreter. Their checks run, and every time is a second."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = cases.Shape("1.7B", 2, 1, 32)
     sizes = {"USUAL": ["1.7B"], "INDEXER_HEADS": 2, "INDEXER_SIZE": 16, "K_BASE": 24, "K_MIN": 8, "K_MAX": 32}
@@ -96,7 +96,7 @@ def test_bench_long_beyond_what_it_measures_in_full(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def exports(tiny: None, tmp_path: Path) -> dict[str, Path]:
-    """What launch/export_indexer.py writes of runs with other selections."""
+    """Write files as launch/export_indexer.py does for runs with different selections."""
     inputs = cases.indexer_inputs(1, 72)
     tensors = {"queries": inputs.q_idx, "keys": inputs.k_idx, "weight_logits": inputs.weight_logits}
     tensors |= {**inputs.biases, "variance_ema": torch.tensor(0.01, device=cases.DEVICE)}
@@ -168,7 +168,7 @@ def test_the_benches_of_attention_alone_read_the_export(
     assert call(monkeypatch, bench_gathered, *out, exports["shared"]) == 0
     row = json.loads((tmp_path / "bench_gathered_trained.json").read_text())["rows"][-1]
     assert (row["length"], row["selection"]) == (72, "layer 3")
-    # Queries of a tile share the selection, and have windows of their own, which the first ones have not in full.
+    # The queries of a tile share the selection and have their own windows; the first queries have shorter windows.
     assert 0.5 < row["r"] < 2
 
     monkeypatch.setattr(bench_attention, "CHECKED_LENGTH", 40)
@@ -179,8 +179,8 @@ def test_the_benches_of_attention_alone_read_the_export(
 
 
 def test_a_planted_selection_is_what_the_layers_use(tmp_path: Path) -> None:
-    """Exported layers give the model their scores and average; its own indexer's gradients come from a loss over
-    the exported selections, and its weights learn."""
+    """Exported layers determine the model's scores and average. The model's own indexer still learns. Its gradients
+    come from a loss over the exported selections."""
     from helpers.single_rank import SPARSE, random_batches, single_rank, tiny_config
     from whole_steps.planted_indexer import alike, exported, plant
     from whole_steps.step_bench import OurTrainee
@@ -272,7 +272,7 @@ def test_bench_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_table_counts_and_selects_as_its_grid() -> None:
     import bench_table
 
-    # Of its results: 4096 tokens.
+    # This is from the grid's results at 4096 tokens.
     assert bench_table.count_flops(bench_table.VARIANTS["qwen3.8"], 4096) == 154719485952
     assert bench_table.count_flops(bench_table.VARIANTS["minimax"], 4096) == 210453397504
     variant = bench_table.Variant(cases.Shape("small", 4, 2, 32), 4, 5, True)

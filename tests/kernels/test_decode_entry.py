@@ -1,4 +1,4 @@
-"""From the joined projection to attention and the cache: the kernel against its reference."""
+"""Compares the kernel between the joined projection and attention with its reference."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def make(
     dtype: torch.dtype,
     size: int = 32,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """Arguments without the cache, and the cache."""
+    """Return the arguments without the cache, and the cache."""
     generator = torch.Generator().manual_seed(channels + batch)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -63,12 +63,12 @@ def make(
     size=[32, 256],
 )
 def test_entry(options: dict[str, Any]) -> None:
-    """Also that nothing but its slot of the cache is written."""
+    """The kernel writes only its slot of the cache."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
     found = entry.enter_token(**given, cache=cache)
     wanted = reference.enter_token(**given, cache=copy)
-    # The reference rounds to bf16 after each of up to three steps.
+    # The reference rounds to bf16 after each of up to three operations.
     rtol = 1e-5 if options["dtype"] == torch.float32 else 3 * 2**-8
     for one, other in zip((*found, *cache), (*wanted, *copy), strict=True):
         assert (one is None) == (other is None)

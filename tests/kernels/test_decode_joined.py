@@ -1,4 +1,4 @@
-"""The joined product with the entry to decoding's attention in one launch: the kernel against its reference."""
+"""Compares the joined product, fused with the entry to decoding's attention, with its reference."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def make(
     wide: bool,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Any], reference.EntryCache]:
-    """The arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
+    """Return the arguments without the cache, and the cache. heads: of queries, of keys, size; indexer: heads, size."""
     generator = torch.Generator().manual_seed(hidden + channels[0])
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def make(
 
 WHOLE = (("heads", "gate", "index"),)
 TURNS = PairTiling(2, 5)
-"""Five programs for several tiles each."""
+"""Five programs with several tiles each."""
 
 
 def enter(
@@ -87,7 +87,7 @@ def enter(
     tiling: PairTiling,
     groups: tuple[tuple[str, ...], ...],
 ) -> reference.Entered:
-    """In as many launches as there are groups of sections; the ones after the first as beside something."""
+    """Run one launch per group of sections; all after the first run beside another kernel."""
     entered = joined.enter_row(**given, cache=cache, tiling=tiling, part=joined.Part(groups[0]))
     for group in groups[1:]:
         part = joined.Part(group, entered, beside=True)
@@ -96,12 +96,12 @@ def enter(
 
 
 def check(options: dict[str, Any], tiling: PairTiling, groups: tuple[tuple[str, ...], ...] = WHOLE) -> None:
-    """Also that nothing but its slot of the cache is written."""
+    """Compare with the reference, and check that only its slot of the cache is written."""
     given, cache = make(**options)
     copy = reference.EntryCache(*(None if each is None else each.clone() for each in cache))
     found = enter(given, cache, tiling, groups)
     wanted = reference.enter_row(**given, cache=copy)
-    # The reference rounds to bf16 after each of up to four steps.
+    # The reference rounds to bf16 after each of up to four operations.
     rtol = 1e-5 if options["dtype"] == torch.float32 else 4 * 2**-8
     for one, other in zip((*found, *cache), (*wanted, *copy), strict=True):
         assert (one is None) == (other is None)
@@ -154,7 +154,7 @@ def test_a_counter_starts_again() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("tiling", [DEFAULT_TILING, PairTiling(8, 5)], ids=str)
 def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
-    """Eleven pairs of rows: a tile has some of the queries', which are not written."""
+    """Eleven pairs of rows make a tile contain rows of the queries, too, which must not be written."""
     options = {"hidden": 40, "heads": (4, 2, 32), "gates": (True, True), "indexer": (3, 22)}
     given, cache = make(**options, channels=(32, 22), bias=True, wide=wide, dtype=torch.float32)
     assert cache.rows is not None
@@ -176,7 +176,7 @@ def test_the_indexers_key_alone(tiling: PairTiling, wide: bool) -> None:
 
 
 def test_heads_of_256() -> None:
-    """A quarter of whose channels turn, as in Qwen3.5."""
+    """A quarter of the channels rotate, as in Qwen3.5."""
     options = {"hidden": 40, "heads": (2, 1, 256), "gates": (True, True), "indexer": (2, 24), "bias": True}
     check(options | {"channels": (64, 8), "wide": True, "dtype": torch.bfloat16}, PairTiling(16, 528))
 
@@ -196,8 +196,8 @@ def test_sizes_of_a_model(tiling: PairTiling, marked: None) -> None:
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_a_chain_of_steps_that_keep_their_selection(marked: None) -> None:
-    """In one graph, launched early: attention reads old keys before it waits, and the new token's, other ones each
-    time, after it. Few keys are selected, so that the new one counts."""
+    """In one graph with early launches, attention reads old keys before it waits, and the new token's key after it. The
+    new token differs in each step. Few keys are selected, so that the new one matters."""
     options: dict[str, Any] = {
         "hidden": 2048,
         "heads": (16, 4, 128),

@@ -1,5 +1,5 @@
-"""Attention whose backward pass also gives the indexer's gradients: against the reference in fp64, and to the bit
-against attention alone. On CUDA where there is a device of its kind, else small in Triton's interpreter."""
+"""Tests attention whose backward pass also computes the indexer's gradients, on Hopper or small in the interpreter.
+Results are compared with the reference in fp64, and bit for bit with attention alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_twelve_heads_of_256(device: str, query_start: int) -> None:
 
 @devices
 def test_a_single_key(device: str) -> None:
-    """Mostly another one than the query's own: its probability is 1."""
+    """The key is mostly not the query's own; its probability is 1."""
     case = make_case(70, device, documents=True)
     best = torch.where(case.problem.mask, torch.rand(case.problem.mask.shape).to(device), -1.0).argmax(-1)
     mask = torch.zeros_like(case.problem.mask).scatter_(-1, best[..., None], True)
@@ -121,7 +121,7 @@ def test_a_single_key(device: str) -> None:
     ids=str,
 )
 def test_long_sequences(length: int, options: dict[str, Any]) -> None:
-    """In several chunks of rows and segments of keys, with heads as in training; five times the same to the bit."""
+    """With heads as in training, and several chunks of rows and segments of keys, five repetitions agree in bits."""
     case = make_case(length, "cuda", **{**TRAINING, **options})
     got = check(case, chunk_bytes=2**22)
     assert_attention_is_untouched(case, got)
@@ -131,7 +131,7 @@ def test_long_sequences(length: int, options: dict[str, Any]) -> None:
 
 @devices
 def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit; of their size what the target takes, two bytes for each four heads and key."""
+    """Bits do not change. The target takes two bytes for each four heads and key."""
     calls: list[tuple[int, int]] = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_chunks_and_repetitions_change_nothing(device: str, monkeypatch: pytest.
     ids=lambda options: "-".join(options),
 )
 def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KL is not calculated then; a step whose loss is logged has the same gradients to the bit."""
+    """The KL is then not computed; a step with a logged loss has the same gradients in bits."""
     case = make_case(70, device, **options)
     if device == "cuda":
         case = make_case(1536, device, **TRAINING, **options)
@@ -172,7 +172,7 @@ def test_nobody_reads_the_loss(device: str, options: dict[str, Any], monkeypatch
 
 @devices
 def test_everything_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buffers begin as NaN; none reaches a result. The last tiles of queries see none of the first tile of keys."""
+    """All buffers begin as NaN, which must not reach a result. The last query tiles skip the first key tile."""
     case = make_case(130, device, documents=True)
     starts = case.problem.geometry.document_starts
     assert starts is not None
@@ -201,13 +201,13 @@ def test_the_scale_is_of_the_indexer_alone(device: str) -> None:
 
 @devices
 def test_strides_do_not_matter(device: str) -> None:
-    """[L, B, ...] memory, slices of fused projections, and an expanded gradient."""
+    """Memory is in the order [L, B, ...], slices of fused projections, and an expanded gradient."""
     case = make_case(33, device, batch=2, heads=(8, 2))
     case = replace(case, grad=case.grad[:1, :1, :1, :1].expand(case.grad.shape))
     assert case.gate_logits is not None
     views = case.tensors | {"gate_logits": case.gate_logits.unflatten(2, (2, 4))}
     for name, tensor in views.items():
-        if tensor.ndim > 2:  # every second head, or row of the memory of two
+        if tensor.ndim > 2:  # every second head, or row of a memory for two
             dim = 3 if tensor.ndim > 3 else 2
             inner = torch.stack([tensor, torch.full_like(tensor, 7)], dim)
             views[name] = inner.transpose(0, 1).contiguous().transpose(0, 1).select(dim, 0)
@@ -216,7 +216,7 @@ def test_strides_do_not_matter(device: str) -> None:
     got = run(case.with_tensors(views))
     got["gate_logits"] = got["gate_logits"].flatten(2, 3)
     assert_equal(got, expected)
-    # Without the copy engine, which wants keys aligned to 16 bytes.
+    # TMA requires keys aligned to 16 bytes, so this runs without TMA.
     wide = torch.nn.functional.pad(case.problem.k, (1, 0))
     check(case.with_tensors(case.tensors | {"k": wide[..., 1:]}))
 
@@ -268,8 +268,8 @@ def test_a_trace_tells_the_loss_from_attention_and_a_log_sum_spares_a_pass(
 
 @devices
 def test_parts_of_the_target(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is of its own four heads, and their sum is what the loss is given else. Of ranges of rows: others are not
-    written, nor where no query of a tile sees a key."""
+    """Each part covers four heads, and their sum is the target that the loss gets otherwise. With ranges of rows, other
+    rows are not written, nor tiles without causal keys."""
     case = make_case(130, device, heads=(8, 2), gated=False, documents=True, query_start=30)
     problem, geometry = case.problem, case.problem.geometry
     selection, starts, (q, k, v) = problem.selection, geometry.document_starts, case.attended.values()

@@ -1,4 +1,4 @@
-"""Groups of neighbouring keys that are selected together: Triton's results and gradients against the reference's."""
+"""Compares Triton's results and gradients with the reference for groups of keys that are selected together."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def mask_of(selection: Selection, length: int) -> torch.Tensor:
 def results(
     case: Case, given: Problem, selection: Selection | None, implementation: api.Implementation
 ) -> dict[str, torch.Tensor]:
-    """Output, loss, its rows, and every gradient of a sum of both."""
+    """Return output, loss, its rows, and every gradient of a sum of both."""
     geometry = Geometry(indexer_pool=case.pool)
     out, lse = api.sparse_attention(
         given.q, given.k, given.v, selection, geometry, implementation=implementation
@@ -113,7 +113,7 @@ def results(
 def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     given, chosen, wanted_chosen = problem(case), None, None
-    two_groups = case.length == 2 * case.pool  # nothing to choose
+    two_groups = case.length == 2 * case.pool  # there is no choice
     if not case.dense:
         chosen, wanted_chosen = (select(case, given, name) for name in ("triton", "reference"))
         assert chosen.format == ("key_lists" if case.kernel == "gathered" else "packed_mask")
@@ -126,7 +126,7 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
     ours = results(case, given, chosen, "triton")
     wanted = results(case, given, wanted_chosen, "reference")
     for name, value in wanted.items():
-        if name == "rows" and case.rows != RowSample():  # the first group's queries have no row by Triton
+        if name == "rows" and case.rows != RowSample():  # with Triton the first group's queries have no row
             assert ours[name][:, case.pool :].isnan().any()
         torch.testing.assert_close(
             ours[name],
@@ -141,7 +141,7 @@ def test_selection_attention_and_loss_agree(case: Case, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kernel", ["masked", "gathered"])
 def test_the_loss_of_bf16_agrees(kernel: limits.Kernel) -> None:
-    """With a target in fp16, over the same selection."""
+    """The target is fp16; both use the same selection."""
     case = Case(4, kernel=kernel)
     given = problem(case, torch.bfloat16)
     chosen = select(case, given, "triton")
@@ -159,7 +159,7 @@ def test_the_loss_of_bf16_agrees(kernel: limits.Kernel) -> None:
 
 
 def test_long_rows_are_selected_by_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the packed mask: candidates, and lists made of the queries' masks chunk by chunk."""
+    """Beyond the packed mask, rows use candidates, and lists come from masks of chunks of queries."""
     case = Case(4, length=320, rule=BudgetRule(16, 8, 32))
     given = problem(case)
     wanted = mask_of(select(case, given, "reference"), case.length)
@@ -173,7 +173,7 @@ def test_long_rows_are_selected_by_candidates(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("pool", limits.KEY_POOLS[1:])
 def test_groups_become_their_keys(pool: int) -> None:
-    """Random bits, words with the highest bit among them, for some of the queries."""
+    """Bits are random, including the highest bit of words, for some of the queries."""
     length = 4 * 32 if pool < 32 else 6 * 32
     groups, sequences = length // pool - 1, 2 * pool
     generator = torch.Generator().manual_seed(pool)

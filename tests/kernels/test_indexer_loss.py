@@ -1,6 +1,5 @@
-"""The indexer loss by Triton, through the public API, against the reference in fp64: on a GPU, or small in Triton's
-interpreter. That in attention's backward pass is in test_fused_indexer_loss.py, what is refused in
-test_indexer_loss_errors.py."""
+"""Compares the indexer loss by Triton, through the public API, with the reference in fp64, on a GPU or interpreted.
+test_fused_indexer_loss.py tests the loss in attention's backward pass, test_indexer_loss_errors.py the errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,8 @@ from gsa_kernels.types import Indexer, RowSample
 on_gpu = pytest.mark.parametrize("device", [GPU])
 BF16 = torch.bfloat16
 
-# Small tiles: a sequence of 70 then has several tiles of rows and of keys, and segments.
+# A sequence of 70 has several of these small tiles of rows and of keys, and several segments. The stacked form needs 64
+# keys, because with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
 SMALL = Blocks(rows=32, stats_keys=32, stats_warps=8, grad_keys=32, grad_warps=8, segment=32)
 # 64 keys: with fewer Triton sums two heads in fp32 wrongly (gsa_kernels/hopper/miscompile_guard.py).
 STACKED = replace(SMALL, stats_keys=64, grad_keys=64, segment=64, stacked=True)
@@ -40,7 +40,7 @@ BLOCKS = {"own": None, "small": SMALL, "side by side": STACKED}
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty is filled with NaN, or the largest integer. Stretches of rows are short."""
+    """Fill torch.empty with NaN or the largest integer, and shorten stretches of rows."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -48,7 +48,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int | None = None) -> None:
-    """From now on the API's loss has these block shapes, and chunks of this size."""
+    """Set block shapes and chunk size of the API's loss from now on."""
     masked: dict[str, Any] = {"blocks": blocks}
     gathered: dict[str, Any] = {"blocks": None if blocks is None else SMALL_GATHERED}
     if chunk_bytes is not None:
@@ -78,8 +78,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 in its own blocks, side by side; the others are fp32, which shows more digits. Samples are of three
-    stretches of rows, or of more."""
+    """bf16 runs in its own blocks, side by side; the others are fp32, which shows more digits. Samples have at least
+    three stretches of rows."""
     form, *options = case["attended"].split(", ")
     bf16, block = case["kernels"] == "bf16", FORMS[form]
     cut(monkeypatch, None if bf16 else BLOCKS[case["kernels"]], None if case["one_chunk"] else 1)
@@ -87,13 +87,13 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
         "all": RowSample(),
         "half": RowSample(0.5, seed=3),
         "share": RowSample(share=(1, 2)),
-        "share of half": RowSample(0.5, seed=3, share=(1, 2)),  # begins with the first, so the third
+        "share of half": RowSample(
+            0.5, seed=3, share=(1, 2)
+        ),  # from the first stretch, so it has the third, too
     }
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64 if bf16 else 32)
     length = case["length"] if case["rows"] == "all" else 70
-    if (
-        bf16 and length + block > 2
-    ):  # its tiles are larger, and over few rows its roundings do not average out
+    if bf16 and length + block > 2:  # These tiles are larger, and a few rows do not average out rounding.
         length = 150 if device == "cpu" else 350
     problem = make_problem(
         form,
@@ -122,13 +122,13 @@ def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_bf16_of_other_widths(device: str, form: str, indexer: tuple[int, int], documents: bool) -> None:
-    """As wide as one product takes the heads side by side."""
+    """The widths include the widest for which one product takes the heads side by side."""
     check(make_problem(form, 150, device, dtype=BF16, indexer=indexer, batch=1, documents=documents))
 
 
 @devices
 def test_bf16_head_by_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As off Hopper."""
+    """Devices other than Hopper loop over the heads."""
     cut(monkeypatch, BY_HEAD)
     check(make_problem("packed mask", 70, device, dtype=BF16, indexer=(4, 64), batch=1))
 
@@ -170,7 +170,7 @@ def test_groups_of_heads_in_bf16(device: str, group: int, form: str) -> None:
 def test_long_sequences(
     device: str, length: int, form: str, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several segments, and several chunks, at the shapes of training; twice the same to the bit."""
+    """At training shapes there are several segments and chunks. Two repetitions agree in bits."""
     if length > 2000 and form in ("packed mask", "key lists"):
         pytest.skip("the reference would take long")
     cut(monkeypatch, None, 2**22)
@@ -187,7 +187,7 @@ def test_long_sequences(
 def test_rows_without_target_or_attended_keys(
     device: str, form: str, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both give 0, in value and gradient; kernels that are told the sum of the target have no row without one."""
+    """Rows without a target, and rows without attended keys, give a value and gradient of 0."""
     cut(monkeypatch, blocks, 1)
     problem = make_problem(form, 50, device, batch=1, log_sum=blocks is STACKED)
     mask = problem.mask.clone()
@@ -209,7 +209,7 @@ def test_rows_without_target_or_attended_keys(
 def test_temperature_scale_and_frozen_tensors(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A temperature may be a number, or have one dimension; the upstream gradient scales; the rest gets no gradient."""
+    """A temperature may be a number or have one dimension. The upstream gradient scales the others."""
     cut(monkeypatch, SMALL)
     problem = make_problem(form, 33, device, batch=1)
     once = differentiate(problem, through_api(problem, "triton", RowSample()))
@@ -233,8 +233,8 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: tiles are added in the same order, whatever chunk they are in. Over key lists the sums of the
-    keys' gradients are cut at the chunks."""
+    """Bits do not change, because tiles are added in the same order whatever the chunk. Over key lists, chunks divide
+    the sums of the keys' gradients."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 
@@ -268,8 +268,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where both are known. A wrong log-sum shows in the gradient, so it is read, and in the value with an error of
-    second order, here 1e-3 squared, per row."""
+    """The loss saves a pass if both sums are known. A wrong log-sum changes the gradient, so the loss reads it. The
+    value changes only in second order, here by 1e-3 squared per row."""
     cut(monkeypatch, STACKED)
     kernels: list[list[str]] = []
     launches = triton_launch.chunk_launches
@@ -296,7 +296,7 @@ def test_the_sums_of_selection_and_attention_spare_a_pass(
 
 
 def of_target(problem: Problem, target: Any, row_sum: float | None = None, **options: Any) -> Any:
-    """The loss with a target that is given: of all rows, or by a function of the rows."""
+    """Compute the loss with a given target, of all rows or as a function of the rows."""
     selection = problem.selection
     assert selection is not None
     log_sum = selection.log_sum if row_sum is not None else None
@@ -312,7 +312,7 @@ def of_target(problem: Problem, target: Any, row_sum: float | None = None, **opt
 
 @devices
 def test_value_near_its_minimum(device: str) -> None:
-    """Target = softmax of the scores, except 1%: 7e-5 nats a row, relatively exact, from sums known to 1e-6."""
+    """The target is the softmax of the scores except for 1%: 7e-5 nats per row stay exact, from sums known to 1e-6."""
     problem = make_problem("packed mask", 100, device, batch=1, log_sum=True)
     q = problem.scores().masked_fill(~problem.mask, float("-inf")).softmax(-1)
     noise = 1 + 0.012 * torch.randn(100, 100, generator=torch.Generator().manual_seed(5)).to(device)
@@ -337,7 +337,7 @@ def test_value_near_its_minimum(device: str) -> None:
     ids=["side by side, bf16", "side by side, fp32", "by head", "by head, 16 rows"],
 )
 def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtype) -> None:
-    """It gives the loss of its sum. Off the attended set it is NaN, which is not read; the rows have gaps."""
+    """Parts give the loss of their sum. Values off the attended set are NaN and not read; the rows have gaps."""
     documents, parts = blocks is STACKED, 2 if dtype == BF16 else 3
     problem = make_problem("packed mask", 70, device, dtype=dtype, batch=1, documents=documents, log_sum=True)
     target = head_sum_probs(problem.q, problem.k, problem.lse, problem.mask)
@@ -345,15 +345,15 @@ def test_a_target_in_parts(device: str, blocks: Blocks | None, dtype: torch.dtyp
     shares = target[:, None] * shares / shares.sum(1, keepdim=True)
     if blocks is not SMALL:
         shares = shares.half()
-    # As the kernels add: in order, and in the type of the parts. As fp32 the sum would lie in other registers, and a
-    # row's total, added up in another order, could differ in its last bit.
+    # The sum is in the kernels' order and in the type of the parts. An fp32 sum would lie in other registers, and a
+    # row's total in another order could differ in its last bit.
     target = reduce(torch.add, shares.unbind(1))
     shares = shares.masked_fill(~problem.mask[:, None], float("nan"))
 
     def of_rows(rows: SampledRows) -> torch.Tensor:
         return torch.nn.functional.pad(shares[:, :, rows.rows(device)], (0, 5))[..., :-5]
 
-    row_sum = 4.0 if blocks in (None, STACKED) else None  # read by these
+    row_sum = 4.0 if blocks in (None, STACKED) else None  # these kernels read it
     for sample in (RowSample(),) if row_sum else (RowSample(), RowSample(0.5, seed=3)):
         options: dict[str, Any] = {"rows": sample, "blocks": blocks}
         want = differentiate(problem, of_target(problem, target, row_sum, **options))

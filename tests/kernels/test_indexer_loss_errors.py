@@ -1,4 +1,4 @@
-"""What the indexer loss refuses: shapes, types and options, by name."""
+"""Tests that the indexer loss rejects wrong shapes, types and options by name."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 
 def test_errors() -> None:
-    """The loss refuses what no type of the API checks."""
+    """The types of the API do not cover these errors."""
     problem = make_problem("packed mask", 10, "cpu", log_sum=True)
     indexer, selection = problem.indexer, problem.selection
     assert selection is not None

@@ -1,5 +1,4 @@
-"""bf16 and NaN in Triton's interpreter, as the tests mend it (helpers/interpreter.py): else they would test other
-numbers."""
+"""Tests bf16 and NaN in the patched interpreter (helpers/interpreter.py), on which the other tests rely."""
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_shifts_at_once_keep_the_sign_of_what_has_one() -> None:
 
 @triton.jit
 def _casts_kernel(x, y, wide, out, SIZE: tl.constexpr):
-    """Operands of 32 and 64 bits, casts, and new axes of tensors of two."""
+    """Operands have 32 and 64 bits, with casts and new axes of tensors of two elements."""
     index = tl.arange(0, SIZE)
     value, long = tl.load(x + index), tl.load(y + index)
     tl.store(wide + index, value * long)

@@ -1,4 +1,4 @@
-"""`gsa_kernels` is of use alone, and exports nine names: the functions and types that a model calls."""
+"""Tests that `gsa_kernels` works alone, and exports nine names: the functions and types that a model calls."""
 
 import ast
 import subprocess
@@ -34,14 +34,15 @@ def test_torch_triton_and_the_standard_library_are_all_it_imports() -> None:
     ],
 )
 def test_what_an_import_leaves_out(module: str, left_out: str) -> None:
-    """Planning a run needs no torch, the reference no Triton."""
+    """Planning a run needs no torch, and the reference needs no Triton."""
     code = f"import sys, {module}; print({set(left_out.split())} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 
 
 def test_the_nine_names_are_the_real_ones() -> None:
-    """In one process, whatever it has imported before: a folder of a function's name would take its place."""
+    """The test imports all modules in one process, because a folder with a function's name would replace the
+    function."""
     functions, types = (
         "select sparse_attention indexer_loss decode_step",
         "Selection Geometry Indexer BudgetRule",

@@ -1,4 +1,4 @@
-"""Selections as lists of keys per tile of queries: the format and its inverse."""
+"""Tests selections as lists of keys per tile of queries: the format and its inverse."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where the kernels of `gsa_kernels.api` are launched, and that they are differentiated once."""
+"""Tests on which device the kernels of `gsa_kernels.api` run, and that second derivatives raise an error."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -23,8 +23,7 @@ from gsa_kernels.types import RowSample
 @pytest.mark.skipif(not interpreted(), reason="of the interpreter")
 @pytest.mark.parametrize("name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense"])
 def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
-    """Which may be another than the current one, as in a model that several GPUs share. In a backward pass it is
-    autograd that makes it the current one."""
+    """The current device may be another one, as in a model on several GPUs. Autograd sets it in the backward pass."""
     within: list[str] = []
 
     @contextmanager
@@ -55,7 +54,6 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(name, monkeypatch):
 
 
 def one_step(case: Case) -> list[torch.Tensor | None]:
-    """Output, loss and every gradient, on `api_cases.DEVICE`."""
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")
     out, lse = api.sparse_attention(
@@ -74,7 +72,7 @@ def one_step(case: Case) -> list[torch.Tensor | None]:
     "name", ["packed mask, a share of the rows", "shared, documents, later queries", "dense"]
 )
 def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(name, monkeypatch):
-    """While the first GPU is the current one."""
+    """The first GPU is the current device."""
     case = dataclasses.replace(CASES[name], rows=RowSample())
     steps = []
     for device in ("cuda:0", "cuda:1"):
@@ -92,7 +90,7 @@ def test_tensors_of_the_second_gpu_give_the_bits_of_the_first(name, monkeypatch)
     "name", ["packed mask, a share of the rows", "key lists, half of the rows", "dense, blocks"]
 )
 def test_no_second_derivatives(name: str) -> None:
-    """They would be wrong: the kernels leave no graph."""
+    """Second derivatives would be wrong, because the kernels record no graph."""
     case = CASES[name]
     given = problem(case)
     selection = None if case.dense else select(case, given, "triton")

@@ -1,4 +1,4 @@
-"""`GatedSparseAttention` against the looped oracle, Triton's against the reference's, and the examples that use it."""
+"""Compares `GatedSparseAttention` with the looped oracle, Triton with the reference, and runs its examples."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_future_changes_nothing_before_it(dtype: torch.dtype, fields: dict[s
 def step(
     layer: GatedSparseAttention, hidden: torch.Tensor, learns: bool, **mode: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Output, indexer loss and all gradients; without `learns` by the call that knows no loss."""
+    """Return output, indexer loss and all gradients; without `learns` by the call that returns no loss."""
     layer.zero_grad()
     if learns:
         output, loss, _ = layer.forward_with_loss(hidden, **mode)
@@ -216,7 +216,7 @@ def test_the_average_of_the_variances() -> None:
 
 
 def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
-    """Short documents, whose first token has no variance, would pull it down."""
+    """The first tokens of short documents have no variance and would lower the average."""
     torch.manual_seed(3)
     layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE, selection_block=2, local_window=2))
     starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 9, 9, 9]], dtype=torch.int32)
@@ -229,7 +229,7 @@ def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
     layer.update_variance_ema()
     torch.testing.assert_close(layer.variance_ema, variance[[1, 3, 5]].mean())
 
-    layer(torch.randn(2, 1, 24))  # nothing that counts: no step of the average
+    layer(torch.randn(2, 1, 24))  # nothing counts, so the average does not change
     before = layer.variance_ema.clone()
     layer.update_variance_ema()
     assert torch.equal(layer.variance_ema, before)
@@ -237,7 +237,7 @@ def test_queries_that_see_one_key_do_not_count_in_the_average() -> None:
 
 
 def test_recomputation_changes_nothing() -> None:
-    """Gradients, loss and average, although the layer runs twice."""
+    """Gradients, loss and average stay equal, although the layer runs twice."""
     torch.manual_seed(3)
     layer = GatedSparseAttention(GSAConfig(24, 2, 2, 8, **RULE))
     x = torch.randn(2, 20, 24)
@@ -257,7 +257,7 @@ def test_recomputation_changes_nothing() -> None:
 
 
 def test_the_call_that_the_authors_print() -> None:
-    """Their quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md), on a CPU, with our import line."""
+    """The call is the authors' quick start (alfredcs/Gated-Sparse-Attention, README-quickstart.md) with our import."""
     config = GSAConfig(
         hidden_size=1024,
         num_heads=8,
@@ -290,7 +290,7 @@ def test_fields_of_earlier_names_are_refused_with_the_new_ones() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_call_that_the_authors_print_on_a_gpu() -> None:
-    """The sizes of their README, by the fused kernels."""
+    """The call has the sizes of the authors' README, and runs the fused kernels."""
     config = GSAConfig(
         hidden_size=4096, num_heads=32, num_kv_heads=8, k_base=2048, value_gate=True, output_gate=True
     )
@@ -305,7 +305,7 @@ def test_the_call_that_the_authors_print_on_a_gpu() -> None:
 
 
 def test_a_dense_layer_without_gates_is_the_attention_of_llama() -> None:
-    """Names, RoPE and heads: weights of such a model drop in."""
+    """Names, RoPE and heads match, so that the weights of such a model can be loaded."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     torch.manual_seed(3)
     theirs_config = llama.LlamaConfig(
@@ -346,7 +346,7 @@ def test_a_layer_made_on_the_meta_device() -> None:
     with torch.device("meta"):
         empty = GatedSparseAttention(layer.config)
     empty.to(torch.bfloat16).to_empty(device="cpu").float().load_state_dict(layer.state_dict())
-    assert empty.variance_sum.tolist() == [0, 0]  # in no state_dict
+    assert empty.variance_sum.tolist() == [0, 0]  # not in the state_dict
     assert empty.variance_ema.dtype == torch.float32
     x = torch.randn(1, 9, 24)
     assert torch.equal(empty(x)[0], layer(x)[0])
@@ -391,7 +391,7 @@ def test_what_a_layer_refuses() -> None:
         layer(torch.zeros(1, 5, 23))
     with pytest.raises(ValueError, match="attention is 'full'"):
         layer(torch.zeros(1, 5, 24), attention="full")
-    # What the kernels cannot do is refused where they would run, and nowhere else.
+    # An unsupported field raises an error only where the kernels would run.
     assert config.implementation_on(torch.device("cpu")) == "reference"
     with pytest.raises(
         ValueError, match=r"head_dim is 8, which the kernels do not take; .* implementation='reference'"
@@ -400,7 +400,6 @@ def test_what_a_layer_refuses() -> None:
 
 
 def test_the_code_in_the_docs_runs() -> None:
-    """The blocks of docs/kernels.md, one after the other."""
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE | re.DOTALL
     )

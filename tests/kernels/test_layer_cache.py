@@ -1,6 +1,6 @@
-"""`GatedSparseAttention` with a cache: tokens that come one by one, or in pieces, give what they give at once.
+"""Tests `GatedSparseAttention` with a cache: tokens one by one, or in pieces, give the same results as in one call.
 
-By the reference, and by Triton in its interpreter or, marked gpu, on a CUDA device.
+The tests run with the reference, and with Triton in its interpreter or, marked gpu, on a CUDA device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_layer(device: str = "cpu", **fields: Any) -> tuple[GatedSparseAttention
     torch.manual_seed(5)
     layer = GatedSparseAttention(GSAConfig(**{**SIZES, "head_dim": 32, **BUDGET, **fields})).to(device)
     with torch.no_grad():
-        for parameter in layer.parameters():  # so that scores, gates and attention differ from key to key
+        for parameter in layer.parameters():  # so that scores, gates and attention differ between keys
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1.0))
         x = torch.randn(BATCH, LENGTH, 24, device=device)
         layer(x)
@@ -72,7 +72,7 @@ def test_tokens_in_pieces_equal_one_forward(fields: dict[str, Any], sizes: list[
     layer, x = make_layer(implementation="reference", **fields)
     wanted, _, _ = layer(x)
     ema = layer.variance_ema.clone()
-    late = layer.forward_with_loss(x).selection.budget[:, -4:]  # of queries that see more than k_max keys
+    late = layer.forward_with_loss(x).selection.budget[:, -4:]  # for queries with more than k_max causal keys
     assert (late.unique().numel() > 1) == (layer.config.adaptive_k != "off")
     found, cache = in_pieces(layer, x, sizes)
     torch.testing.assert_close(found, wanted, **NEAR)
@@ -83,7 +83,7 @@ def test_tokens_in_pieces_equal_one_forward(fields: dict[str, Any], sizes: list[
 
 
 def test_dense_and_sparse_calls_on_one_cache() -> None:
-    """A dense call leaves what sparse ones after it need: the indexer's keys, and the selection of its open block."""
+    """A dense call stores what later sparse calls need: the indexer's keys, and the selection of its open block."""
     layer, x = make_layer(implementation="reference", **SHARED)
     dense, _, _ = layer(x, attention="dense")
     sparse, _, _ = layer(x)
@@ -121,7 +121,7 @@ def test_the_weights_are_those_that_make_the_output(fields: dict[str, Any]) -> N
 
 
 def test_positions() -> None:
-    """They turn queries and keys, and RoPE sees their differences alone; the default goes on where the cache ends."""
+    """They rotate queries and keys, and only their differences matter. By default they continue at the cache's end."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.double(), x.double()
     wanted, _, _ = layer(x)
@@ -169,7 +169,7 @@ def test_positions() -> None:
     ids=["each", "shared", "groups", "dense"],
 )
 def test_by_triton(device: str, fields: dict[str, Any], mode: dict[str, Any]) -> None:
-    """Pieces, a single token after each of them, and a stretch of decoding: as the reference in one forward."""
+    """Pieces, a single token after each piece, and a stretch of decoding equal one forward pass of the reference."""
     pytest.importorskip("triton")
     reference, x = make_layer(device, implementation="reference", **fields)
     config = replace(reference.config, implementation="triton" if device == "cpu" else "auto")
@@ -207,7 +207,7 @@ def test_what_a_cache_refuses() -> None:
 
 
 def test_autocast_is_for_the_projections() -> None:
-    """What follows them is as precise as in a layer of bf16: bit for bit, where the weights are exact in bf16."""
+    """Later operations are as precise as in a bf16 layer: bits are equal if the weights are exact in bf16."""
     layer, x = make_layer(implementation="reference")
     layer, x = layer.bfloat16().float(), x.bfloat16().float()
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Log-sum-exps of few queries: which keys the kernel goes over."""
+"""Tests log-sum-exps of few queries: the kernel must visit the right keys."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("num_keys", [1100, 70])
 def test_log_sums_over_keys_of_few_tiles(num_keys: int) -> None:
-    """The kernel goes over the keys from the first to the last one that a tile of 32 queries sees. A query without a
-    key has the least sum there is."""
+    """The kernel visits the keys from the first to the last one of a tile of 32 queries. A query without keys has the
+    smallest possible sum."""
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(1, 192, 2, 32, generator=generator).to(DEVICE)
     k = torch.randn(1, num_keys, 1, 32, generator=generator).to(DEVICE)
@@ -22,7 +22,7 @@ def test_log_sums_over_keys_of_few_tiles(num_keys: int) -> None:
     seen[:, 64:96, num_keys - 1] = True
     seen[:, 96:128, 40 : num_keys - 5 : 7] = True
     seen[:, 100, :] = True
-    seen[:, 160:192:2, num_keys // 2 :] = True  # those between see none, nor do 128 to 159
+    seen[:, 160:192:2, num_keys // 2 :] = True  # queries between these and 128 to 159 have no keys
     ours = api.sampled_lse(q, k, pack_mask(seen), implementation="triton")
     logits = torch.einsum("bshd,bkxd->bhsk", q, k) * 32**-0.5
     wanted = logits.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)

@@ -1,5 +1,5 @@
-"""Kernels of long contexts at 2^20 tokens, where q has 2^32 elements: the first and the last programs of each launch,
-whose results are compared with torch on the few rows that they read."""
+"""Tests kernels of long contexts at 2^20 tokens, where q has 2^32 elements. Only the first and the last programs of
+each launch run. Their results are compared with torch on the rows they read."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ LENGTH, HEADS, KV_HEADS, SIZE, QUERIES = 2**20, 32, 8, 128, 32
 TILES = LENGTH // QUERIES
 GROUP = HEADS // KV_HEADS
 KEYS = torch.tensor([0, 5, 70000, LENGTH // 2 + 3, *range(LENGTH - 40, LENGTH - 31)])
-"""Of the last tile of queries: all of its queries attend to all of them."""
+"""Keys of the last tile of queries, whose queries attend to all of them."""
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def _corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the programs that do not run would have written is 0."""
+    """Let results of programs that do not run be 0."""
     run_corners(monkeypatch)
     monkeypatch.setattr(torch, "empty", _empty)
     monkeypatch.setattr(torch, "empty_like", lambda like: reserved(*like.shape, dtype=like.dtype))
@@ -61,13 +61,13 @@ def _empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = Non
 
 
 def reserved(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Zeros that take no memory until something is written: calloc, where torch.zeros writes them."""
+    """Return zeros that take no memory until something is written: calloc, unlike torch.zeros, which writes them."""
     zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def of_tokens(heads: int, rows: torch.Tensor, seed: int) -> torch.Tensor:
-    """[1, LENGTH, heads, SIZE], random for these tokens."""
+    """Return [1, LENGTH, heads, SIZE], random for these tokens."""
     whole = reserved(1, LENGTH, heads, SIZE)
     generator = torch.Generator().manual_seed(seed)
     whole[0, rows] = torch.randn(len(rows), heads, SIZE, generator=generator).to(BF16)
@@ -78,7 +78,7 @@ LAST = torch.arange(LENGTH - QUERIES, LENGTH)
 
 
 def last_list() -> KeyLists:
-    """Key lists of the last tile alone; its words follow 2^31 others, which take no memory."""
+    """Return key lists of only the last tile; its words follow 2^31 others, which take no memory."""
     far = 2**31 + 7
     keys = reserved(far + len(KEYS), dtype=torch.int32)
     keys[far:] = KEYS
@@ -99,7 +99,7 @@ def last_list() -> KeyLists:
 
 @pytest.fixture(scope="module", params=["tokens first", "heads first"])
 def attended(request: pytest.FixtureRequest) -> tuple[torch.Tensor, ...]:
-    """q, k, v, and the gradient of the output, in either order in memory."""
+    """Return q, k, v, and the gradient of the output, in either order in memory."""
     given = (
         of_tokens(HEADS, LAST, 0),
         of_tokens(KV_HEADS, KEYS, 1),
@@ -112,7 +112,7 @@ def attended(request: pytest.FixtureRequest) -> tuple[torch.Tensor, ...]:
 
 
 def with_heads_first(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same values at these tokens, as a model has them whose q is [B, H, L, D]."""
+    """Return the same values at these tokens, in the layout of a model whose q is [B, H, L, D]."""
     other = reserved(1, whole.shape[2], LENGTH, SIZE).transpose(1, 2)
     for head in range(whole.shape[2]):
         other[0, rows, head] = whole[0, rows, head]
@@ -131,7 +131,7 @@ def _multiply_kernel(out, stride):
 
 
 def few(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, SIZE] of the first key-value head and its query heads, in fp64."""
+    """Return [heads, rows, SIZE] of the first key-value head and its query heads, in fp64."""
     heads = GROUP if whole.shape[2] == HEADS else 1
     return whole[0, rows, :heads].double().transpose(0, 1)
 
@@ -146,7 +146,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     torch.testing.assert_close(few(out, LAST), wanted, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse[0, :GROUP, LAST].double(), logits.logsumexp(-1), atol=1e-3, rtol=0)
 
-    # One tile of all key-value heads; the first and the last run.
+    # One tile of all key-value heads: the first and the last program run.
     upstream = few(grad, LAST)
     of_rows = reserved(1, HEADS, LENGTH, dtype=torch.float32)
     delta, lse2 = of_rows, reserved(1, HEADS, LENGTH, dtype=torch.float32)
@@ -165,7 +165,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
     ):
         torch.testing.assert_close(got.double(), want, atol=5e-2, rtol=2e-2)
 
-    # Of all heads, whose log-sum-exps the forward pass's other programs would have given.
+    # These are the log-sum-exps of all heads, which the forward pass's other programs would have computed.
     grouped = q[0, LAST].double().unflatten(1, (KV_HEADS, GROUP))
     logits = torch.einsum("tghd,sgd->ghts", grouped, k[0, KEYS].double()) * SIZE**-0.5
     lse[0, :, LAST] = logits.logsumexp(-1).float().flatten(0, 1)
@@ -174,7 +174,7 @@ def test_attention_over_lists(attended: tuple[torch.Tensor, ...]) -> None:
 
 
 def test_dense_attention_with_heads_first_in_memory() -> None:
-    """The one key-value head's gate has 2^32 elements; the last tile is a document of its own."""
+    """The gate of the only key-value head has 2^32 elements; the last tile is a separate document."""
     tile = torch.arange(LENGTH - 64, LENGTH)
     q, gate = (with_heads_first(of_tokens(HEADS, tile, seed), tile) for seed in (0, 2))
     k, v = of_tokens(1, tile, 1), of_tokens(1, tile, 3)
@@ -204,7 +204,7 @@ def test_rows_of_the_backward_pass() -> None:
 
 
 def test_rows_of_many_short_sequences() -> None:
-    """The problem has 65544 sequences and heads: more than a grid's second axis takes."""
+    """The problem has 65544 sequences and heads, more than a grid's second axis allows."""
     shape = (8193, 3, 8, 32)
     grad, out = torch.ones(shape), torch.arange(8.0).repeat_interleave(32).view(8, 32).expand(shape)
     _, _, delta, lse2 = backward_rows(grad, out, torch.ones(8193, 8, 3), None)
@@ -214,12 +214,12 @@ def test_rows_of_many_short_sequences() -> None:
 
 
 def test_sums_by_key() -> None:
-    """Sums of the first and the last key are compared."""
+    """The test compares sums of the first and the last key."""
     lists = dataclasses.replace(last_list(), max_count=len(KEYS))
     zero = torch.zeros(1, dtype=torch.int64)
     rows = TileRows(TILES - 1, TILES, zero, zero.int(), len(KEYS))
     hits = find_key_hits(lists, rows)
-    # The count of each key is by programs of many keys; the first and the last ran.
+    # Programs count many keys each; the first and the last program ran.
     assert hits.rows[0] == 0
     assert hits.starts[1] == 1
     partials = torch.randn(KV_HEADS, 3, 2 * SIZE).to(BF16)
@@ -233,7 +233,7 @@ def test_sums_by_key() -> None:
 
 
 def make_indexer(rows: int) -> Indexer:
-    """Random for the last queries, and for all keys."""
+    """Build an indexer that is random for the last queries and for all keys."""
     generator = torch.Generator().manual_seed(rows)
     queries, weights = reserved(1, rows, 2, 64), reserved(1, rows, 2)
     queries[0, -64:] = torch.randn(64, 2, 64, generator=generator).to(BF16)
@@ -253,7 +253,6 @@ def test_scores() -> None:
 
 
 def test_a_row_of_a_million_scores() -> None:
-    """Blocks of 32 queries share it."""
     rule = BudgetRule(2048, 256, 4096, "off")
     selector = Selector(make_indexer(TILES), rule, torch.zeros(()), Geometry(None, 0, 32, 64), 2**20, None)
     rows = range(TILES - 1, TILES)
@@ -270,7 +269,7 @@ def test_a_row_of_a_million_scores() -> None:
 
 
 def test_candidates() -> None:
-    """That no offset and no grid is too large: few of the programs run, so the rows are not complete."""
+    """No offset and no grid is too large. Few programs run, so the rows are not complete."""
     rule = BudgetRule(2048, 256, 4096, "off")
     selector = Selector(make_indexer(LENGTH), rule, torch.zeros(()), Geometry(), 2**25, 8192)
     rows = selector.chunks[-1]
@@ -300,7 +299,7 @@ def test_lists_of_blocks() -> None:
 def test_the_loss_of_the_last_tile() -> None:
     indexer, lists = make_indexer(LENGTH), last_list()
     target = torch.rand(1, 1, len(KEYS), QUERIES)
-    # A share of one tile: the other ranks' take the others.
+    # The share is one tile; other ranks take the other tiles.
     sample = RowSample(share=(TILES - 1, TILES))
     leaves = [x.requires_grad_() for x in (indexer.queries, indexer.keys, indexer.head_weight_logits)]
     loss, kl = gathered_indexer_loss(indexer, lambda tiles: target, lists, rows=sample)

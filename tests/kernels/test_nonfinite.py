@@ -1,7 +1,7 @@
-"""NaN and infinities in the indexer's inputs: interpreted on the CPU by a GPU's rule for extremes, or on a CUDA device.
+"""Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the interpreter with a GPU's maximum.
 
-`api.py` says what is promised: a row with a NaN among its inputs has a NaN variance, the base budget and that number
-of causal keys, and a NaN KL; all other rows keep their bits (the KL over key lists follows its tile's list).
+`api.py` describes the guarantees. A row with a NaN among its inputs has a NaN variance, the base budget, that number of
+causal keys, and a NaN KL. All other rows keep their bits, except that the KL over key lists follows its tile's list.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ CASES = {
     "shared, relu": Case(selection_block=16, local_window=16, activation="relu"),
 }
 POSITION = 21
-"""Of the bad token in the first sequence; of the queries of a block, the block around it."""
+"""Position of the bad token in the first sequence; if blocks select, the block around it."""
 
 
 def spoil(indexer: Indexer, place: str, value: float, row: int) -> Indexer:
-    """One token's vector in one of the tensors, in the first sequence."""
+    """Set one token's vector in one of the tensors, in the first sequence."""
     tensor = getattr(indexer, place).detach().clone()
     tensor[0, row, ..., 0] = value
     return dataclasses.replace(indexer, **{place: tensor.requires_grad_()})
@@ -58,13 +58,12 @@ def spoiled(case: Case, place: str, value: float) -> Problem:
 
 
 def of_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of selections -> queries."""
     return rows.repeat_interleave(case.selection_block, 1)[:, : api_cases.LENGTH]
 
 
 @cache
 def undamaged(name: str) -> tuple[Problem, Any, Any, torch.Tensor]:
-    """A case's own inputs, their selection by Triton and by the reference, and the KL of the rows."""
+    """Return a case's unchanged inputs, their selection by Triton and by the reference, and the KL of the rows."""
     case = CASES[name]
     given = problem(case)
     selection = api_cases.select(case, given, "triton")
@@ -96,7 +95,7 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
     kl = loss(bad, after)[1]
     if (
         "key lists" in options["case"]
-    ):  # where a neighbour's selection moves its tile's list, sums have another order
+    ):  # A neighbour's selection changes its tile's list, and so the order of sums.
         torch.testing.assert_close(kl[~seen], old_kl[~seen], rtol=1e-5, atol=1e-6)
     else:
         assert torch.equal(kl[~seen], old_kl[~seen])
@@ -107,7 +106,7 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(case: Case, geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Causal keys only: at most the budget in addition to the window; where each query selects, no fewer."""
+    """Check that keys are causal and, without the window, at most the budget; per-query selections have no fewer."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)
@@ -139,7 +138,7 @@ def dense_loss(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: str) -> None:
-    """In the warm-up every row sees all keys before it."""
+    """In the warm-up every row attends to all keys before it."""
     case = Case(dense=True, documents=True, activation=activation)
     bad, old = spoiled(case, place, math.nan), dense_loss(case)
     total, kl = loss(bad, None)
@@ -154,7 +153,7 @@ def test_the_dense_loss_and_its_gradients(device: str, activation: str, place: s
 
 @cache
 def undamaged_long(device: str, way: str, activation: str) -> tuple[LongCase, Any]:
-    """At the size of the interpreter, and in full on a GPU."""
+    """Return the case at a size for the interpreter, or in full on a GPU."""
     length = 96 if device == "cpu" else 20480
     case = make_case(device, length, activation=activation, heads=2, dim=16, batch=1)
     return case, select_long(case, case.indexer, way)
@@ -165,7 +164,7 @@ def undamaged_long(device: str, way: str, activation: str) -> tuple[LongCase, An
     "options", way=["all scores", "candidates", "lists"], activation=["sigmoid", "relu"], place=list(PLACES)
 )
 def test_long_rows(device: str, guessed: list[range], options: dict[str, str]) -> None:  # noqa: F811
-    """By candidates, and by all scores in groups."""
+    """Rows are selected by candidates, and by all scores in groups."""
     way, activation, place = (options[name] for name in ("way", "activation", "place"))
     make, clean = undamaged_long(device, way, activation)
     length = make.indexer.keys.shape[1]
@@ -196,7 +195,7 @@ def select_long(case: LongCase, indexer: Indexer, way: str) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 def test_decoding(device: str, activation: str, place: str) -> None:
-    """The first of two sequences."""
+    """The first of two sequences has the bad token."""
     case, untouched = (make_decode_case(device, [61, 44], 64, activation=activation) for _ in range(2))
     case = dataclasses.replace(
         case, indexer=spoil(case.indexer, place, math.nan, 17 if place == "keys" else 0)

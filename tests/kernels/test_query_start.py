@@ -1,8 +1,8 @@
-"""Queries that start at a position: a sequence in chunks of queries gives what it gives in one call.
+"""Tests queries that start at a position: chunks of queries give the same results as one call.
 
-Each operation runs once over all queries and once for each chunk, with the keys up to its end. Rows of results
-and of gradients equal the whole, and the gradients of keys add up to it. In the interpreter (CPU) and, marked
-gpu, on a CUDA device.
+Each operation runs once over all queries, and once for each chunk with the keys up to its end. Rows of results and of
+gradients equal those from one call, and the gradients of keys add up. The tests run in the interpreter (CPU) and,
+marked gpu, on a CUDA device.
 """
 
 from typing import Any
@@ -126,7 +126,7 @@ def test_block_sum_probs(device):
 
 @devices
 def test_packed_mask_of_a_chunk_far_from_the_start(device):
-    """Turned round, and as lists: their programs have 256 and 4096 keys."""
+    """The mask is transposed and converted to lists, by programs of 256 and 4096 keys."""
     torch.manual_seed(7)
     mask = (torch.rand(2, 35, 4300) < 0.01).tril(4300 - 35).to(device)
     words = pack_mask(mask)
@@ -141,17 +141,18 @@ def test_packed_mask_of_a_chunk_far_from_the_start(device):
     ("documents", "register_keys"), [(False, 32768), (True, 32)], ids=["registers", "groups"]
 )
 def test_selection(device, documents, register_keys, monkeypatch):
-    """Bits, lists, and some of the lists' queries as bits. One kernel has a row in registers, one goes by groups."""
+    """The test compares packed masks, lists, and masks of some queries of the lists. One kernel holds a row in
+    registers, the other selects by groups."""
     torch.manual_seed(2)
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
-    length, start = 40, 25  # a program per row is slow to interpret
+    length, start = 40, 25  # one program per row is slow to interpret
     starts = document_starts(device)[:, :length] if documents else None
     ema = torch.tensor(0.02, device=device)
     inputs = of_chunk(indexer(device), 0, length)
 
     def of_queries(first: int, last: int, select: Any) -> Selection:
         geometry = Geometry(rows_of(starts, first, last), first, local_window=5)
-        # Chunks of 32 rows.
+        # Chunks have 32 rows.
         return select(Indexer(*of_chunk(inputs, first, last)), RULE, ema, geometry, row_chunk_bytes=2**14)
 
     whole = of_queries(0, length, select_keys)
@@ -193,14 +194,14 @@ def test_block_selection(device, documents):
 
 @devices
 def test_prologue_takes_the_rows_of_its_tables(device):
-    """`cos` and `sin` give the positions of the tokens: any tokens of a sequence can be given."""
+    """`cos` and `sin` hold the positions of the tokens, so any tokens of a sequence can be passed."""
     torch.manual_seed(6)
     qkv, (cos, sin) = draw(device, 20, 2, 4 * 32), draw(device, 2, 20, 16)
     options: dict[str, Any] = {"kv_heads": 1, "value_gate": False, "output_gate": False}
     whole = fused_split_rotate_gate(qkv, None, cos, sin, **options)[:3]
     held = torch.tensor(
         [3, 4, 5, 15, 16], device=device
-    )  # two stretches, as under zig-zag context parallelism
+    )  # There are two stretches, as in zig-zag context parallelism.
     part = fused_split_rotate_gate(qkv[held], None, cos[held], sin[held], **options)[:3]
     for got, want in zip(part, whole, strict=True):
         assert torch.equal(got, want[:, held])

@@ -1,4 +1,4 @@
-"""Attention, gates and the indexer's KL: gradients, empty rows, recall, dtypes."""
+"""Tests attention, gates and the indexer's KL: gradients, empty rows, recall, dtypes."""
 
 import itertools
 
@@ -152,7 +152,7 @@ def test_kl_trains_scores_and_beta_only_and_only_on_the_support() -> None:
     scores, target, support = kl_inputs()
     support[0, 2] = False
     beta = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
-    # What lies off the support must not matter, whatever it is.
+    # Scores off the support must not matter, whatever they are.
     scores = scores.masked_fill(~support, float("nan")).requires_grad_()
     target = target.masked_fill(~support, float("inf")).requires_grad_()
     kl = ops.indexer_kl(scores, target, support, beta)
@@ -175,7 +175,7 @@ def test_kl_trains_scores_and_beta_only_and_only_on_the_support() -> None:
 
 
 def test_kl_with_a_one_hot_target_has_the_floor_of_bounded_scores() -> None:
-    """Scores in (0, 4) can put at most e^4 / (e^4 + n - 1) on one key: 4.34 nats remain at n = 4096."""
+    """Scores in (0, 4) give one key at most e^4 / (e^4 + n - 1), so that 4.34 nats remain at n = 4096."""
     n = 4096
     scores = torch.zeros(1, 1, n)
     scores[0, 0, 7] = 4.0
@@ -200,7 +200,7 @@ def test_targets_renormalise_on_their_support() -> None:
 
 
 def test_head_sums_of_two_halves_add_up() -> None:
-    """Tensor parallelism: each rank sums over its own heads."""
+    """With tensor parallelism each rank sums over its own heads."""
     q, k, v = make_qkv(17)
     mask = random_selection(17)
     whole = ops.sparse_attention(q, k, v, mask, return_probs=True).head_sum_probs

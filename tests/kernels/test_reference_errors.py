@@ -1,4 +1,4 @@
-"""Wrong arguments are refused with the argument, its value and the remedy."""
+"""Tests that errors for wrong arguments name the argument, its value and the remedy."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Visibility, score moments, budget and selection: ties, degenerate rows, limits."""
+"""Tests causal keys, score moments, budget and selection: ties, degenerate rows, limits."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_moments_match_the_causal_scores(length: int) -> None:
 
 
 def test_variance_does_not_cancel() -> None:
-    """In fp32, E[x^2] - E[x]^2 of these scores is off by more than the variance itself."""
+    """In fp32 the error of E[x^2] - E[x]^2 exceeds the variance of these scores."""
     spread = torch.linspace(-1e-3, 1e-3, 1000)
     scores = (3.9 + spread)[None, None]
     _, variance = ops.score_moments(scores, torch.ones(1, 1, 1000, dtype=torch.bool))
@@ -135,15 +135,15 @@ def budget_of(variance: float, ema: float, mode: str, num_visible: int = 10**6, 
         ("direct", 1e-30, 1.0, 8),
         ("direct", 1e30, 1e-30, 400),
         ("inverse", 1e-45, 3e38, 400),
-        # No spread at all.
+        # The scores have no spread.
         ("inverse", 0.0, 1.0, 400),
         ("direct", 0.0, 1.0, 8),
-        # No statistics yet: the ratio is 1.
+        # Without statistics, the ratio is 1.
         ("inverse", 0.7, 0.0, 100),
         ("direct", 0.7, 0.0, 100),
         ("inverse", 0.0, 0.0, 100),
         ("direct", 0.0, 0.0, 100),
-        # Overflowed scores.
+        # The scores overflowed.
         ("inverse", INF, 1.0, 8),
         ("direct", INF, 1.0, 400),
         ("inverse", INF, INF, 100),
@@ -209,7 +209,7 @@ def test_equal_scores_select_the_lowest_indices() -> None:
 
 
 def test_zero_of_either_sign_is_a_tie() -> None:
-    """The ReLU indexer makes both: a negative weight times relu(...) = 0 is -0.0."""
+    """The ReLU indexer produces both: a negative weight times relu(...) = 0 is -0.0."""
     scores = torch.tensor([[[-0.0, 0.0, -0.0, 0.0]]])
     selected = ops.select_top_k(scores, torch.ones(1, 1, 4, dtype=torch.bool), torch.tensor([[2]]))
     assert selected.tolist() == [[[True, True, False, False]]]
@@ -224,7 +224,7 @@ def test_negative_scores_are_selected_before_invisible_keys() -> None:
 
 
 def test_saturated_indexer_scores_tie_exactly() -> None:
-    """Far out, every sigmoid is 1.0 to the bit, and the selection is the lowest indices."""
+    """Saturated sigmoids are 1.0 to the bit, and the lowest indices are selected."""
     q_idx = torch.full((1, 6, 2, 4), 100.0)
     k_idx = torch.full((1, 6, 4), 100.0) * torch.linspace(1, 2, 6)[None, :, None]
     scores = ops.indexer_scores(q_idx, k_idx, torch.full((1, 6, 2), 100.0))

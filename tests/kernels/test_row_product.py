@@ -1,4 +1,4 @@
-"""Products of few rows against fp64: interpreted on the CPU, or on a CUDA device."""
+"""Compares products of few rows with fp64: interpreted on the CPU, or on a CUDA device."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def in_fp64(given: dict[str, Any]) -> torch.Tensor:
 
 
 def check(given: dict[str, Any], tiling: Tiling | None) -> None:
-    """fp32 to its rounding; bf16 to the rounding of the result, and of x times the norm on the matrix units."""
+    """Check fp32 to its rounding, and bf16 to the rounding of the result and of x times the norm."""
     wanted = in_fp64(given)
     found = op.row_product(**given, launch=Launch(tiling))
     assert found.dtype == given["x"].dtype
@@ -77,13 +77,13 @@ def check(given: dict[str, Any], tiling: Tiling | None) -> None:
 def test_product(options: dict[str, Any]) -> None:
     options = dict(options)
     tiling = None
-    if options.pop("small_tiles"):  # several rows of x take tiles of 16
+    if options.pop("small_tiles"):  # several rows of x need tiles of 16
         tiling = Tiling(2) if options["batch"] == 1 else Tiling(16, chunk=64, stages=2)
     check(operands(**options), tiling)
 
 
 def test_a_product_that_awaits_a_counter() -> None:
-    """Of a kernel that has counted. tests/gpu/test_chain_on_gpu.py has it while that one runs."""
+    """The counting kernel has already ended; tests/gpu/test_chain_on_gpu.py covers one that still runs."""
     given = operands(1, 88, 20, False, RESIDUAL, torch.float32, x_gate=True)
     counter = torch.tensor([7], dtype=torch.int32, device=DEVICE)
     found = op.row_product(**given, launch=Launch(awaited=Awaited(counter, 7)))
@@ -131,7 +131,7 @@ def test_sizes_of_a_model(batch, columns, count, norm, epilogue, x_gate, marked)
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU_ONLY)])
 def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
-    """Launched early, in a graph, each product on the result of the one before: 200 of them, again and again."""
+    """A graph of 200 products with early launches, each on the previous result, is replayed repeatedly."""
     weights = [torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for _ in range(8)]
     norm = reference.Norm(torch.ones(2048, device=DEVICE, dtype=torch.bfloat16), 1e-5)
     start = torch.randn(1, 2048, device=DEVICE, dtype=torch.bfloat16)
@@ -158,8 +158,7 @@ def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_weight_of_more_than_2_to_the_31_elements(batch, gated, monkeypatch):
-    """Of an output layer's vocabulary and width: the first and the last program alone, over memory that nothing else
-    touches."""
+    """The weight is an output layer's. Only the first and the last program run, and other memory is never touched."""
     columns, count = 64, 2**31 // 64 + 32
     run_corners(monkeypatch)
     rows = 2 * count if gated else count

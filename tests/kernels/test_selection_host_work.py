@@ -1,7 +1,5 @@
-"""What the host does in one selection: operations of torch and launches are few, known, and never wait for the device.
-
-The tensors have no data (device meta), and no kernel runs: whoever reads a value back gets an error of torch.
-"""
+"""Tests the host's work in one selection: few, known torch operations and launches, and no wait for the device. Tensors
+have no data (device meta), and no kernel runs, so reading a value back raises an error."""
 
 import pytest
 import torch
@@ -19,13 +17,13 @@ LENGTH, BLOCK, RULE = 32768, 32, BudgetRule(2048, 256, 4096)
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations, except views, which no device sees."""
+    """Counts torch's operations except views, which never reach a device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.calculated = self.on_host = 0
-        """Without what only takes memory; of those, what works on tensors of the host."""
+        """Operations other than allocations, and those among them on tensors of the host."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
@@ -71,8 +69,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_shared_layer(length, heads, budget, operations, launches, monkeypatch):
-    """Selection, attention and loss, forward and backward: nothing is calculated on the host, where it would wait for
-    the interpreter while short kernels run."""
+    """In selection, attention and loss, forward and backward, nothing is computed on the host. The host's work would
+    make the device wait while short kernels run."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launched: list[str] = []

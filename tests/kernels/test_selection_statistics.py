@@ -1,4 +1,4 @@
-"""Statistics of packed masks equal the same statistics of masks."""
+"""Tests that statistics of packed masks equal the same statistics of masks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which steps bench_step.py --lengths measures, and what the names of its models say."""
+"""Tests which steps bench_step.py --lengths measures, and the meaning of its models' names."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from whole_steps.step_sweep import without_variant
 
 
 def test_layers_that_share_a_selection_come_in_whole_groups() -> None:
-    """From 128K on one group, as two do not fit a device."""
+    """From 128K on there is one group, because two do not fit a device."""
 
     def depths(length: int, model: str) -> list[int]:
         return [group[0].layers for group in plan(["1.7b"], [length], ["standard", model], length)]

@@ -1,4 +1,4 @@
-"""Sums that are added to what is there: against torch, in fp64."""
+"""Compares sums that are added to existing values with torch in fp64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = [] if interpreted() else [pytest.mark.gpu]
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (7, 9), (3, 50), (2, 64)])
 def test_total(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Terms have both signs, so that fp32 would lose most of it; fewer than a block, a block, and several."""
+    """Terms have both signs, so that fp32 would lose most digits. Sizes are below, at and above a block."""
     monkeypatch.setattr(op, "BLOCK", 64)
     torch.manual_seed(0)
     values = torch.randn(shape, device=DEVICE) * 1e4
@@ -42,7 +42,7 @@ def test_total_of_what_is_no_number() -> None:
     ],
 )
 def test_column_sums(rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program for all columns or for some, with one stretch of rows or several (at most five), the last one short."""
+    """Programs take all columns or some, and up to five stretches of rows, the last one short."""
     monkeypatch.setattr(op, "COLUMNS", 32)
     monkeypatch.setattr(op, "PROGRAMS", 12)
     monkeypatch.setattr(op, "MOST_PARTS", 5)

@@ -1,4 +1,4 @@
-"""The order of a block: what is said of a thread's values, and that rows come back."""
+"""Tests the order of values in a block, and that conversion restores the rows."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""SwiGLU and the sigmoid gate by Triton against their references, and the type that no fused kernel takes."""
+"""Compares SwiGLU and the sigmoid gate by Triton with their references, and checks a dtype that no kernel supports."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_weighted_swiglu(device, rows, width):
         x = (torch.randn(rows, 2 * width, device=device) * 3).to(dtype)
         x.view(-1)[:2] = torch.tensor([30.0, -30.0])
         weights, grad = torch.rand(rows, device=device), torch.randn(rows, width, device=device)
-        weights[0] = 0  # its row teaches its weight all the same
+        weights[0] = 0  # its row still gets a gradient
         found, again = (run(fused_weighted_swiglu, [x, weights], [grad]) for _ in range(2))
         exact = run(weighted_swiglu, [x.double(), weights.double()], [grad])
         assert_as_good(found, run(weighted_swiglu, [x, weights], [grad]), exact, dtype)

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the reference: on CUDA where there is a device, else interpreted."""
+"""Compares the Triton attention kernels with the reference: on CUDA if there is a device, else interpreted."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def pack(mask):
-    """bool [B, L, Lk] -> words int32 [B, L, ceil(Lk / 32)]"""
+    """Pack bool [B, L, Lk] into words int32 [B, L, ceil(Lk / 32)]."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
     words = (padded.long() << torch.arange(32, device=mask.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def causal(batch, length, starts=None):
-    """bool [B, L, L], and with `starts` int32 [B, L] only within the document."""
+    """Return bool [B, L, L], with `starts` int32 [B, L] only within the document."""
     position = torch.arange(length, device="cpu" if starts is None else starts.device)
     mask = (position[None, :] <= position[:, None]).expand(batch, length, length)
     return mask if starts is None else mask & (position >= starts[..., None])
@@ -41,7 +41,7 @@ def document_starts(batch, length, device):
 
 
 def make_mask(kind, batch, length, starts, device):
-    """Selections of each kind; every row selects a key."""
+    """Create selections of each kind; every row selects a key."""
     visible = causal(batch, length, starts).to(device)
     if kind == "full":
         return visible
@@ -49,14 +49,13 @@ def make_mask(kind, batch, length, starts, device):
         chosen = visible & (torch.rand(visible.shape) < 0.6).to(device)
         return chosen | (visible & (visible.cumsum(-1) == 1) & ~chosen.any(-1, keepdim=True))
     if kind == "single":
-        # One key per row, often not the row's own.
+        # Each row selects one key, often not its own.
         score = torch.where(visible, torch.rand(visible.shape).to(device), -1.0)
         return torch.zeros_like(visible).scatter_(-1, score.argmax(-1, keepdim=True), True)
     raise ValueError(kind)
 
 
 def attention(packed=None, geometry=None):
-    """Attention with q, k, v and the gate."""
     return lambda q, k, v, gate: masked_attention(q, k, v, packed, geometry or Geometry(), gate)
 
 
@@ -74,7 +73,7 @@ def attention(packed=None, geometry=None):
     gated=[True, False],
 )
 def test_output_and_gradients(device, case, monkeypatch):
-    """`splits`: the key side's work divided among several programs, where a group has the heads."""
+    """`splits` divides the work for keys among several programs, if a group has enough heads."""
     length, first, (heads, kv_heads) = case["length"], case["query_start"], case["heads"]
     num_keys = first + length
     torch.manual_seed(length)
@@ -132,7 +131,7 @@ def test_transposed_words(device, length):
     head_size=[32, 256],
 )
 def test_head_sum_probs(device, case, monkeypatch):
-    """Compares the whole, parts, and every second stretch of 64 rows."""
+    """The test compares the whole, parts, and every second stretch of 64 rows."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 64)
     torch.manual_seed(12)
     length, chunk = 150, SampledRows(*case["rows"])
@@ -182,7 +181,7 @@ def test_errors(device):
 
 @devices
 def test_forward_tiles_agree(device, monkeypatch):
-    """Every width of a key tile expands its words the same way."""
+    """Key tiles of all widths expand words in the same way."""
     torch.manual_seed(13)
     q, k, v, _ = make_inputs(1, 140, 2, 1, 32, torch.bfloat16, device)
     mask = make_mask("random", 1, 140, None, device)

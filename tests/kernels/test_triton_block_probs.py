@@ -1,4 +1,4 @@
-"""The target of a shared selection's loss, and the loss of it, against the torch references."""
+"""Compares the target and the loss of a shared selection with the torch references."""
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from gsa_kernels.types import Geometry
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """torch.empty is filled with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -36,7 +35,7 @@ def make_attention(length, *, device, dtype=torch.float32, batch=1, head_size=32
 
 
 def probabilities(q, k, mask):
-    """lse [B, H, L] fp32 and the probabilities summed over heads [B, L, L], in fp64."""
+    """Return lse [B, H, L] fp32 and the probabilities summed over heads [B, L, L], in fp64."""
     q, k = q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     logits = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
     logits = logits.masked_fill(~mask[:, None], float("-inf"))

@@ -1,8 +1,5 @@
-"""Selections that blocks of queries share, as key lists, against the torch references.
-
-In the interpreter (CPU) and, marked gpu, on a CUDA device. The selection is compared with a stable sort of the
-scores the kernels calculate themselves.
-"""
+"""Compares selections that blocks of queries share, as key lists, with the torch references. The tests run in the
+interpreter (CPU) and, marked gpu, on a CUDA device. The expected selection is a stable sort of the kernels' scores."""
 
 import dataclasses
 from dataclasses import asdict, dataclass
@@ -36,7 +33,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Case:
-    """The projections of every token; the first query of every block selects."""
+    """Holds the projections of every token; the first query of every block selects."""
 
     of_tokens: Indexer
     geometry: Geometry
@@ -54,14 +51,13 @@ class Case:
         return block_op.select_block_lists(self.indexer, rule, ema, self.geometry, **options)
 
     def top_k(self, rule: BudgetRule = RULE, **options: Any) -> torch.Tensor:
-        """The packed mask of the rows."""
         ema = torch.tensor(EMA, device=self.of_tokens.keys.device)
         found = op.select_keys(self.indexer, rule, ema, self.geometry, **options).packed_mask
         assert found is not None
         return found
 
     def attended(self, top_k: torch.Tensor, queries: range) -> torch.Tensor:
-        """S_t of these queries, bool [B, queries, L], from the top-k of the rows, bool [B, R, L]."""
+        """Return S_t of these queries, bool [B, queries, L], from the top-k of the rows, bool [B, R, L]."""
         positions = torch.tensor(queries, device=top_k.device)
         starts = self.geometry.document_starts
         window = ops.local_window_mask(self.length, self.geometry.local_window, query_positions=positions)
@@ -96,7 +92,7 @@ def make_case(
 
 
 def check(case: Case, rule: BudgetRule = RULE) -> None:
-    """Variance to rounding; budget, given the variance, and selection, given the scores, exactly."""
+    """Check variance up to rounding, budget given the variance, and selection given the scores."""
     block, starts, length = case.geometry.selection_block, case.geometry.document_starts, case.length
     batch, device = len(case.of_tokens.keys), case.of_tokens.keys.device
     selection = case.select(rule)
@@ -125,14 +121,14 @@ def check(case: Case, rule: BudgetRule = RULE) -> None:
 
 
 def on_cpu(lists: KeyLists | None) -> KeyLists:
-    """For loops over the tiles."""
+    """Copy lists to the CPU, for loops over the tiles."""
     assert lists is not None
     tensors = {name: value.cpu() for name, value in vars(lists).items() if isinstance(value, torch.Tensor)}
     return dataclasses.replace(lists, **tensors)
 
 
 def check_format(case: Case, lists: KeyLists) -> None:
-    """What the attention relies on beyond the mask: bounds, order, shared keys, a full part where there can be."""
+    """Check what attention requires beyond the mask: bounds, order, shared keys, and a full part where possible."""
     starts, block = case.geometry.document_starts, case.geometry.selection_block
     starts = None if starts is None else starts.cpu()
     assert lists.queries == min(block, 32)
@@ -202,7 +198,7 @@ def test_budgets(device: str, rule: BudgetRule) -> None:
     ("levels", "register_keys"), [("equal", BY_REGISTERS), ("two", BY_REGISTERS), ("two", BY_GROUPS)]
 )
 def test_ties(device: str, levels: str, register_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through both selection kernels; of equal scores the first keys are taken."""
+    """The two selection kernels choose the first of equal scores."""
     monkeypatch.setattr(op, "REGISTER_KEYS", register_keys)
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", min(register_keys, 128) // 4)
     case = make_case(device, 90, 16, 20)
@@ -232,7 +228,7 @@ def test_future_tokens_chunks_and_repetition_change_no_bit(device: str) -> None:
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("block", [pytest.param(block, marks=ON_GPU) for block in (32, 128)])
 def test_long_sequences(block: int, documents: bool) -> None:
-    """Rows of all selection kernels and several chunks, without an L x L mask: the lists against the top-k."""
+    """The lists must match the top-k. Rows use all selection kernels, in several chunks, without an L x L mask."""
     length = 40001
     case = make_case("cuda", length, block, block, heads=4, dim=64, dtype=torch.bfloat16)
     if documents:

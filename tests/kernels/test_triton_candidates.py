@@ -1,7 +1,7 @@
-"""Selection by candidates: a guess from a sample, verified. Exact whatever the guess is, and wherever queries start.
+"""Tests selection by candidates, which verifies a guess from a sample and is exact whatever the guess.
 
-A chunk of queries from the middle of a sequence, as a context-parallel rank has it, gives the rows of the whole. In the
-interpreter with a sample of every second key; on the GPU, at full size too.
+A chunk of queries from the middle of a sequence, as on a context-parallel rank, gives the rows of the whole. The
+interpreter samples every second key; the GPU also runs the full size.
 """
 
 from dataclasses import replace
@@ -49,8 +49,8 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 32 keys are long, and 4 samples enough."""
-    monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)  # the tiles of fp32
+    """Treat rows of 32 keys as long, and let 4 samples suffice."""
+    monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)  # tile size of fp32
     monkeypatch.setattr(score_chunks, "SMALLEST_BLOCK", 64)
     monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
@@ -58,7 +58,7 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guessed(monkeypatch: pytest.MonkeyPatch) -> list[range]:
-    """The chunks of rows that went by candidates."""
+    """Record the chunks of rows that were selected by candidates."""
     chunks: list[range] = []
     select = op.select_by_candidates
 
@@ -72,7 +72,7 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows of each chunk went through the full scores."""
+    """Record how many rows of each chunk used the full scores."""
     rows: list[int] = []
     select = candidates.select_long_rows
 
@@ -85,7 +85,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def change_guesses(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """`change` gets the guesses of rows, fp32 [B, R, 3], after each call."""
+    """Call `change` with the guesses of rows, fp32 [B, R, 3], after each call."""
     guess = candidates.guess_thresholds
 
     def changed(*args: Any) -> None:
@@ -96,7 +96,7 @@ def change_guesses(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 def check_rows_of_whole(found: Selection, whole: Selection, start: int) -> None:
-    """`found` is of the queries from `start` on, for all keys up to its last. Not its variance."""
+    """Check that `found` has the rows of the queries from `start` on, except for the variance."""
     rows = slice(start, start + found.budget.shape[1])
     assert found.packed_mask is not None
     assert whole.packed_mask is not None
@@ -154,10 +154,10 @@ def test_a_chunk_matches_the_whole_and_that_by_all_scores(
 def test_the_first_rows_of_a_chunk_may_see_too_few_keys(
     device: str, guessed: list[range], failures: list[int]
 ) -> None:
-    """The first rows by candidates begin a tile of rows; chunks of one tile; and the same as lists."""
+    """The first rows by candidates begin a tile of rows. Chunks have one tile, and lists give the same."""
     chunk = make_case(device, 88, documents=True).queries_from(17, 88)
     found = chunk.select(RULE, 3, candidates_from=64)
-    assert guessed == [range(64, 71)]  # of 47 rows and more in whole tiles
+    assert guessed == [range(64, 71)]  # rows with at least 47 keys, in whole tiles
     check(chunk, found, RULE, 3)
     in_chunks = chunk.select(RULE, 3, candidates_from=32, row_chunk_bytes=1)
     assert guessed[1:] == [range(32, 64), range(64, 71)]
@@ -169,7 +169,7 @@ def test_the_first_rows_of_a_chunk_may_see_too_few_keys(
 
 @pytest.mark.usefixtures("short_rows")
 def test_short_documents_far_from_the_start(device: str, failures: list[int]) -> None:
-    """The programs for the keys before them, 256 each, write nothing."""
+    """The programs for the 256 keys before them write nothing."""
     case = make_case(device, 600)
     positions = torch.arange(600, dtype=torch.int32)
     starts = torch.where(positions < 585, 530, 585)[None].to(device=device, dtype=torch.int32)
@@ -182,7 +182,7 @@ def test_short_documents_far_from_the_start(device: str, failures: list[int]) ->
 @pytest.mark.usefixtures("short_rows")
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 def test_lists_of_a_chunk(device: str, documents: bool, guessed: list[range]) -> None:
-    """Without documents the packed masks are not zeroed first: all that is read was written."""
+    """Without documents the packed masks are not zeroed, so all words that are read must be written."""
     chunk = make_case(device, 80, documents=documents).queries_from(41, 80)
     options = {"candidates_from": 64, "row_chunk_bytes": 1}
     packed = chunk.select(RULE, 3, **options)
@@ -200,7 +200,7 @@ def test_lists_of_a_chunk(device: str, documents: bool, guessed: list[range]) ->
 def test_rows_that_are_done_again(
     device: str, documents: bool, failures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some rows' guesses let too few keys through, and others' too many."""
+    """The guesses of some rows let too few keys pass, and other guesses too many."""
 
     def wrong(guesses: torch.Tensor) -> None:
         guesses[:, ::3, 0] = 1e9
@@ -218,7 +218,7 @@ def test_rows_that_are_done_again(
 def test_a_guess_that_lets_too_few_through(
     device: str, failures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sampled keys score high, the others low; and the guess believes that k_t is below their number."""
+    """The sampled keys have high scores and the others low ones; the guess assumes a small k_t."""
     case = make_case(device, 60)
     _, positions = candidates.sample_keys(score_inputs(case.indexer, case.geometry))
     shares = torch.rand(60, 1, generator=torch.Generator().manual_seed(0)).to(device)
@@ -232,7 +232,7 @@ def test_a_guess_that_lets_too_few_through(
 
 
 def zeros(case: Case) -> None:
-    """Half of the keys, and more than k_t of them: no score, and the others' are negative."""
+    """Give half of the keys, more than k_t, a score of 0, and the others negative scores."""
     case.w[:] = -case.w.abs() - 1
     case.k[:, 1::2] = 0
     case.q.abs_()
@@ -242,7 +242,7 @@ def zeros(case: Case) -> None:
 @pytest.mark.usefixtures("short_rows")
 @pytest.mark.parametrize("make", [all_equal, two_levels, saturated, zeros])
 def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More equal scores than there is room for; the candidates are the first of them."""
+    """More scores are equal than the list has room for; the candidates are the first of them."""
     monkeypatch.setattr(limits, "candidate_room", lambda k_max: 64)
     case = make_case(device, 150)
     make(case)
@@ -250,7 +250,7 @@ def test_ties(device: str, make: Any, failures: list[int], monkeypatch: pytest.M
     found = chunk.select(RULE, candidates_from=64)
     check(chunk, found, RULE)
     if make is all_equal:
-        assert not found.variance.any()  # to the bit, not to rounding
+        assert not found.variance.any()  # to the bit, not up to rounding
     assert not any(failures)
 
 
@@ -289,7 +289,7 @@ def test_no_gradient(device: str) -> None:
 
 
 def alike(case: Case) -> None:
-    """Neighbouring keys are nearly the same, as in text that repeats."""
+    """Make neighbouring keys nearly equal, as in repetitive text."""
     case.k[:] = case.k[:, ::64].repeat_interleave(64, 1)[:, : case.k.shape[1]] + case.k * 1e-2
 
 
@@ -312,19 +312,19 @@ def alike(case: Case) -> None:
     ],
 )
 def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], failures: list[int]) -> None:
-    """At full size: all rows against the whole, some against a sort of their scores; packed mask and lists."""
+    """All rows are compared with the whole at full size, some with a sort of their scores, as packed mask and lists."""
     case = make_case("cuda", length, heads=4, dim=64, **{"dtype": torch.bfloat16} | options)
     if make is not None:
         make(case)
     chunk, num_rows = case.queries_from(start, length), length - start
     found = chunk.select(FULL_RULE, 64, candidates_from=8192)
     if start > 0 and make is not alike:
-        assert sum(failures) < 0.01 * num_rows  # those are right, too, but slow
+        assert sum(failures) < 0.01 * num_rows  # these rows are also right, but slow
     assert_same_bits(chunk.select(FULL_RULE, 64, candidates_from=8192, row_chunk_bytes=64 * 2**20), found)
     for first in {0, 8170 if num_rows > 16384 else 0, num_rows // 2, num_rows - 64}:
         check(chunk, found, FULL_RULE, 64, range(first, first + 64))
     if start and start % 64 == 0:
-        # Else tiles of rows hold other rows, and some rows before 8192 are selected by all scores.
+        # Otherwise tiles of rows hold other rows, and some rows before 8192 are selected by all scores.
         whole = case.select(FULL_RULE, 64, candidates_from=8192)
         check_rows_of_whole(found, whole, start)
         assert torch.equal(found.variance, whole.variance[:, start:])
@@ -340,7 +340,7 @@ def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], 
 
 
 def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and words, tile by tile: several sequences' chunks of rows stand in memory one chunk after the other."""
+    """Return keys and words tile by tile, because several sequences' chunks of rows are stored chunk by chunk."""
     assert not lists.full.any()
     counts = lists.counts.flatten().long()
     firsts = counts.cumsum(0) - counts
@@ -354,7 +354,7 @@ def entries(lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(each, marks=ON_GPU) for each in (None, 8192)])
 def test_long_rows_that_see_few_keys(candidates_from: int | None) -> None:
-    """At full size: a document after a long one, which selects all that it sees until that is too much."""
+    """A document after a long one selects all its keys until there are too many."""
     case = make_case("cuda", 40000, heads=4, dim=64, dtype=torch.bfloat16)
     starts = torch.zeros(1, 40000, dtype=torch.int32, device="cuda")
     starts[:, 34000:] = 34000

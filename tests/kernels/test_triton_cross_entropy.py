@@ -1,4 +1,4 @@
-"""The cross-entropy by Triton against its reference, also of a vocabulary that ranks share."""
+"""Compares the cross-entropy by Triton with its reference, also for a vocabulary that ranks share."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_cross_entropy(device, rows, vocabulary):
         results = []
         for overwrite in (False, True, False):
             leaf = logits.clone().requires_grad_()
-            held = leaf * 1  # the gradient may be written over it
+            held = leaf * 1  # the gradient may overwrite it
             loss = vocab_parallel_cross_entropy(held, targets, overwrite_logits=overwrite)
             results.append([loss.detach(), torch.autograd.grad(loss, leaf, grad)[0]])
         plain = run(lambda x, t=targets: cross_entropy(x, t), [logits], [grad])
@@ -43,7 +43,7 @@ def test_cross_entropy(device, rows, vocabulary):
 
 @devices
 def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
-    """The first one has written the gradient over them: it would take that for logits."""
+    """The first pass has overwritten the logits with the gradient, which a second pass would read as logits."""
     targets = torch.zeros(2, dtype=torch.int64, device=device)
     leaf = torch.randn(2, 5, device=device, requires_grad=True)
     for overwrite in (False, True):
@@ -58,7 +58,7 @@ def test_a_second_backward_pass_after_the_logits_are_gone_is_an_error(device):
 
 @devices
 def test_cross_entropy_of_a_split_vocabulary(device, monkeypatch):
-    """Both ranks in turn, the collectives done by hand."""
+    """The test runs two ranks in turn, and does their collectives by hand."""
     logits = torch.randn(6, 40, device=device) * 3
     targets = torch.randint(40, (6,), device=device)
     parts = logits.chunk(2, 1)

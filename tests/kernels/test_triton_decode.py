@@ -1,7 +1,7 @@
-"""Decoding against its reference: interpreted on the CPU, or on a CUDA device.
+"""Compares decoding with its reference: interpreted on the CPU, or on a CUDA device.
 
-The selection is compared with a stable sort of the scores the kernels themselves calculated; the attention, with fp64
-over that selection. What lies beyond a sequence's length is NaN throughout.
+The expected selection is a stable sort of the kernels' own scores, and the expected attention is fp64 over that
+selection. Entries after a sequence's length are NaN in all tests.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
     splits=[None, 1, 4],
 )
 def test_step(device: str, options: dict[str, Any]) -> None:
-    """Lengths: 1, less than k_t, an unused slot, and what takes several tiles."""
+    """Lengths are 1, below k_t, 0 for an unused slot, and several tiles."""
     options = dict(options)
     rule, window = replace(RULE, adaptive_k=options.pop("mode")), options.pop("window")
     sigmoid = options["activation"] == "sigmoid"
@@ -61,13 +61,13 @@ def test_more_than_one_span(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_parts_of_several_tiles(device: str, splits: int) -> None:
-    """More keys than the parts take at once, fewer than the selection has room for, the last tile short."""
+    """The selection has more keys than the parts take at once, and room for more; the last tile is short."""
     rule = BudgetRule(120, 4, 150, "off")
     check(make_case(device, [300, 149], 300, gate=True, k_max=150, splits=splits), rule, 9)
 
 
 def test_sequences_that_are_short_attend_to_all(device: str) -> None:
-    """Below, at and beyond the limit; with a floor in the scores above most of them."""
+    """Lengths are below, at and above the limit, with a floor above most scores."""
     rule = replace(RULE, dense_below=150)
     case = make_case(device, [149, 150, 9], 300, gate=True, k_max=rule.most_keys)
     check(case, rule, 9)
@@ -79,7 +79,7 @@ def test_sequences_that_are_short_attend_to_all(device: str) -> None:
 
 @pytest.mark.parametrize("few", [0, triton_select._FEW_PROGRAMS], ids=["wide spans", "narrow spans"])
 def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One score for all keys, more than one program's span of them: variance 0, and the first k_max keys."""
+    """All keys have one score, in more than one program's span: the variance is 0, and the first k_max keys win."""
     monkeypatch.setattr(triton_select, "_FEW_PROGRAMS", few)
     case = make_case(device, [1100, 40], 1100)
     case.indexer.keys[:] = 0.5
@@ -90,7 +90,7 @@ def test_ties_go_to_the_lower_index(device: str, few: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9, 1e5])
 def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
-    """Scores at 0, below its first bin, and above its last one; negative ones among them."""
+    """Scores are 0, below the first bin, above the last one, and negative."""
     case = make_case(device, [1050], 1050, activation="relu", seed=3)
     case.indexer.head_weight_logits[:] = torch.tensor([scale, -scale], device=device)
     case.step(OFF)
@@ -100,7 +100,7 @@ def test_scores_beyond_the_histogram(device: str, scale: float) -> None:
 
 
 def test_floor_above_the_cut(device: str) -> None:
-    """The sampled keys, and they alone, have high scores: fewer keys than k_t are above the floor."""
+    """Only the sampled keys have high scores, so fewer than k_t keys are above the floor."""
     case = make_case(device, [1100], 1100, activation="relu", seed=4)
     x = case.indexer
     x.head_weight_logits.fill_(1.0)
@@ -116,7 +116,6 @@ def test_floor_above_the_cut(device: str) -> None:
 
 
 def test_few_distinct_scores(device: str) -> None:
-    """Ties across the cut, at several levels."""
     case = make_case(device, [700], 700)
     levels = torch.randint(0, 3, (1, 700, 1), generator=torch.Generator().manual_seed(1))
     case.indexer.keys[:] = levels.to(case.indexer.keys) * 0.25
@@ -124,7 +123,7 @@ def test_few_distinct_scores(device: str) -> None:
 
 
 def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
-    """A slot that is given to a shorter sequence before its first refresh: only its window is attended to."""
+    """A slot goes to a shorter sequence before its first selection, so it attends only to its window."""
     case = make_case(device, [3], 40, k_max=4)
     selection = case.cache.selection
     selection.indices[:] = torch.tensor([0, 5, 20, 39], dtype=torch.int32, device=device)
@@ -138,8 +137,8 @@ def test_stale_selection_beyond_the_length_is_not_read(device: str) -> None:
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> None:
-    """A token after the one whose selection is kept, with the new token in the list, in the window or in none; and an
-    unused slot. More keys than a first tile has are in a part."""
+    """The token follows one whose selection is kept. The new token is in the list, in the window or in neither. There
+    is an unused slot, and a part has more keys than the first tile."""
     k_max = 70
     rule = BudgetRule(k_max, k_max, k_max, "off")
     case = make_case(device, [99, 12, 0], 100, gate=True, k_max=k_max, splits=splits)
@@ -154,7 +153,7 @@ def test_settled_cache_gives_the_same(device: str, window: int, splits: int) -> 
 
 @pytest.mark.parametrize("splits", [(1, 2), (2, 8)], ids=["tiles", "tile"])
 def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]) -> None:
-    """Steps have several tiles or one, between steps that select; and an unused slot."""
+    """Steps between selections have one or several tiles, with an unused slot."""
     k_max, window = 150, 5
     rule = BudgetRule(k_max, k_max, k_max, "off")
     sizes: dict[str, Any] = {"gate": True, "dtype": torch.bfloat16, "k_max": k_max}
@@ -180,7 +179,7 @@ def test_kept_steps_have_parts_of_their_own(device: str, splits: tuple[int, int]
     "changes", [{"in_chain": False}, {"settled": False}, {"keys": 16}, {"dtype": torch.float32}], ids=str
 )
 def test_other_kept_steps_have_the_parts_of_all(device: str, changes: dict[str, Any]) -> None:
-    """Outside of a chain, after a selection of the same step, with few keys, in fp32."""
+    """The cases are outside a chain, after a selection of the same step, with few keys, and in fp32."""
     given = {"in_chain": True, "settled": True, "keys": 150, "dtype": torch.bfloat16} | changes
     keys, dtype = given.pop("keys"), given.pop("dtype")
     case = make_case(device, [199], 199, k_max=keys, dtype=dtype, splits=2, kept_splits=4)
@@ -195,7 +194,7 @@ def attend(case: Case, window: int) -> None:
 
 
 def parts_written(case: Case, run: Callable[[], None]) -> int:
-    """Of each key-value head, in the workspace's front; 1, which needs none, for nothing."""
+    """Return the number of parts of each key-value head, from the workspace; 1 leaves it unused."""
     stats = case.workspace.partial_stats
     stats.fill_(float("nan"))
     run()
@@ -209,7 +208,7 @@ def parts_written(case: Case, run: Callable[[], None]) -> int:
     [
         (528, 4, 512, (32, 64)),
         (528, 8, 512, (32, 64)),
-        (528, 16, 512, (32, 32)),  # twice as many would not be there at once
+        (528, 16, 512, (32, 32)),  # twice this number would not run at once
         (528, 4, 1024, (32, 32)),
         (528, 128, 512, (4, 4)),
         (528, 1000, 512, (1, 1)),
@@ -222,8 +221,8 @@ def test_default_parts(programs: int, rows: int, numbers: int, splits: tuple[int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The newest key by itself: first and last of a chunk, one of few, the only one; and an unused slot. Also that the
-    kernel beside is launched."""
+    """The newest key is the first or last of a chunk, one of few, or the only one, with an unused slot. The kernel
+    beside it is launched, too."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []

@@ -1,4 +1,4 @@
-"""Decoding at lengths that only a CUDA device can take, and in a graph."""
+"""Tests decoding at lengths that only a CUDA device can handle, and in a graph."""
 
 from dataclasses import replace
 from typing import Any

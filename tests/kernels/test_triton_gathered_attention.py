@@ -1,4 +1,4 @@
-"""Attention over key lists against the reference: on CUDA where there is a device, else interpreted."""
+"""Compares attention over key lists with the reference: on CUDA if there is a device, else interpreted."""
 
 import dataclasses
 import weakref
@@ -25,7 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def attention(lists, **options):
-    """Attention with q, k, v and the gate."""
     return lambda q, k, v, gate: gathered_attention(q, k, v, lists, gate, **options)
 
 
@@ -42,7 +41,7 @@ def attention(lists, **options):
     gated=[True, False],
 )
 def test_output_and_gradients(device, case):
-    """Among the groups of heads some that fill no power of two, and some that need several programs."""
+    """The cases include groups of heads that are no power of two, or that need several programs."""
     length, first, batch = case["length"], case["query_start"], 2 if case["heads"][0] < 8 else 1
     num_keys = first + length
     torch.manual_seed(length)
@@ -71,7 +70,7 @@ def test_full_parts_and_shared_lists(device, queries, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_other_lists_compile_nothing(monkeypatch):
-    """Neither their length nor the ranges of tiles that have room in the scratch memory are compiled in."""
+    """The length of lists and the ranges of tiles in scratch memory must not be compile-time constants."""
     torch.manual_seed(7)
     inputs = make_inputs(1, 700, 2, 1, 64, torch.bfloat16, "cuda")
 
@@ -92,7 +91,7 @@ def test_other_lists_compile_nothing(monkeypatch):
 
 @devices
 def test_the_lists_go_with_the_backward_pass(device):
-    """While the loss of a micro-batch is still held, as pipeline schedules do into the next one's forward pass."""
+    """The loss of a micro-batch is still referenced, as pipeline schedules do during the next forward pass."""
     torch.manual_seed(6)
     lists = key_lists_from_mask(random_mask(1, 40, 0.5, device))
     alive = weakref.ref(lists.keys)
@@ -132,7 +131,7 @@ def test_long_sequences(dim, heads, kv_heads, queries, dtype):
 @devices
 @pytest.mark.parametrize("heads", [8, 16], ids=["one piece a head", "two pieces a head"])
 def test_heads_that_share_a_launch_have_the_same_bits(heads, device, monkeypatch):
-    """Whether the scratch memory has room for all key-value heads at once, for two of four, or for one."""
+    """The scratch memory has room for all key-value heads at once, for two of four, or for one."""
     torch.manual_seed(8)
     lists = key_lists_from_mask(random_mask(1, 48, 0.5, device), 16)
     inputs = make_inputs(1, 48, heads, 4, 32, torch.float32, device)
@@ -161,7 +160,7 @@ def test_heads_that_share_a_launch_have_the_same_bits(heads, device, monkeypatch
         (40, 132, 128000, 13),  # four waves of a thirteenth
         (80, 132, 26000, 3),  # two waves of a third
         (40, 132, 9000, 2),
-        (40, 132, 8191, 1),  # each half too short
+        (40, 132, 8191, 1),  # each half is too short
         (132, 132, 26000, 1),
         (136, 132, 10**6, 1),
         (100, 132, 13000, 1),  # two or three waves of halves or thirds
@@ -175,7 +174,7 @@ def test_segments_fill_the_device(programs, wanted, keys, segments):
 
 
 def in_segments(attend, segments, monkeypatch):
-    """The same with this number of programs for each tile's list in the backward pass."""
+    """Attend with this number of programs for each tile's list in the backward pass."""
 
     def patched(*inputs):
         monkeypatch.setattr(triton_gathered_backward, "count_segments", lambda *_: segments)
@@ -196,8 +195,8 @@ def in_segments(attend, segments, monkeypatch):
     ],
 )
 def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatch):
-    """Lists of no key, of fewer steps than segments, of steps that do not come out even; groups of heads that fill no
-    program. dK and dV have the bits that they have without segments."""
+    """Lists are empty, have fewer steps than segments, or do not divide evenly. Some groups are no power of two. dK and
+    dV have the same bits as without segments."""
     torch.manual_seed(9)
     length, empty = 165, 32
     mask = random_mask(batch, length, 0.4, device)
@@ -212,7 +211,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
     assert lists.counts.max() > 128  # three steps
 
     def attend(q, k, v, gate):
-        """Queries of the first tile have empty lists, which the reference refuses: it sees the queries after them."""
+        """Skip queries of the first tile, whose lists are empty, because the reference rejects them."""
         q, gate = (torch.nn.functional.pad(x, (0, 0, 0, 0, empty, 0)) for x in (q, gate))
         out, lse = gathered_attention(q, k, v, lists, gate)
         return out[:, empty:], lse[..., empty:]
@@ -230,7 +229,7 @@ def test_segments(device, batch, heads, head_size, dtype, full_parts, monkeypatc
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize(("heads", "head_size"), [((24, 2), 256), ((16, 1), 128)])
 def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
-    """By count_segments itself, of the random selections that 40 tiles at a time have room for."""
+    """count_segments decides, for random selections in memory for 40 tiles at a time."""
     torch.manual_seed(16)
     length = 16384
     lists = key_lists_from_mask(random_mask(1, length, 0.1, "cuda"))
@@ -250,7 +249,7 @@ def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
     whole = differentiated(in_segments(attend, 1, monkeypatch), inputs, grad)
     for name, value, repeated, want in zip(NAMES, shared, again, whole, strict=True):
         assert torch.equal(value, repeated), name
-        if name == "grad_q":  # two roundings to bf16 of sums in fp32 whose order differs
+        if name == "grad_q":  # two roundings to bf16 of fp32 sums in different order
             torch.testing.assert_close(value, want, rtol=2**-7, atol=1e-5 * want.abs().max().item())
         else:
             assert torch.equal(value, want), name
@@ -258,7 +257,7 @@ def test_long_lists_are_shared_by_programs(heads, head_size, monkeypatch):
 
 @devices
 def test_a_list_of_one_key(device):
-    """All attend to key 0: its probability is 1, and only its value gets a gradient."""
+    """All queries attend to key 0: its probability is 1, and only its value gets a gradient."""
     torch.manual_seed(6)
     mask = torch.zeros(1, 40, 40, dtype=torch.bool, device=device)
     mask[..., 0] = True
@@ -281,7 +280,7 @@ def test_everything_selected_is_dense_attention(device):
 
 @devices
 def test_chunks_add_up(device):
-    """Any amount of scratch gives the same gradients up to the order of sums in fp32."""
+    """Any amount of scratch memory gives the same gradients up to the order of fp32 sums."""
     torch.manual_seed(8)
     inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(2, 40, 0.5, device), 16)

@@ -1,4 +1,4 @@
-"""Selections as key lists: from packed masks, straight from the scores, and back to the packed mask of some queries."""
+"""Tests key lists from packed masks and from scores, and packed masks of some queries from key lists."""
 
 from dataclasses import replace
 from typing import Any
@@ -92,7 +92,7 @@ def test_shared_selections_are_made_elsewhere() -> None:
 
 
 def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed masks that are not zeroed first: all that is read was written."""
+    """The packed masks are not zeroed, so all words that are read must be written."""
     monkeypatch.setattr(limits, "CANDIDATE_SAMPLE_STRIDE", 2)
     monkeypatch.setattr(triton_guess, "FEWEST_SAMPLES", 4)
     monkeypatch.setattr(op, "_TILE_MULTIPLE", 32)
@@ -104,7 +104,7 @@ def test_lists_of_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> No
     ("length", "share", "queries"), [(1, 1, 32), (20, 2, 16), (77, 1, 16), (96, 2, 32), (77, 1, 32)]
 )
 def test_packed_mask_of_some_queries(device, length, share, queries, monkeypatch):
-    """From lists with full parts, shared keys, gaps and junk in the bits beyond L; in several steps."""
+    """Lists have full parts, shared keys, gaps and random bits beyond L, and take several steps."""
     monkeypatch.setattr(triton_rows, "_ENTRIES", 32)
     mask = make_mask(length, 2, share * queries, 5, documents=True, seed=length)
     lists = lists_of(mask.to(device), queries, share)
@@ -134,7 +134,6 @@ def test_long_lists(length: int, documents: bool, candidates_from: int | None) -
 
 @pytest.mark.parametrize("candidates_from", [pytest.param(value, marks=ON_GPU) for value in (None, 8192)])
 def test_lists_at_128k(candidates_from: int | None) -> None:
-    """On some tiles, against the packed mask."""
     case = make_case("cuda", 131072, heads=4, dim=64, dtype=torch.bfloat16)
     selected, selection = select_both(case, FULL_RULE, candidates_from=candidates_from)
     lists, words = selected.key_lists, selection.packed_mask

@@ -1,4 +1,4 @@
-"""What splits a projection by Triton, with rotation and gates, against references: attention's and the indexer's."""
+"""Compares Triton's split of attention's and the indexer's projections, with rotation and gates, with references."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def causal(q):
     [("packed mask", (2, 9, 2, 2, 32, True, True)), ("key lists", (2, 5, 3, 1, 32, False, True))],
 )
 def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
-    """Attention reads its logits there, and puts their gradient where G2's completes it."""
+    """Attention reads its logits there, and writes their gradient where the gradient of G2 completes it."""
     options = {"kv_heads": shape[2], "value_gate": shape[5], "output_gate": True}
     given = []
 
@@ -135,7 +135,7 @@ def test_g1_where_the_projection_has_it(device, kernel, shape, monkeypatch):
             assert found[2].data_ptr() == given[0].data_ptr()
         given.clear()
 
-        # Read twice, its gradient is a sum in other memory.
+        # If the projection is read twice, its gradient is a sum in other memory.
         def read_twice(qkv, logits, tables=tables):
             q, k, v, gates = fused_split_rotate_gate(qkv, logits, *tables, **options)
             return KERNELS[kernel](q, k, v, gates) + gates.sum()

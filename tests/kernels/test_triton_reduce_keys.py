@@ -1,4 +1,4 @@
-"""Partial rows of tiles, added up by key: on CUDA where there is a device, else interpreted."""
+"""Tests partial rows of tiles summed by key: on CUDA if there is a device, else interpreted."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from gsa_kernels.key_lists.triton_reduce_keys import (
 @devices
 @pytest.mark.parametrize(("dtype", "known"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_partial_rows_are_added_by_key(device, dtype, known):
-    """Ranges of tiles, over the border of two sequences too, against a loop."""
+    """Ranges of tiles, also across two sequences, are compared with a loop."""
     torch.manual_seed(16)
     lists = key_lists_from_mask(random_mask(2, 100, 0.2, device), 16)
     if known:
@@ -42,7 +42,7 @@ def test_partial_rows_are_added_by_key(device, dtype, known):
 
 
 def test_ranges_of_tiles():
-    """They follow one another, hold what fits, and where the counts are known not a row more."""
+    """Ranges are consecutive and fit; if counts are known, they have no spare row."""
     lists = key_lists_from_mask(random_mask(2, 100, 0.2, "cpu"), 16)
     total, tiles = int(lists.counts.sum()), lists.counts.numel()
 
@@ -65,7 +65,7 @@ def test_ranges_of_tiles():
         assert all(each.num_rows <= rows for each in exact if each.last > each.first + 1)
         assert len(exact) <= len(split(lists, rows))
     assert len(split(known, total)) == 1
-    # In threes as far as three fit.
+    # Ranges have multiples of three tiles if three fit.
     assert [each.last - each.first for each in split(lists, 5 * lists.max_count, 3)] == [3, 3, 3, 5]
     assert [each.last - each.first for each in split(lists, 2 * lists.max_count, 3)] == [2] * 7
 

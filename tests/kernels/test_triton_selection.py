@@ -1,7 +1,7 @@
-"""Triton scores and selection: the same tests in the interpreter (CPU) and, marked gpu, on a CUDA device.
+"""Tests Triton's scores and selection in the interpreter (CPU) and, marked gpu, on a CUDA device.
 
-The selection is compared with a stable sort of the scores the kernels calculate themselves. One kernel keeps a
-row in registers and one goes by groups of keys: lowering `REGISTER_KEYS` sends short rows through the second.
+The expected selection is a stable sort of the kernels' scores. One kernel keeps a row in registers, and one selects by
+groups of keys. A low `REGISTER_KEYS` sends short rows to the second kernel.
 """
 
 from dataclasses import replace
@@ -97,13 +97,13 @@ def test_scores_are_as_exact_as_torch(
     else:
         torch_error = (_scores_in_dtype(case) - exact)[causal].abs()
     error = (scores - exact)[causal].abs()
-    # At the largest, and in the mean: single precision sums in another order differ by some ulp.
+    # Maximum and mean are compared, because fp32 sums in another order differ by some ulp.
     assert error.max() <= 2 * torch_error.max() + 1e-7
     assert error.mean() <= 2 * torch_error.mean() + 1e-7
 
 
 def _scores_in_dtype(case: Case) -> torch.Tensor:
-    """Equation 7 with every operation in the dtype of the inputs, as a torch module in half precision does."""
+    """Compute equation 7 with every operation in the dtype of the inputs, as a torch module in half precision does."""
     x = case.indexer
     weights = x.head_weight_logits
     if x.activation == "sigmoid":
@@ -143,7 +143,7 @@ RULES = {
 @covered(
     "options",
     rule=list(RULES),
-    length=[1, 17, 37],  # rows below 32 never go by groups
+    length=[1, 17, 37],  # rows below 32 are never selected by groups
     method=[BY_REGISTERS, BY_GROUPS],
     documents=[False, True],
     window=[0, 37],
@@ -168,7 +168,7 @@ def test_without_statistics_the_budget_is_k_base(device: str) -> None:
 
 @pytest.mark.parametrize("beta", [1.7, torch.tensor([60.0])], ids=["", "sharp"])
 def test_log_sums_of_the_selection(device: str, beta: Any) -> None:
-    """Of the scores selected from, over top-k and window, in documents; the rest of the result stays as it is."""
+    """The sums cover the selected scores, of top-k and window, in documents; other results do not change."""
     if isinstance(beta, torch.Tensor):
         beta = beta.to(device)
     case = make_case(device, 40 if device == "cpu" else 3000, documents=True, biases=True)
@@ -194,7 +194,7 @@ def test_log_sums_only_where_rows_are_in_registers(monkeypatch: pytest.MonkeyPat
 
 
 def negative_relu(case: Case) -> None:
-    """Scores below, at and above zero; a zero times a negative weight is -0.0, and ties with 0.0."""
+    """Give scores below, at and above zero; zero times a negative weight is -0.0, which ties with 0.0."""
     case.indexer = replace(case.indexer, activation="relu")
     case.k[:, ::2] = 0
 
@@ -207,13 +207,13 @@ def test_ties_and_degenerate_rows(device: str, make: Any, method: None) -> None:
     selection = case.select()
     check(case, selection)
     if make is all_equal:
-        assert not selection.variance.any()  # to the bit, not to rounding
+        assert not selection.variance.any()  # to the bit, not up to rounding
 
 
 @pytest.mark.parametrize("levels", [3, 40, 10**6], ids=["ties everywhere", "some ties", "no ties"])
 @pytest.mark.parametrize("start", [0, 1021])
 def test_clusters_of_groups(device: str, levels: int, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with more groups than one program searches, a number lowered so that a row of 4096 keys has them."""
+    """Rows have more groups than one program searches. A low limit makes 4096 keys suffice."""
     monkeypatch.setattr(triton_select_long, "_MOST_GROUPS", 128)
     monkeypatch.setattr(triton_select_long, "_SMALLEST_LIST", 16)
     length, rows = 4096, range(4061, 4096)
@@ -225,7 +225,7 @@ def test_clusters_of_groups(device: str, levels: int, start: int, monkeypatch: p
     outputs = op.new_outputs(selector.inputs)
     generator = torch.Generator().manual_seed(levels)
     scores = torch.randint(levels, (1, len(rows), length), generator=generator).float().to(device)
-    # Rows of other variances, so of other budgets.
+    # Rows have different variances, and so different budgets.
     spread = 1.0 + torch.arange(len(rows), device=device)[:, None] % 3
     scores = scores * (spread * (6 * case.ema).sqrt() / levels)
     triton_select_long.select_long_rows(selector.criteria, scores, rows.start, rows, length, outputs)
@@ -237,7 +237,7 @@ def test_clusters_of_groups(device: str, levels: int, start: int, monkeypatch: p
 
 
 def test_a_million_keys(device: str) -> None:
-    """Rows with more groups than one program searches, at the length that makes them so."""
+    """Rows have more groups than one program searches, without a lower limit."""
     length, rows = 2**20, 3
     generator = torch.Generator().manual_seed(1)
     shapes = ((1, rows, 1, 16), (1, length, 16), (1, rows, 1))
@@ -289,7 +289,7 @@ def test_what_just_fits_is_one_chunk() -> None:
     [pytest.param(*values, marks=ON_GPU) for values in [(4096, False), (4000, True), (40000, False)]],
 )
 def test_long_sequences(length: int, documents: bool) -> None:
-    """At full size, on a sample of the rows."""
+    """Rows have full size; a sample is compared."""
     case = make_case("cuda", length, heads=4, dim=64, dtype=torch.bfloat16, biases=True, documents=documents)
     selection = case.select(FULL_RULE)
     for start in (0, 2000, length - 128):

@@ -1,4 +1,4 @@
-"""Kernels that Triton compiles to wrong sums are found and refused."""
+"""Tests that kernels with wrong sums after compilation by Triton are found and rejected."""
 
 import json
 import os
@@ -33,12 +33,12 @@ def reduce_of(operand: str, layout: str, axis: int) -> str:
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, True),
         ("[[4, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
         ("[[0, 1, 0], [4, 0, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
-        # Along the rows, whose second bit comes after the other axis', too.
+        # The sum runs along the rows, whose second bit also follows the other axis.
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 0, True),
         ("[[4, 0, 0], [0, 1, 0], [8, 0, 0]]", "[[1, 0, 0], [2, 0, 0]]", 2, False),
-        # Bits without a coordinate are copies, and count for nothing.
+        # Bits without a coordinate are copies and do not count.
         ("[[4, 0, 0], [0, 0, 0], [8, 0, 0], [0, 1, 0]]", "[[1, 0, 0], [2, 0, 0]]", 1, False),
-        # Lanes: of an axis that warps share, too; and within a warp.
+        # Lanes along an axis that warps share, and lanes within a warp.
         ("[[0, 1, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 1, True),
         ("[[8, 0, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 1, False),
         ("[[0, 4, 0]]", "[[1, 0, 0], [0, 2, 0], [2, 0, 0]]", 0, True),
@@ -86,7 +86,7 @@ def test_sums_of_lanes_are_refused_in_any_layout_but_one() -> None:
 
 
 def load(folder: Path, text: str) -> None:
-    """As Triton does before a kernel's first launch."""
+    """Load a kernel as Triton does before its first launch."""
     (folder / "kernel.ttgir").write_text(text)
     files = {name: str(folder / name) for name in ("kernel.ttgir", "kernel.json")}
     wrong_sums._check_kernel(None, None, "kernel", files, "key")
@@ -116,8 +116,7 @@ def test_a_kernel_is_refused_or_said_to_be_unread(tmp_path: Path, caplog: pytest
 
 @pytest.mark.nightly
 def test_what_triton_compiles() -> None:
-    """Real layouts: of a sum known to be wrong, of its right sister, and of the indexer's loss by GPU. Heads of 256 are
-    where shared memory ends."""
+    """Real layouts are tested: a wrong sum, a similar right sum, and the indexer loss for each GPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     script = Path(__file__).parents[1] / "helpers" / "compiled_elsewhere.py"
     result = subprocess.run(
@@ -144,7 +143,7 @@ def test_heads_side_by_side_on_hopper_alone(
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.gpu
 def test_a_wrong_kernel_is_refused_before_it_runs() -> None:
-    """Each time; and it is wrong: where this fails, Triton has mended its sums, and may be trusted again."""
+    """The error comes each time, and the kernel is really wrong. If this fails, Triton has fixed its sums."""
     from helpers.compiled_elsewhere import HEADS, ROWS, SIZE, sum_of_heads_kernel
 
     generator = torch.Generator("cuda").manual_seed(1)

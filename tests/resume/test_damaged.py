@@ -1,4 +1,4 @@
-"""A start whose newest checkpoints are damaged goes back to an intact one, says so, and loses no batch."""
+"""Tests a start whose newest checkpoints are damaged: it uses an intact one, reports it, and loses no batch."""
 
 import shutil
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Kills at random moments, each start in another layout: every step sees the text of an undisturbed run.
+"""Tests kills at random moments, with each start in another layout: every step sees an undisturbed run's text.
 
-Dozens of such lives, with other ranks and without a kill, are in tests/unit/data/test_data_oracle.py. What is compared
-here is `data_checksum`, which names the sequences of a step's global batch and their places in the order of the run. A
-start repeats the steps after its checkpoint, so those that a kill took back are compared, too.
+tests/unit/data/test_data_oracle.py has dozens of such cases with other ranks and without kills. This test compares
+`data_checksum`, which identifies the sequences of a step's global batch and their positions in the run. A start repeats
+the steps after its checkpoint, so steps that a kill undid are compared, too.
 """
 
 import random
@@ -14,12 +14,12 @@ import pytest
 from helpers.runs import Run, kill, start, train
 
 STEPS = 48
-"""More than the starts that are killed take together, 43."""
+"""More than all killed starts take together, 43."""
 SAVE_AT_THE_END = "checkpoint.every_steps=1000"
 OPTIONS = (
     "train.micro_batch_size=1",
     "model.num_layers=1",
-    "data.num_lanes=24",  # enough that no readers of the layouts below share one
+    "data.num_lanes=24",  # enough that readers of the layouts below share none
     f"phases.1.steps={STEPS - 10}",
     "phases.1.min_lr=0",
     "checkpoint.every_steps=3",
@@ -42,7 +42,7 @@ STARTS = [
     ("data 2", 3, 1),
     ("tensor 2", 1, 64),
 ]
-"""The layouts of the starts that are killed, with readers of a data group and blocks that they read ahead."""
+"""Layouts of the starts that are killed, with readers per data group and blocks that they read ahead."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -50,8 +50,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 def start_as(
     run_dir: Path, layout: str, workers: int, prefetch: int, *overrides: str, most_steps: int
 ) -> Run:
-    """Start or go on. Where this process is late, the run waits after `most_steps` steps of this start, with its last
-    rank: it must not end before it is killed."""
+    """Start or resume. If this process is slow, the run's last rank waits after `most_steps` steps. Otherwise the run
+    could end before it is killed."""
     ranks, tensor = LAYOUTS[layout]
     split = (f"parallel.tensor={tensor}", f"train.micro_batch_size={4 * tensor // ranks}")
     options = (*split, f"data.num_workers={workers}", f"data.prefetch_blocks={prefetch}")
@@ -64,7 +64,7 @@ def test_every_step_sees_its_text_through_kills(tmp_path: Path) -> None:
     assert len(set(undisturbed)) == STEPS
 
     chance = random.Random(22)
-    seen: list[int] = []  # the steps of all starts that were killed
+    seen: list[int] = []  # steps of all killed starts
     saved = set()
     for layout, workers, prefetch in STARTS:
         steps, delay_seconds = chance.randint(4, 9), chance.uniform(0, 0.03)
@@ -77,7 +77,7 @@ def test_every_step_sees_its_text_through_kills(tmp_path: Path) -> None:
         assert run.series("data_checksum") == undisturbed[: len(logged)], (layout, workers, prefetch)
         seen += run.steps_printed()
         saved.add(run.latest)
-    assert len(seen) - len(set(seen)) >= len(STARTS) / 2  # steps that were taken again
+    assert len(seen) - len(set(seen)) >= len(STARTS) / 2  # repeated steps
     assert len(saved) >= len(STARTS) / 2  # of most starts; a save may be later than the kill
 
     last = start_as(tmp_path, "data 2", 1, 8, SAVE_AT_THE_END, most_steps=STEPS)

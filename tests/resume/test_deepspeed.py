@@ -1,5 +1,4 @@
-"""A run by DeepSpeed goes on from its checkpoint bit for bit, through the change of phases; megatron's strategy goes on
-from one, too."""
+"""Tests that a DeepSpeed run resumes from its checkpoint bit for bit, also across phases, and that megatron's can."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=2")
 
 
 def records_of(run: Run, after: int) -> list[dict[str, Any]]:
-    """Steps and validations after a step, without what is measured with a clock."""
+    """Return steps and validations after a step, without times."""
     return numbers_of(record for record in run.records() if record["step"] > after)
 
 

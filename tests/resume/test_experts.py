@@ -1,4 +1,4 @@
-"""Runs of mixtures of experts over ranks: killed and started again, checked for wrong bits, with experts one by one."""
+"""Tests runs of mixtures of experts over ranks: kills, checks for wrong bits, and separate experts."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TWO_RANKS = (*EXPERTS, "parallel.expert=2", "moe.router_score=sigmoid", "moe.bal
 
 
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    """In the sparse phase, whose routers have moved; and checked runs have the numbers of others."""
+    """The kill comes in sparse training, whose routers have changed. Checked runs have the same numbers as others."""
     checks = ("monitor.recheck_every_steps=3", "monitor.compare_replicas_every_steps=3")
     undisturbed = finished(*TWO_RANKS, ranks=2)
     run = start(tmp_path, *TWO_RANKS, *checks, ranks=2, faults={"held": [[10, 1]]})
@@ -29,7 +29,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_an_expert_is_found_among_its_replicas(tmp_path: Path) -> None:
-    """The first and the third of four ranks have the same experts, and so have the second and the fourth."""
+    """Of four ranks, the first and the third have the same experts, and so have the second and the fourth."""
     checks = ("monitor.compare_replicas_every_steps=4", "parallel.distributed_optimizer=false")
     layout = (*EXPERTS, "parallel.expert=2", "train.micro_batch_size=1", *checks)
     run = start(tmp_path, *layout, ranks=4, faults={"flipped_bit": [8, 3, 2]})
@@ -42,7 +42,7 @@ def test_a_flipped_bit_of_an_expert_is_found_among_its_replicas(tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_experts_one_by_one_resume_a_run_of_grouped_ones(tmp_path: Path) -> None:
-    """Who computes may change; the checkpoint is the same."""
+    """The computation may change, but the checkpoint is the same."""
     grouped = finished(*TWO_RANKS, ranks=2)
     checkpoint = grouped.checkpoints / "step_00000008"
     options = ("moe.experts_impl=sequential", "--resume-from", str(checkpoint))

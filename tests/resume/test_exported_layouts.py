@@ -1,4 +1,4 @@
-"""Checkpoints of runs in several layouts, exported to transformers in one process."""
+"""Exports checkpoints of runs in several layouts to transformers in one process."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""Saves that fail on one rank, because the kernel lets none of its files grow, or because its thread raises: reported,
-tried again, and in the end the reason to stop. Nothing that was trained changes."""
+"""Tests saves that fail on one rank: they are reported, tried again, and finally stop the run. Either no file of the
+rank can grow, or its thread raises. Training does not change."""
 
 import re
 from dataclasses import dataclass
@@ -29,19 +29,19 @@ REASONS = {
 @dataclass
 class Failing:
     run: Run
-    """Over: two saves in a row had failed."""
+    """The run, which ended after two failed saves in a row."""
     saved_step: int
-    """Step of the one checkpoint that it wrote, as a second try."""
+    """Step of the only checkpoint, which was a second attempt."""
     failed: list[dict[str, Any]]
     names: list[str]
-    """In the folder of checkpoints, when the run was over."""
+    """Names in the folder of checkpoints after the run."""
     reason: str
-    """A pattern of what is told."""
+    """A pattern of the reported reason."""
 
 
 @pytest.fixture(scope="module", params=REASONS)
 def failing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    """Rank 1's second save succeeds, which is the second try of the first."""
+    """Let rank 1's second save succeed, which is the second attempt of the first."""
     faults = {request.param: [1, [0, 2, 3]], "saves_end": True}
     run = start(tmp_path_factory.mktemp("failing"), *COMMAND, ranks=RANKS, faults=faults).wait(expected=3)
     names = sorted(path.name for path in run.checkpoints.iterdir())
@@ -58,7 +58,7 @@ def test_a_failure_of_one_rank_is_everyones_and_named(failing: Failing) -> None:
 
 
 def test_the_next_try_saves_a_later_step(failing: Failing) -> None:
-    assert failing.saved_step == 7  # the failure of step 5 was heard of after step 6
+    assert failing.saved_step == 7  # the failure of step 5 was reported after step 6
     (saved,) = events(failing.run, "checkpoint")
     assert saved["step"] == failing.saved_step
     assert saved["checkpoint_stall_seconds"] > 0
@@ -88,7 +88,7 @@ def test_the_folder_is_whole_again(failing: Failing) -> None:
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
-    """Their threads would wait two hours for its own."""
+    """The other ranks' threads would wait two hours for this rank's."""
     faults = {"lost_saves": [1, [1]]}
     run = start(tmp_path, ranks=RANKS, faults=faults).wait(expected=1)
     assert (

@@ -1,5 +1,5 @@
-"""Ranks that hang, crawl or die, and nodes that vanish: the run names them, starts itself again from the last
-checkpoint, and ends with the numbers of a run that nothing disturbed."""
+"""Tests ranks that hang, are slow or die, and nodes that vanish. The run names them, restarts from the last checkpoint,
+and ends with the numbers of an undisturbed run."""
 
 import contextlib
 import os
@@ -30,8 +30,8 @@ def assert_as_undisturbed(run: Run) -> None:
 def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     torchrun = ("--standalone", f"--nproc_per_node={RANKS}", "--max-restarts=1")
     alerting = ("parallel.timeout_minutes=0.75", "data.read_timeout_seconds=4", "logging.wandb=offline")
-    # Three slow steps in a row are told of; in some of the six the machine may hold up the other rank. What step 5
-    # saved is there at step 8.
+    # Three slow steps in a row are reported. The machine may delay the other rank in some of the six. Step 5's save is
+    # complete at step 8.
     faults = {"slow": [2, 7, 1], "frozen": [8, 1], "saves_end": True}
     run = launch(tmp_path, *alerting, torchrun=torchrun, faults=faults)
     run.wait_until(lambda: len(run.steps()) >= 1)
@@ -41,7 +41,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     assert re.search(r"step [3-7]: rank 1 works [\d.]+ times as long as the median rank", run.output), ratios
     assert re.search(rf"rank 1 on \S+ \(process {victim.pid}\): \w+ after step \d+, .*<--", run.output)
 
-    run.wait()  # torchrun has started the ranks again
+    run.wait()  # torchrun has restarted the ranks
     (faults,) = (run.folder / "faults").iterdir()
     assert "frozen or gone" in (faults / "report.txt").read_text().lower()
     assert "run_phase" in (faults / "rank_00000.txt").read_text()
@@ -60,7 +60,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
     assert account is not None
     frozen, after = account.starts
     assert (frozen.ended, frozen.last_step, after.ended) == ("lost", 7, "complete")
-    # The limit of a step, less the main rank's way to where it waits, which a busy machine makes long.
+    # This is the limit of a step minus the time until the main rank waits, which is long on a busy machine.
     assert frozen.detection_seconds > LEAST_SECONDS / 2
     for file, title in ((hung, "The run hangs"), (restarted, "Restarted after a hang")):
         sent = file.read_bytes()
@@ -70,7 +70,7 @@ def test_a_slow_and_a_frozen_rank_are_named_and_the_run_goes_on(tmp_path: Path) 
 
 
 def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
-    # In this process, whose port nobody takes away; agents of a real run have their store on the first node.
+    # This process hosts the store, so that its port is not taken. A real run's agents have it on the first node.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torchrun = (
         "--nnodes=2",
@@ -82,7 +82,7 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
         "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=20",
     )
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    faults = {"held": [[7, 1], [12, 1]], "saves_end": True}  # the run waits for what is done to it
+    faults = {"held": [[7, 1], [12, 1]], "saves_end": True}  # the run waits until the test acts
 
     def node(mark: str = "") -> Run:
         return launch(tmp_path, torchrun=torchrun, mark=mark, environment=own_store, faults=faults)
@@ -91,16 +91,16 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
     second = node(first.mark)
     first.wait_until(lambda: stands_before(7, first))
     (of_second,) = ranks_of(second).values()
-    of_second.kill()  # the agents live, and start both ranks again
+    of_second.kill()  # the agents live, and restart both ranks
 
     first.wait_until(lambda: resumed(first, second) == 1 and stands_before(12, first))
     assert first.latest == "step_00000010"
     agent = psutil.Process(second.process.pid)
     for process in [agent, *agent.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with one before it
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with an earlier process
             process.kill()
     second.process.wait(100)
-    third = node(first.mark)  # a node comes in its place
+    third = node(first.mark)  # a node replaces it
     try:
         first.wait()
         third.wait()
@@ -108,13 +108,13 @@ def test_a_dead_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(tmp_pat
         kill(first)
     assert resumed(first, second, third) == 2
     (killed,) = re.findall(r"did not end by itself: .* as if killed: (.*)", first.output + third.output)
-    assert killed == f"rank 1 on {os.uname().nodename}"  # the other one has said that it lost its peer
+    assert killed == f"rank 1 on {os.uname().nodename}"  # the other rank has reported that it lost its peer
     assert f"resuming from {first.checkpoints / 'step_00000010'}" in first.output + third.output
     assert_as_undisturbed(first)
 
 
 def stands_before(step: int, run: Run) -> bool:
-    """All before it is logged, and the rank that waits there does so for the first and last time."""
+    """Wait until all earlier steps are logged, and the rank waits there for the first and last time."""
     return (run.folder.parent / "marks" / f"held_{step}").exists() and len(run.steps()) >= step - 1
 
 

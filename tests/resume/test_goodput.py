@@ -1,4 +1,4 @@
-"""A run that is killed and goes on: its ETTR is what the time stamps of its logs give, added up here."""
+"""Tests a run that is killed and resumes: its ETTR equals the value from the time stamps in its logs."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ from helpers.runs import STEPS, Run, kill, start
 SAVED, HELD = 5, 8
 PHASE_STEPS = 10
 NEAR_SECONDS = 0.4
-"""Between a time stamp of the log and the line of goodput.jsonl that stands for the same moment."""
+"""Tolerance between a time stamp of the log and the line of goodput.jsonl for the same moment."""
 COMMAND = ("logging.straggler_ratio=1e9", "data.num_workers=0", "checkpoint.async_save=false")
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # it compares clocks; test_goodput_log.py has the rules
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+]  # it compares clocks; test_goodput_log.py tests the rules
 
 
 @dataclass
 class Process:
     began: float
-    """Unix seconds, by the system."""
+    """Start in Unix seconds, by the system."""
     opened: float
-    """By starts.jsonl."""
+    """Start by starts.jsonl."""
     records: list[dict[str, Any]]
-    """metrics.jsonl as this process left it, of its own steps and events."""
+    """metrics.jsonl of this process, with its own steps and events."""
 
     def step(self, number: int) -> dict[str, Any]:
         (found,) = (each for each in self.records if each["step"] == number and "event" not in each)
         return found
 
     def stall(self, number: int) -> float:
-        """Stall of the save after a step: both are logged at their end, as saves are waited for."""
+        """Return the stall of the save after a step: both are logged at their end, because the run waits for saves."""
         found = [
             each for each in self.records if each["step"] == number and each.get("event") == "checkpoint"
         ]
         return sum(each["time"] - self.step(number)["time"] for each in found)
 
     def seconds(self, number: int) -> float:
-        """Seconds of a later step: between two time stamps, without what lay in between."""
+        """Return the seconds of a later step: between two time stamps, without other events in between."""
         here, before = self.step(number), self.step(number - 1)
         between: float = here["time"] - before["time"] - self.stall(number - 1)
         return between - here["data_wait_seconds"]
@@ -61,18 +64,18 @@ class Story:
     second: Process
     killed: float
     ended: float
-    """End of the run: its last validation was logged."""
+    """End of the run, when its last validation was logged."""
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Killed when it stood in step 8; it had saved at step 5, and the next process goes on from there."""
+    """Kill the run while it blocks in step 8; it had saved at step 5, where the next process resumes."""
     folder = tmp_path_factory.mktemp("goodput")
     run = start(folder, *COMMAND, faults={"held": [[HELD, 0]]})
     (began,) = map(process_began, run.process.pids)
     run.wait_until(lambda: (folder / "marks" / f"held_{HELD}").exists() and HELD - 1 in run.steps_printed())
     beaten = alive(run)["time"]
-    run.wait_until(lambda: alive(run)["time"] > beaten)  # it has said that it stands still
+    run.wait_until(lambda: alive(run)["time"] > beaten)  # it has reported that it blocks
     kill(run)
     killed, records = time.time(), run.records()
 
@@ -94,7 +97,7 @@ def alive(run: Run) -> dict[str, Any]:
 
 
 def by_hand(story: Story) -> tuple[float, float, float]:
-    """Productive time, time of steps done again up to the last record, wall time."""
+    """Return productive time, time of repeated steps up to the last record, and wall time."""
     first, second = story.first, story.second
     of_warm_up = {number: first.seconds(number) for number in range(2, HELD)}
     again = {number: second.seconds(number) for number in range(SAVED + 2, PHASE_STEPS + 1)}
@@ -128,7 +131,7 @@ def test_the_ettr_matches_the_logs_time_stamps(story: Story) -> None:
     gone = lost["repeated"] + lost["detection"] + lost["down"] + waits
     assert gone == pytest.approx(second.began - after_save, abs=NEAR_SECONDS)
     assert lost["repeated"] == pytest.approx(repeated, abs=NEAR_SECONDS)
-    # The process was seen for the last time between its standstill and its end.
+    # The process was last seen between the block and its end.
     last_step = first.step(HELD - 1)["time"]
     assert 0 < lost["detection"] <= story.killed - last_step
     assert lost["down"] >= second.began - story.killed
@@ -175,7 +178,7 @@ def test_records_summary_and_console_say_it(story: Story) -> None:
     assert f"did not end by itself: after step {HELD - 1}, last sign" in story.run.output
     newest = story.run.steps()[-1]
     assert newest["lost_seconds"]["down"] == pytest.approx(account.lost_seconds["down"], abs=1e-3)
-    assert "validation" not in newest["lost_seconds"]  # that comes after it
+    assert "validation" not in newest["lost_seconds"]  # the validation comes after it
     said = [line for line in story.run.output.splitlines() if line.startswith("goodput: this run has lost ")]
     assert len(said) == 2  # at the restart and at the end
     assert f"(ETTR {account.ettr:.1%})" in said[1]
@@ -197,7 +200,7 @@ def test_the_simulation_takes_its_parts_from_the_run(story: Story) -> None:
     chosen, sources = choose_parts(parse(["--run", str(story.run.folder)]), measured)
     assert set(sources.values()) <= {"measured", "as long as the stall"}
     found = again_in_fast_motion(measured, chosen)
-    # How near its ETTR comes depends on how even the steps are: test_goodput_command.py has an account of even ones.
+    # The accuracy of its ETTR depends on how even the steps are; test_goodput_command.py has an account of even steps.
     assert (found.faults, found.wall) == (1, measured.account.wall_seconds)
     assert 0 < found.ettr < 1
 

@@ -1,4 +1,4 @@
-"""A run that is killed and started again by the same command goes on as if nothing had happened."""
+"""Tests that a killed run which the same command restarts continues as if nothing had happened."""
 
 import contextlib
 import os
@@ -20,27 +20,25 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Kill:
-    """What a kill found and left."""
-
     run: Run
     processes: list[int]
     latest: str
     last_logged: int
     unfinished: list[str]
-    """Files in the folder of the checkpoint being written."""
+    """Files in the folder of the unfinished checkpoint."""
     complete: list[str]
     survivors: list[psutil.Process]
-    """What outlived those that were to be killed."""
+    """Processes that outlived the kill."""
 
 
 def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill:
-    """SIGKILL to all processes of the run, or to these only."""
+    """Send SIGKILL to all processes of the run, or only to the given ones."""
     survivors: list[psutil.Process] = []
     if at_once:
         for process in at_once:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with one before it
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with an earlier process
                 process.kill()
-        run.process.wait(100)  # torchrun ends the ranks that are left
+        run.process.wait(100)  # torchrun ends the remaining ranks
         survivors = left_of(run)
     processes = [process.pid for process in at_once or []] + kill(run)
     return Kill(
@@ -57,10 +55,8 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
-    """Start by the same command, and come back when the step is logged, and another one's checkpoint durable.
-
-    However late this process looks, the run stands there: no further step is taken.
-    """
+    """Start by the same command; return when the step is logged, and another step's checkpoint is durable. The run then
+    waits for this process and takes no further step."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())
@@ -70,22 +66,20 @@ def start_until(
 
 
 def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
-    """Kill when rank 1 has written its files of the next checkpoint, which it keeps to itself."""
+    """Kill when rank 1 has written its files of the next checkpoint, but has not reported them."""
     run.wait_until(lambda: [*run.checkpoints.glob(".tmp_step_*/__1_*.distcp")])
     processes = processes_of(run)
     if only_rank is not None:
         session = ranks_of(run)[only_rank].pid
         processes = [each for each in processes if os.getsid(each.pid) == session]
-        assert len(processes) >= 2  # its reader, too
+        assert len(processes) >= 2  # including its reader
     return kill_and_look(run, at_once=processes)
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """A run that ends at its sixth start. Checkpoints are written at steps 5, 10 (where the warm-up ends), 15.
-
-    Two starts are by torchrun: a kill of all takes the agent, too, and a kill of one rank leaves it the others.
-    """
+    """Kill a run until its sixth start ends. It saves at steps 5, 10 (the end of the warm-up) and 15. Two starts use
+    torchrun. A kill of all includes the agent; a kill of one rank leaves the others to the agent."""
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
     during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))
@@ -98,7 +92,6 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
 
 @pytest.fixture(scope="module")
 def survivor(kills: list[Kill]) -> Run:
-    """The last start."""
     logs = sorted(kills[0].run.folder.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)
     return Run(kills[0].run.folder, None, logs[-1], "")
 
@@ -121,11 +114,10 @@ def test_what_came_after_the_checkpoint_was_run_again(kills, survivor):
 
 
 def test_a_kill_during_a_write_leaves_the_checkpoint_before(kills):
-    """A kill hits all processes, or one rank only."""
     for during_write, unfinished in ((kills[1], 10), (kills[3], 15)):
         names = [name for name in during_write.unfinished if name.startswith(f".tmp_step_{unfinished:08d}/")]
         assert names
-        assert not any(name.endswith("/manifest.json") for name in names)  # the last file
+        assert not any(name.endswith("/manifest.json") for name in names)  # the last file of a checkpoint
         assert during_write.complete == [f"step_{step:08d}" for step in range(5, unfinished, 5)]
 
 
@@ -138,7 +130,7 @@ def test_the_logged_numbers_match_an_undisturbed_run_to_the_last_bit(survivor):
     assert survivor.series("step") == list(range(1, STEPS + 1))
     for key in ("loss", "indexer_kl", "grad_norm", "lr"):
         assert survivor.series(key) == undisturbed.series(key)
-    cut_off = ("checkpoint_failed",)  # by the rank that was killed
+    cut_off = ("checkpoint_failed",)  # by the killed rank
     assert numbers_of(survivor.records(), without=cut_off) == numbers_of(undisturbed.records())
 
 

@@ -1,7 +1,8 @@
-"""A NaN in weights or optimizer state, wherever it is: no checkpoint is made of it, the last good one stays, the run
-ends with exit code 13 or goes back, and no start or rewind takes up what an earlier version saved.
+"""Tests a NaN in weights or optimizer state: no checkpoint contains it, and the last good one stays.
 
-`pytest -s` prints the table of what is answered, and what is left on the disk."""
+The run ends with exit code 13 or goes back. No start or rewind uses such a checkpoint of an earlier version. `pytest
+-s` prints the table of results, and what remains on the disk.
+"""
 
 import json
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ KEEP = "checkpoint.keep_last=9"
 FROZEN = ("phases.0.train=indexer", "phases.0.attention=dense")
 ZERO = ("parallel.strategy=deepspeed", "parallel.zero_stage=3", BF16)
 COPIES = "parallel.distributed_optimizer=false"
-"""Each rank has all weights and moments, and writes a half of them."""
+"""Each rank has all weights and moments, and writes half of them."""
 
 STOPS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], str]] = {
-    # name: overrides, ranks, faults, what the last line says
+    # Fields: name: overrides, ranks, faults, text of the last line.
     "gradient": ((), 1, {"nan_gradient": [5, 0]}, "the gradient norm is nan"),
     "moment before a save": (
         (),
@@ -121,7 +122,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name, (given, ranks, faults, _) in STOPS.items()
         if name in wanted
     ]
-    old = partial(run, unchecked_saves=True)  # as an earlier version would have it
+    old = partial(run, unchecked_saves=True)  # as with an earlier version
     waves = [stops[number : number + 2] for number in range(0, len(stops), 2)] + [
         [
             run("rewound", REWIND, *SKIPS, KEEP, nan_in=[6, 0, "moment"]),
@@ -170,7 +171,7 @@ def test_the_same_command_is_refused_and_says_what_to_do(runs: dict[str, Finishe
     again = runs["stopped, again"]
     assert again.codes == [STOPPED_BY_MONITOR]
     assert "--resume-after-stop" in again.log
-    assert "train.iterations_to_skip" not in again.log  # no batch is known to be the cause
+    assert "train.iterations_to_skip" not in again.log  # no batch is known as the cause
 
 
 def test_a_run_that_may_rewind_goes_back_and_on_to_its_end(runs: dict[str, Finished]) -> None:

@@ -1,4 +1,4 @@
-"""What a start says and does when the data of its checkpoint is not the config's, or cannot be read."""
+"""Tests a start whose data differs from its checkpoint's, or cannot be read."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint goes on in a layout other than the one that wrote it."""
+"""Tests resuming a checkpoint in another layout."""
 
 import shutil
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_tensor_x_pipeline_goes_on_on_one_rank_and_on_two_data_parallel_ones(sav
 @pytest.mark.nightly
 def test_context_parallel_ranks_go_on_as_tensor_x_pipeline(tmp_path):
     context = whole_run("context")
-    # A run folder stands for its latest checkpoint, and the file may be set back to an earlier one.
+    # A run folder stands for its latest checkpoint, and the file may name an earlier one.
     shutil.copytree(context.checkpoints, tmp_path / "copy" / "checkpoints")
     (tmp_path / "copy" / "checkpoints" / "latest").write_text(f"step_{IN_SPARSE_PHASE:08d}")
     record = first_step_after(tmp_path / "copy", tmp_path, *TENSOR_X_PIPELINE, ranks=4)
@@ -66,7 +66,7 @@ def test_indexers_of_split_ranks_are_exported_on_one(tmp_path):
 
 
 def test_a_new_run_begins_with_the_weights_of_another_one(tmp_path):
-    """In another layout, at another length and rotary base; a restart goes on from its own checkpoint."""
+    """Layout, length and rotary base differ. A restart resumes from the new run's own checkpoint."""
     split = whole_run("tensor x pipeline")
     new = (
         "train.seq_len_tokens=256",

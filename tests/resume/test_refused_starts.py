@@ -1,7 +1,5 @@
-"""A start that is refused says why, ends with exit code 2 and leaves no trace: launch/pretrain.py in this process.
-
-The same over two ranks, and by W&B, is in test_run_folders.py.
-"""
+"""Tests that a rejected start gives the reason, exits with code 2 and leaves no trace, in this process.
+test_run_folders.py tests the same over two ranks, and with W&B."""
 
 import runpy
 from collections.abc import Callable
@@ -23,11 +21,10 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Start in `run_dir/name`, and return the message of the refusal."""
     monkeypatch.setattr(
         train, "init_parallel", lambda *of_config: single_rank()
-    )  # this process's, for all tests
-    # The watchdog's thread outlives a refused start.
+    )  # These are this process's, for all tests.
+    # The watchdog's thread outlives a rejected start.
     monkeypatch.setattr("gsa_train.run.open.HangWatchdog", lambda *limits: _NoWatchdog())
     for method in ("watch", "listen"):  # signals are pytest's
         monkeypatch.setattr(StopRequest, method, lambda request: None)
@@ -55,7 +52,7 @@ def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusa
     ):
         message = refusal(old_run.folder.parent, override)
         assert expected in message
-        assert "--no-resume" in message  # the way out
+        assert "--no-resume" in message  # the remedy
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,6 @@ def test_another_model_or_other_phases_are_refused(old_run: Run, refusal: Refusa
     ids=["incomplete", "damaged", "another model", "other data", "no device"],
 )
 def test_a_refused_resume_leaves_no_trace(old_run, refusal, fault, override, expected):
-    """Neither in a new folder nor in an old one."""
     checkpoint = old_run.checkpoints / "step_00000015"
     if fault == "incomplete":
         (checkpoint / "metadata.json").unlink()

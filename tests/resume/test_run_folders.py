@@ -1,4 +1,4 @@
-"""What a start does with a run folder that already holds a run. Plain `python launch/pretrain.py`, one rank."""
+"""Tests a start in a folder that already contains a run, by `python launch/pretrain.py` on one rank."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def start_in(old_run: Run, *overrides: str, **options: Any) -> Run:
 
 
 def refusal(run: Run) -> str:
-    """What a start that ends with exit code 2 wrote; not a stack of calls."""
+    """Return the output of a start with exit code 2, which has no traceback."""
     output = run.wait(expected=2).output
     assert "Traceback" not in output
     return output
@@ -38,7 +38,7 @@ def test_a_finished_run_ends_again_and_changes_nothing(old_run):
 
 
 def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(tmp_path):
-    """The n-gram baselines would be of other text than the run's."""
+    """The n-gram baselines would come from other text than the run's."""
     options = (
         *QUICK,
         "train.iterations_to_skip=[2]",
@@ -58,7 +58,7 @@ def test_pictures_that_cannot_be_written_and_batches_left_out_cost_no_exit_code(
 
 @pytest.mark.nightly
 def test_weights_of_sources_that_changed_at_a_resume_leave_no_ngram_baselines(tmp_path):
-    """Read again with the new ones alone, the text would be another than the run's."""
+    """Reading again with the new weights would give other text than the run's."""
     options = (*QUICK, "evaluate.ngram_baselines=true", "checkpoint.every_steps=4")
     options += ("train.global_batch_size=8", "data.num_lanes=2")
     first = train(tmp_path, *options, name="first")
@@ -114,7 +114,7 @@ def test_resume_from_another_run_leaves_that_one_alone(old_run, tmp_path):
     ids=["damaged", "W&B"],
 )
 def test_a_refused_resume_of_two_ranks_leaves_no_trace(old_run, tmp_path, damaged, override, expected):
-    """Neither in a new folder nor in an old one; they say it once. More reasons: test_refused_starts.py."""
+    """Folders do not change, and the message comes once. test_refused_starts.py tests more reasons."""
     checkpoint = old_run.checkpoints / "step_00000015"
     if damaged:
         cut(checkpoint)
@@ -159,12 +159,12 @@ def test_a_run_whose_folder_is_removed_saves_all_it_knows_and_goes_on_by_the_sam
 
 @pytest.mark.nightly
 def test_of_two_launchers_of_a_new_run_one_trains(tmp_path):
-    """The second one chose step 0 while it waited for nothing, and then moved the first one's run away."""
+    """The second launcher chose step 0 without waiting, and moved the first one's run away."""
     runs = [start(tmp_path, *QUICK, launcher="python") for _ in range(2)]
     codes = sorted(run.process.wait(LONGEST_WAIT_SECONDS) for run in runs)
     assert codes in ([0, 0], [0, 2]), [
         run.output for run in runs
-    ]  # it is refused where the first one takes longer
+    ]  # It is rejected if the first one takes longer.
     assert sorted(step for run in runs for step in run.steps_printed()) == list(range(1, 11))
     assert not (runs[0].folder / "previous").exists()
     assert (

@@ -1,4 +1,4 @@
-"""Spikes in real runs: what is detected at which step, what is done about it, and where the run ends up."""
+"""Tests spikes in real runs: the steps of detection, the actions, and the final state."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ SECTIONS: dict[str, Any] = {
     "monitor": {
         "window_steps": 40,
         "min_history_steps": 24,
-        "grad_norm_min_ratio": 5.0,  # so early and so small, its norm triples now and then
+        "grad_norm_min_ratio": 5.0,  # so early and so small, the norm sometimes triples
         "lower_lr_steps": 4,
         "rewind_min_steps": 5,
         "rewind_skip_before_steps": 2,
@@ -35,29 +35,29 @@ SECTIONS: dict[str, Any] = {
 PHASE = {"name": "sparse", "steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "warmup_steps": 10}
 
 TEXT = {"random_tokens": [[33, 33], [45, 49]]}
-"""One batch of uniformly random tokens, and five of them; the checkpoint is between."""
+"""One batch of uniformly random tokens, and five of them; the checkpoint is in between."""
 POISONED = [33, 45, 46, 47, 48, 49]
 FLIPPED = {"flipped_bit": [46, 30]}
-"""The highest bit of a weight's exponent: it becomes about 1e37."""
+"""The highest bit of a weight's exponent, which makes it about 1e37."""
 NAN_STEP = 44
 EVERY_FIFTH = "logging.every_steps=5"
 """The host reads verdicts when they are READ_DELAY_STEPS old, or at a logged step."""
 LEFT_OUT = list(range(43, 52))
-"""2 steps before the spike's first one, 45, to 4 after the third, after which the run goes back."""
+"""From 2 steps before the spike's first step, 45, to 4 after its third; then the run goes back."""
 
 
 @dataclass
 class Finished:
     folder: Path
     codes: list[int]
-    """Of the ranks."""
+    """Exit codes of the ranks."""
 
     @property
     def log(self) -> str:
         return self.folder.with_suffix(".log.0").read_text()
 
     def records(self, event: str | None = None) -> list[dict[str, Any]]:
-        """Records of one kind of event; of the steps if None."""
+        """Return the records of one kind of event; None: of the steps."""
         records = read_records(self.folder / "metrics.jsonl")
         return [record for record in records if record.get("event") == event]
 
@@ -68,7 +68,7 @@ class Finished:
         return {record["step"]: record["loss"] for record in self.records()}
 
     def numbers(self, after: int, *without: str) -> list[dict[str, Any]]:
-        """Every record after a step, apart from saves, times and the keys named."""
+        """Return every record after a step, except saves, times and the named keys."""
         records = read_records(self.folder / "metrics.jsonl")
         return numbers_of((record for record in records if record["step"] > after), keys=without)
 
@@ -83,13 +83,13 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """All runs of this file, from one process that has imported everything; two of one rank go side by side."""
+    """Run all runs of this file from one process that has imported everything, two of one rank in parallel."""
     folder = tmp_path_factory.mktemp("spikes")
     plan = FaultPlan(folder, SECTIONS, [PHASE])
     run = plan.run
 
     def goes_on(name: str, source: str, *overrides: str, ranks: int = 1, **faults: Any) -> dict[str, Any]:
-        """From a copy of a run's folder as a kill between its checkpoint and the end would leave it."""
+        """Resume from a copy of a run's folder, as after a kill between its checkpoint and the end."""
         copied = {"copy_of": [str(folder / source), str(folder / name)], "latest": "step_00000040"}
         return run(name, *overrides, ranks=ranks, **(faults or TEXT)) | copied
 
@@ -98,7 +98,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     left_out = f"train.iterations_to_skip={LEFT_OUT}"
     halves = "train.micro_batch_size=2"
-    # Up to step 40 `rewind`, `stop` and `lower_lr` would be `skip`, and what only logs would be `clean`.
+    # Up to step 40 `rewind`, `stop` and `lower_lr` would equal `skip`, and runs that only log would equal `clean`.
     waves = [
         [run("clean"), run("skip", skip, **TEXT)],
         [goes_on("rewind", "skip", rewind, EVERY_FIFTH), goes_on("stop", "skip", stop, EVERY_FIFTH)],
@@ -126,7 +126,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def print_table(runs: dict[str, Finished]) -> None:
-    """Seen with -s."""
     print(f"\n{'run':<16} {'exit':>4} {'flagged steps':<28} {'done':<36} validation loss")
     for name, run in runs.items():
         done = [
@@ -178,7 +177,7 @@ def test_two_ranks_decide_as_one(runs):
     assert split.codes == [0, 0]
     assert split.spikes() == POISONED
     for mine, its in zip(split.records(), one.records(), strict=True):
-        if mine["step"] <= 44:  # up to 40 one rank's own; what differs by rounding grows
+        if mine["step"] <= 44:  # up to 40 these are one rank's own; rounding differences grow
             assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
             assert mine["update_norm"] == pytest.approx(its["update_norm"], rel=1e-3)
 
@@ -220,12 +219,11 @@ def test_stop_ends_with_its_own_code_and_nothing_bad_saved(runs):
 
 
 def test_the_same_command_does_not_run_into_the_same_spike(runs):
-    """`restart` does, without its batches."""
     stop, again, restart = runs["stop"], runs["stop, again"], runs["restart"]
     assert again.codes == [STOPPED_BY_MONITOR]
     assert "the monitor stopped this run" in again.log
     assert "train.iterations_to_skip=[45,46,47]\n" in again.log
-    assert again.numbers(0) == stop.numbers(0)  # untouched
+    assert again.numbers(0) == stop.numbers(0)  # unchanged
     assert [(run.folder / "monitor_stop.json").exists() for run in (stop, again, restart)] == [1, 1, 0]
 
 
@@ -253,14 +251,14 @@ def test_a_weight_that_a_flipped_bit_has_changed_comes_back(runs):
 
 @pytest.mark.nightly
 def test_a_rate_that_is_too_high_stops_the_run(runs):
-    """It rises to 2.5 until the first steps are judged. Which ones then spike differs by processor: at such a rate the
-    last bits count."""
+    """The rate rises to 2.5 until the first steps are judged. Which steps then spike depends on the processor. At such
+    a rate the last bits matter."""
     hot = runs["hot"]
     assert hot.codes == [STOPPED_BY_MONITOR]
     spikes = hot.spikes()
     in_a_row = [step for step in spikes if {step - 2, step - 1} <= {*spikes}]
     assert in_a_row == spikes[-1:]
-    assert 24 < spikes[0] <= spikes[-1] < 40  # at 40 it would save
+    assert 24 < spikes[0] <= spikes[-1] < 40  # it would save at 40
     assert [record["step"] for record in hot.records("stop")] == spikes[-1:]
     assert not hot.checkpoints
 

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves at the step where it stands, and goes on as if nothing had happened."""
+"""Tests that a run which is asked to stop saves at its current step, and resumes as if nothing had happened."""
 
 import contextlib
 import json
@@ -30,24 +30,24 @@ def stopped(run: Run) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Three stops and the end of one run. Only stops and the end write checkpoints. Rank 1 waits for its signals."""
+    """Stop one run three times. Only stops and the end write checkpoints. Rank 1 waits for its signals."""
     run_dir = tmp_path_factory.mktemp("stopped")
 
-    # SIGTERM to torchrun, which passes it on: to each rank with its readers and W&B's service.
+    # SIGTERM goes to torchrun, which forwards it to each rank with its readers and W&B's service.
     by_torchrun = start(run_dir, waits_for=[4, 1, signal.SIGTERM])
     by_torchrun.wait_until(lambda: len(by_torchrun.steps()) >= 3)
     by_torchrun.process.send_signal(signal.SIGTERM)
-    by_torchrun.wait(expected=1)  # torchrun's own
+    by_torchrun.wait(expected=1)  # torchrun's own exit code
     saved = int(stopped(by_torchrun)["step"])
     assert stopped(by_torchrun)["reason"] == "SIGTERM"
     assert by_torchrun.latest == f"step_{saved:08d}"
     assert 3 <= saved <= len(by_torchrun.steps()) == saved
 
-    # The time is over before the first step.
+    # The time ends before the first step.
     by_clock = start_forked(run_dir, *COMMAND, "run.time_limit_minutes=0.001", ranks=RANKS).wait(expected=75)
     assert (stopped(by_clock)["step"], stopped(by_clock)["reason"]) == (saved, "the time limit")
 
-    # SIGUSR1 to one rank only; while both write, SIGTERM to every process of the run but torchrun, as Slurm may send.
+    # SIGUSR1 goes to one rank. While both write, SIGTERM goes to every process except torchrun, as Slurm may send it.
     waits_for, write_waits_for = [saved + 4, 1, signal.SIGUSR1], [1, signal.SIGTERM]
     twice = start(run_dir, waits_for=waits_for, write_waits_for=write_waits_for)
     twice.wait_until(lambda: len(twice.steps()) >= saved + 3)
@@ -56,7 +56,7 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     twice.wait_until(lambda: [*twice.checkpoints.glob(".tmp_step_*")])
     for process in processes_of(twice):
         if process.pid != launcher:
-            with contextlib.suppress(psutil.NoSuchProcess):  # ranks start some that end at once
+            with contextlib.suppress(psutil.NoSuchProcess):  # ranks start some processes that end at once
                 process.send_signal(signal.SIGTERM)
     twice.wait(expected=1)
     assert "exitcode  : 75" in twice.output

@@ -1,4 +1,4 @@
-"""A study that SIGKILL hits at random moments reports what an undisturbed one reports."""
+"""Tests that a study which is killed at random moments reports the same as an undisturbed one."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from gsa_train.run_folder.starts import read_starts
 from helpers.forked_study import ForkedStudy
 from helpers.runs import CONFIG, REPOSITORY
 
-# Real studies: test_study_runner.py and test_study_weights.py have the rules.
+# These are real studies. test_study_runner.py and test_study_weights.py test the rules.
 pytestmark = pytest.mark.nightly
 
 STEPS = 10
@@ -28,9 +28,9 @@ ARMS = {
     "gsa": {"gsa.attention": "sparse", "phases": [{**PHASE, "attention": "sparse"}]},
 }
 STARTED = "jobs are finished, "
-"""In the first line that each start prints."""
+"""Part of the first line that each start prints."""
 SEED = 28
-"""Of the moments; each step of a moment is waited for, so that they are real moments of real runs."""
+"""Seed of the moments; the test waits for their steps, so that they are moments of real runs."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,6 @@ def rows_of(study: Path, name: str, columns: Sequence[str]) -> list[dict[str, st
 
 
 def tables(study: Path) -> list[list[dict[str, str]]]:
-    """Without folders and commits."""
     return [
         rows_of(study, "arms.csv", ("arm", "metric", "at", "n", "mean", "deviation", "not_finite")),
         rows_of(study, "values.csv", ("arm", "seed", "metric", "at", "value")),
@@ -110,7 +109,7 @@ def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, undisturbed, tmp_path):
     study, moments = write_study(tmp_path, base), random.Random(SEED)
 
-    running = start(study)  # an arm dies: it goes on by itself after a checkpoint, else by the next start
+    running = start(study)  # an arm dies: it resumes by itself after a checkpoint, or by the next start
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gated") >= at, running)
     arm_under_way(running).kill()
@@ -124,11 +123,11 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, und
     at = moments.randint(1, STEPS - 4)
     wait_until(lambda: steps_logged(study, "gsa") >= at, running)
     arm = arm_under_way(running)
-    running.send_signal(signal.SIGKILL)  # the runner alone: its arm saves and ends
+    running.send_signal(signal.SIGKILL)  # only the runner: its arm saves and ends
     assert running.wait() == -signal.SIGKILL
 
     starts = running.log.read_text().count(STARTED)
-    running = start(study)  # at once, while the arm may still be at it
+    running = start(study)  # at once, while the arm may still run
     at = min(STEPS - 1, steps_logged(study, "gsa") + 1)
     wait_until(
         lambda: (
@@ -137,7 +136,7 @@ def test_a_study_killed_at_random_reports_what_an_undisturbed_one_does(base, und
             and steps_logged(study, "gsa") >= at
         ),
         running,
-        may_end=True,  # few steps may be left, and the system may be late to bury the arm
+        may_end=True,  # few steps may remain, and the system may report the arm's end late
     )
     if running.poll() is None:
         running.send_signal(signal.SIGINT)
@@ -197,7 +196,7 @@ def write_shared(folder: Path, base: Path) -> Path:
 
 
 def test_weights_are_trained_once_and_arms_that_begin_with_them_are_as_if_trained_whole(base, tmp_path):
-    """Also where the study is killed, in the run that is shared and in one that begins with it."""
+    """The study is also killed, in the shared run and in one that begins with it."""
     study = write_shared(tmp_path, base)
     for arm in ("first", "late"):
         running = start(study)

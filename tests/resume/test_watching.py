@@ -1,4 +1,4 @@
-"""What is seen of a run: a profiled one trains what an unprofiled one trains, and every panel has a metric to show."""
+"""Tests the monitoring of a run: a profiled run trains the same, and every panel has a metric to show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 def test_profiling_changes_no_number(tmp_path: Path) -> None:
-    """Steps 10 and 11: the last one of the warm-up and the first one of the sparse phase."""
+    """Steps 10 and 11 are the last one of the warm-up and the first one of sparse training."""
     profiled = ("profile.start_step=10", "profile.steps=2", "profile.ranks=[]")
     run = train(tmp_path, *profiled, ranks=2, faults={"all_operations": True})
     plain = finished(ranks=2)
@@ -48,7 +48,7 @@ def test_profiling_changes_no_number(tmp_path: Path) -> None:
         "forward_backward": 2,
         "data": 2,
     }
-    # 2 layers and one micro-batch in each of the two steps; the warm-up selects only because it is measured.
+    # There are 2 layers and one micro-batch in each step. The warm-up selects only because it is measured.
     per_layer = ("attention", "indexer", "selection", "mlp")
     assert {name: named[name] for name in per_layer} == dict.fromkeys(per_layer, 4)
     table = (folder / "rank_00001.txt").read_text()
@@ -85,7 +85,7 @@ def profile_steps(folder: Path, config: ProfileConfig, *steps: int) -> list[str]
         (range(5, 9), ["steps_00000005-00000006"]),  # resumed inside the window
         ([6], ["steps_00000006-00000006"]),
         (range(1, 6), ["steps_00000004-00000005"]),  # stopped inside it
-        (range(1, 4), []),  # stopped while it warmed up
+        (range(1, 4), []),  # stopped during warm-up
         ([4, 5, 6, 3, 4, 5, 6], ["steps_00000004-00000006"]),  # rewound
         (range(7, 9), []),
     ],
@@ -105,7 +105,7 @@ def test_a_profile_that_cannot_be_written_costs_the_profile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profiler = StepProfiler(ProfileConfig(start_step=1, steps=1), tmp_path / "profile", rank=0, device=CPU)
-    (tmp_path / "profile").touch()  # no folder
+    (tmp_path / "profile").touch()  # not a folder
     for step in (1, 2):
         profiler.before_step(Mock(step=step))
         profiler.after_step(Mock(step=step))
@@ -119,19 +119,19 @@ def test_every_metric_of_a_panel_is_logged_by_a_run() -> None:
     records = finished(ranks=2).records()
     keys = {key for record in records for key in record}
     tags = {tag for record in records for tag in to_scalars(record)}
-    # What this run does not use: other packing, weights of sources, the kernels of GPUs.
+    # This run does not use other packing, source weights and GPU kernels.
     used = DataConfig(packing="best_fit", source_weights={"a": 1.0})
-    # It has no experts.
+    # The run has no experts.
     keys |= {"expert_load_max", "expert_load_min"}
-    # Of queries that see 64 keys: it has none.
+    # The run has no queries with 64 causal keys.
     keys |= {"first_token_attention", "first_token_attention_spread", "sink_by_position"}
-    # Of `evaluate.tasks`: it scores none.
+    # The run scores no `evaluate.tasks`.
     keys |= {"eval_accuracy", "eval_length_normalised_accuracy", "eval_bits_per_byte", "eval_time_share"}
     elsewhere = {*data_metrics(data_totals(dict.fromkeys(COUNTERS, 1), used)), *MEANS}
     for panel in PANELS:
         known = keys | elsewhere if panel.conditional else keys
         missing = {*panel.keys, *filter(None, [panel.per_entry])} - known
-        # The first set is `validation_loss`; in a run without a CUDA device some are there without a value.
+        # The first set is `validation_loss`. Without a CUDA device some keys have no value.
         assert not missing, f"{panel.label}: no run logs {missing}"
         if panel.per_set:
             pattern = f"({'|'.join(panel.tags)})"

@@ -1,4 +1,4 @@
-"""A bit that is wrong on one rank is found and the rank named; a clean run is left as it is."""
+"""Tests that a wrong bit on one rank is found and the rank named, and that a clean run does not change."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PHASES = [
 TWICE, SEVENTH = "monitor.recheck_every_steps=1", "monitor.recheck_every_steps=7"
 LOG = "monitor.on_corruption=log"
 AT_ONCE = "train.micro_batch_size=3"
-"""A rank's three sequences in one micro-batch, where what is proved is not of several: a third of the passes."""
+"""A rank's three sequences in one micro-batch, for tests that do not need several."""
 SPIKES = "monitor.recheck_spikes=true"
 REPLICAS = "monitor.compare_replicas_every_steps=4"
 OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
 COPIES = "parallel.distributed_optimizer=false"
-"""Each replica updates its weights itself, so that a wrong one stays."""
+"""Each replica updates its weights itself, so that a wrong weight stays wrong."""
 
 
 class Finished:
@@ -53,7 +53,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """All runs of this file, from one process that has imported everything."""
+    """Run all runs of this file from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("corruption")
     plan = FaultPlan(folder, SECTIONS, PHASES)
     run = partial(plan.run, ranks=2)
@@ -86,7 +86,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]) -> None:
-    """The runs have both phases: in the warm-up layers run their own backward passes."""
+    """The runs have both phases, because in the warm-up layers run their own backward passes."""
     assert runs["checked"].codes == [0, 0]
     assert not runs["checked"].found
     assert len(runs["clean"].numbers) == 9  # 8 steps and a validation
@@ -96,7 +96,7 @@ def test_a_clean_run_has_no_report_and_its_own_numbers(runs: dict[str, Finished]
 def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
     runs: dict[str, Finished],
 ) -> None:
-    """Before the reduction spreads it, which here goes on during the backward pass."""
+    """The check runs before the reduction, which here overlaps with the backward pass, spreads the error."""
     wrong = runs["overlap"]
     assert wrong.codes == [CORRUPTED, CORRUPTED]
     (event,) = wrong.found
@@ -108,7 +108,7 @@ def test_a_wrong_gradient_is_found_in_the_step_and_on_the_rank_where_it_was(
 
 
 def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finished]) -> None:
-    """A NaN counts, too. Two steps could not be logged at first, for a full disk: no record is missing."""
+    """A NaN counts, too. A full disk delayed the records of two steps, but none is missing."""
     logged = runs["log"]
     assert logged.codes == [0, 0]
     found = [(event["step"], event["ranks"], event["action"]) for event in logged.found]
@@ -118,7 +118,7 @@ def test_where_it_is_only_logged_the_second_numbers_count(runs: dict[str, Finish
 
 
 def test_a_recheck_leaves_the_statistics_of_the_layers_alone(runs: dict[str, Finished]) -> None:
-    """Step 7 is logged, and its first pass had wrong activations: only the second one counts."""
+    """Step 7 is logged. Its first pass had wrong activations, so only the second pass counts."""
     clean, again = (
         next(record for record in runs[name].numbers if record["step"] == 7) for name in ("clean", "log")
     )
@@ -130,14 +130,14 @@ def test_a_recheck_leaves_the_statistics_of_the_layers_alone(runs: dict[str, Fin
 
 
 def test_a_spike_is_computed_again_before_it_is_acted_upon(runs: dict[str, Finished]) -> None:
-    """A NaN, which monitor.action = log would end with exit code 13 and no name."""
+    """The spike is a NaN, for which monitor.action = log would end with exit code 13 and name no rank."""
     nan = runs["nan"]
     assert nan.codes == [CORRUPTED, CORRUPTED]
     assert [(event["step"], event["ranks"]) for event in nan.found] == [(5, [1])]
 
 
 def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str, Finished]) -> None:
-    """Among three replicas by majority; the step's own update is not made."""
+    """Three replicas decide by majority, and the update of this step is not made."""
     weight = runs["weight"]
     assert weight.codes == [CORRUPTED] * 3
     (event,) = weight.found
@@ -147,7 +147,7 @@ def test_a_flipped_bit_in_one_weight_is_found_and_its_rank_named(runs: dict[str,
 
 @pytest.mark.nightly
 def test_of_two_replicas_both_are_named_and_no_other_rank(runs: dict[str, Finished]) -> None:
-    """Tensor parallel: ranks 0 and 2 are replicas, 1 and 3 hold the other half. No recheck can see this fault."""
+    """Ranks 0 and 2 are replicas; 1 and 3 hold the other tensor-parallel half. No recheck can see this fault."""
     split = runs["split"]
     assert split.codes == [CORRUPTED] * 4
     assert [(event["step"], event["ranks"]) for event in split.found] == [(8, [0, 2])]

@@ -1,7 +1,5 @@
-"""A real Slurm of two nodes on one machine, all of it in one folder and in this process's children.
-
-Needs slurmctld, slurmd and munged (Debian: slurm-wlm and munge). No cgroups: jobs are followed by their process tree.
-"""
+"""Starts a real Slurm of two nodes on one machine, in one folder and as children of this process. It needs slurmctld,
+slurmd and munged (Debian: slurm-wlm and munge). Without cgroups, Slurm tracks jobs by process tree."""
 
 from __future__ import annotations
 

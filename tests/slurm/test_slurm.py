@@ -1,5 +1,5 @@
-"""A run under a real Slurm: preempted, asked to stop, its node lost, its time over; it ends with the numbers of a run
-that nothing disturbed. `make test-slurm`."""
+"""Tests a run under a real Slurm: preempted, asked to stop, its node lost, its time over. `make test-slurm`. The run
+ends with the numbers of an undisturbed run."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ from gsa_train.metrics.record_format import read_records
 from helpers.runs import CONFIG, ENVIRONMENT, REPOSITORY, SMALL, STEPS, numbers_of, train
 
 SLOW_SECONDS = 600
-"""For one start of a run, on a busy machine."""
+"""Limit for one start of a run on a busy machine."""
 
 pytestmark = [
     pytest.mark.slurm,
@@ -79,7 +79,7 @@ class Job:
             raise AssertionError(f"state {self.state()}\n{self.log[-5000:]}") from None
 
     def wait_for_start(self, number: int, steps: int) -> None:
-        """The job's start `number` has trained beyond `steps` steps."""
+        """Wait until the job's start `number` has trained more than `steps` steps."""
         self.wait_for(lambda: f"start {number}: starting on" in self.log)
         self.wait_for(lambda: self.last_step() > steps)
 
@@ -117,7 +117,7 @@ def test_a_run_survives_preemption_a_signal_and_a_lost_node(cluster: Cluster, tm
 
 
 def lose_node(cluster: Cluster, node: str) -> None:
-    """All processes of the node at once, then its return."""
+    """End all processes of the node at once, then bring it back."""
     daemon = cluster.daemons[node]
     for process in [*psutil.Process(daemon.pid).children(recursive=True), *steps_of(cluster, node)]:
         process.send_signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def lose_node(cluster: Cluster, node: str) -> None:
 
 
 def steps_of(cluster: Cluster, node: str) -> list[psutil.Process]:
-    """slurmstepd leaves its slurmd; what it started knows the node."""
+    """List the processes of a node: slurmstepd detaches from slurmd, but its children's environment names the node."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -154,7 +154,7 @@ if __import__("os").environ["SLURMD_NODENAME"] == "n1":
         result[0, 0] += 1
         return result
 """
-"""After the check's own products, in the job's copy of the source."""
+"""Code after the check's own products, in the job's copy of the source."""
 
 
 def test_a_node_with_a_bad_device_is_left_out_and_the_chain_waits_for_its_heir(cluster, tmp_path):

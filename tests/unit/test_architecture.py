@@ -1,4 +1,4 @@
-"""What import-linter and ruff (pyproject.toml) cannot say of the sources."""
+"""Tests rules of the sources that import-linter and ruff (pyproject.toml) cannot express."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_FILE_LINES = 450
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """`make test-gpu` collects all folders in one process, where pytest imports them by name."""
+    """`make test-gpu` collects all folders in one process, where pytest imports files by name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
@@ -29,7 +29,7 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 
 
 def test_no_code_of_a_folder_of_transformers_is_run() -> None:
-    """Unset, `trust_remote_code` asks on the standard input."""
+    """If unset, `trust_remote_code` asks on the standard input."""
     calls = [
         (path.name, call.lineno, {word.arg: ast.unparse(word.value) for word in call.keywords})
         for package in PACKAGES
@@ -60,7 +60,7 @@ def test_planning_loads_neither_torch_nor_megatron() -> None:
 
 
 def test_checkpoint_refuses_to_load_without_psutil() -> None:
-    """Without it megatron-core's writer fails, in every save; the start is the better time to say so."""
+    """Without psutil megatron-core's writer fails in every save, which the start should report."""
     result = run_python("sys.modules['psutil'] = None; import gsa_train.checkpoint.load")
     assert result.returncode != 0
     assert "psutil" in result.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""How commands end at Ctrl-C, and where what reads them has left."""
+"""Tests how commands end at Ctrl-C, and when the reader of their output has ended."""
 
 import importlib
 import os
@@ -18,11 +18,11 @@ from gsa_train.process.as_command import READER_LEFT, as_command
 from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
-# Training goes on without a reader, and handles signals itself; an export has its main in launch/; `make docs`.
+# Training continues without a reader and handles signals itself; an export has its main in launch/; `make docs`.
 NOT_MAINS = ("pretrain", "export_indexer", "config_reference")
 
 
-# With PYTHONUNBUFFERED=1 the first print fails; without, what is flushed at the end.
+# With PYTHONUNBUFFERED=1 the first print fails, otherwise the final flush.
 @pytest.mark.parametrize("write_through", [True, False])
 def test_where_its_reader_has_left_a_command_ends_in_silence(write_through, capfd, monkeypatch):
     reader, writer = os.pipe()

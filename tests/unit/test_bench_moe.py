@@ -1,4 +1,4 @@
-"""The bench of experts: megatron-core's mixture with our weights is ours to rounding, and what the bench compares."""
+"""Tests the bench of experts: megatron-core's mixture with our weights equals ours up to rounding, and comparisons."""
 
 import gc
 import json
@@ -39,11 +39,11 @@ SIZES: dict[str, Any] = {
     "balance_coeff": 0.3,
     "z_loss_coeff": 0.1,
 }
-"""Coefficients so large that a wrong loss shows in the gradients."""
+"""Coefficients so large that a wrong loss changes the gradients."""
 
 
 def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Tensor]:
-    """Gradients of both matrices, [experts, out, in], under any name."""
+    """Return gradients of both matrices, [experts, out, in], under any name."""
     mine = {
         name.split("experts.", 1)[1]: gradient
         for name, gradient in gradients.items()
@@ -64,8 +64,8 @@ def of_experts(gradients: dict[str, torch.Tensor], layer: int) -> list[torch.Ten
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("router", [{}, {"router_score": "sigmoid", "routed_scale": 2.0}])
 def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None:
-    """In loss and all gradients of a step, both of the router's losses included: ours uses the loads of the
-    previous step, so it takes the same step twice; megatron-core uses the loads of the only micro-batch."""
+    """The loss and all gradients of a step agree, including both of the router's losses. Ours uses the loads of the
+    previous step, so it takes the same step twice. megatron-core uses the only micro-batch's."""
     config = tiny_config([DENSE], moe={**SIZES, **router}, train={"global_batch_size": 2})
     batches = random_batches(config)
     ours = tiny_model(config, variance_ema=0.02)
@@ -91,8 +91,7 @@ def test_megatrons_mixture_is_ours(experts: str, router: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("experts", ["", *EXPERTS])
 def test_a_closed_trainee_leaves_nothing(experts: str) -> None:
-    """Models take turns because they do not fit the device together. megatron-core's dispatchers keep a tensor of the
-    last pass, with its graph."""
+    """Models take turns because they do not fit together, but megatron-core's dispatchers keep a tensor."""
     config = tiny_config([SPARSE], moe=SIZES)
 
     def prepare(model: Model) -> None:
@@ -121,9 +120,8 @@ def test_what_cannot_be_compared_says_so() -> None:
 
 @pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real steps at a small size, on a CPU, on which nothing is traced and no graph is captured: who takes turns, what
-    is compared with what, and what is promised. Those that find no room, or cannot be captured, say so, and the others
-    go on."""
+    """Real small steps run on a CPU, where nothing is traced and no graph is captured. The test checks turns,
+    comparisons and bars. Models that do not fit, or cannot be captured, say so, and the others continue."""
     import bench_moe
 
     stand_in_for_cuda(monkeypatch)
@@ -189,7 +187,7 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("gib", "names", "sequences", "expected"),
     [
         (140, ["standard", "gsa"], 8, 4),
-        (140, ["standard", "gsa", "gsa_graphs"], 8, 2),  # a graph holds another time what a pass needs
+        (140, ["standard", "gsa", "gsa_graphs"], 8, 2),  # a graph holds the memory of a pass a second time
         (140, ["standard", "gsa"], 6, 2),
         (79, ["standard", "gsa"], 8, 2),
         (79, ["standard", "gsa", "gsa_graphs"], 8, 1),

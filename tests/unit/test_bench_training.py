@@ -1,4 +1,4 @@
-"""The bench of whole models: names of layouts, weak scaling, and what a traced step says, and ranks that fail."""
+"""Tests the bench of whole models: names of layouts, weak scaling, traced steps, and ranks that fail."""
 
 import dataclasses
 import runpy
@@ -59,13 +59,12 @@ def test_text_to_validate_on_is_not_asked_for() -> None:
 
 
 def test_wandb_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is not there is looked for in vain; `logging.wandb` is auto in this config."""
+    """The package is missing here, and `logging.wandb` is auto in this config."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     Sizes(1, None, 1).apply(REPOSITORY / "configs" / "gsa_1.7b.yaml", "tp=1", world_size=1)
 
 
 def test_megatrons_model_is_counted_as_what_it_is() -> None:
-    """Also with the sizes of a GSA config."""
     sizes = Sizes(sequences_per_device=2, seq_len_tokens=64, num_layers=2)
     config = plain(sizes.apply(DEMO, "tp=1", world_size=1))
     count = count_parameters(config.model, config.gsa, config.moe)
@@ -114,7 +113,6 @@ def test_text_and_a_checkpoint_instead_of_random_tokens_and_weights(tmp_path: Pa
 
 
 def test_keys_that_the_queries_of_a_text_see() -> None:
-    """Where documents end; megatron-core's model sees across."""
     sizes = Sizes(1, seq_len_tokens=8, num_layers=1, overrides=["gsa.k_min=1", "gsa.k_base=2"])
     ours, megatron = variants([DEMO], DEMO, ["sdpa"], ["tp=1"], sizes, 1)
     blocks = torch.tensor([[5, 6, 0, 7, 8, 9, 1, 1, 1], [5] * 9], dtype=torch.int32)
@@ -172,7 +170,7 @@ def test_failed_ranks_go_on_only_where_nothing_is_half_done(collectives, pipelin
 
 
 def measure(error: RuntimeError) -> Result:
-    """A variant of this process alone, whose model cannot be built."""
+    """Run a variant in this process whose model cannot be built."""
 
     config = Sizes(sequences_per_device=1, seq_len_tokens=64, num_layers=1).apply(DEMO, "tp=1", world_size=1)
     result = Result("demo", "tp=1", 1)

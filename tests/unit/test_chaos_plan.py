@@ -1,4 +1,4 @@
-"""The plan of `make chaos`: what happens when, the same for the same seed."""
+"""Tests that the plan of `make chaos` is the same for the same seed."""
 
 from collections import Counter
 

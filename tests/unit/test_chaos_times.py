@@ -1,4 +1,4 @@
-"""What `make chaos` says of its faults' times, and its ETTR by hand."""
+"""Tests the times of faults in `make chaos`, and its independent ETTR."""
 
 import json
 from pathlib import Path

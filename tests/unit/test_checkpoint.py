@@ -1,5 +1,5 @@
-"""Checkpoint folders: complete or not there, whatever a kill interrupts; files that are damaged; and what a resumed
-optimizer holds. How saves go: test_checkpoint_saves.py."""
+"""Tests that checkpoint folders are complete or absent, whatever a kill interrupts, and tests damaged files. The tests
+also cover the state of a resumed optimizer. test_checkpoint_saves.py tests saves."""
 
 import dataclasses
 import os
@@ -37,13 +37,13 @@ from helpers.single_rank import (
 )
 
 DECAY = 0.1
-# The fixtures, where pytest finds them.
+# pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 
 
 @pytest.fixture
 def save(trained: tuple[Model, PhaseOptimizer], make_saver: Any, tmp_path: Path) -> Any:
-    """Write a checkpoint of the trained model as if it stood at `step`."""
+    """Write a checkpoint of the trained model as if it were at `step`."""
 
     def save_at(step: int, **fields: Any) -> Path:
         saver = make_saver(**{"keep_last": 2, **fields})
@@ -63,7 +63,7 @@ def test_the_run_state_reads_back_equal(save):
 
 
 def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
-    """A run that began on a CPU goes on on a GPU, whose generator takes no other's state."""
+    """A run that began on a CPU continues on a GPU, whose generator does not accept this state."""
     parallel = single_rank()
     saved = dataclasses.replace(run_state(3), layout=parallel.layout, rng=[checkpoint.local_rng()])
     start = Start(state=saved)
@@ -72,7 +72,7 @@ def test_generators_of_a_cpu_do_not_load_on_a_gpu(monkeypatch, caplog):
     assert torch.equal(torch.rand(2), expected)
     assert not caplog.records
 
-    def set_state(state: torch.Tensor) -> None:  # as torch's, of a seed and an offset
+    def set_state(state: torch.Tensor) -> None:  # like torch's, of a seed and an offset
         assert len(state) == 16, "RNG state is wrong size"
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -96,7 +96,8 @@ def test_milestones_stay_beside_the_newest(save, tmp_path):
 
 
 def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
-    """To another disk, with a link in its place: each save would say again that it could not be deleted."""
+    """The checkpoint is on another disk, with a link in its place. If the link stayed, each save would warn about
+    it."""
     save(1)
     moved = (tmp_path / "step_00000001").rename(tmp_path / "moved")
     (tmp_path / "step_00000001").symlink_to(moved)
@@ -107,7 +108,7 @@ def test_of_a_checkpoint_that_was_moved_the_link_goes(save, tmp_path):
 
 
 def test_small_files_are_in_each_checkpoint_and_its_manifest(trained, tmp_path):
-    """As the tokenizer: what is copied elsewhere has it, and a resume notices when it is another."""
+    """An example is the tokenizer: copies contain it, and a resume notices if it differs."""
     small_files = {"tokenizer.model": b"pieces"}
     saver = CheckpointSaver(
         tmp_path, CheckpointConfig(async_save=False), single_rank(), small_files=small_files
@@ -171,11 +172,11 @@ def test_another_format_version_is_refused(save, monkeypatch):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the code may catch it."""
+    """Simulates SIGKILL: no code may catch it."""
 
 
 def kill_before_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Die before the given one of the calls that change the folder."""
+    """Die before the given call that changes the folder."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -199,7 +200,7 @@ def kill_before_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def write_files(checkpoints: Path, step: int, keep_last: int = 2) -> None:
-    """What a save does to the folder, with small files."""
+    """Change the folder as a save does, with small files."""
     final = checkpoint_files.step_folder(checkpoints, step)
     unfinished = final.with_name(f".tmp_{final.name}")
     unfinished.mkdir()
@@ -265,7 +266,6 @@ DAMAGES = [
 
 @pytest.fixture(scope="module")
 def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint to be copied."""
     return write_checkpoint(tmp_path_factory.mktemp("intact"), 3, *trained, tiny_config([SPARSE]))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to harm: pickles that run something, names that lead out of the folder, sizes that lie."""
+"""Tests hostile checkpoints: pickles that run code, names that leave the folder, wrong sizes."""
 
 import ast
 import dataclasses
@@ -47,7 +47,6 @@ def intact(trained: tuple[Model, PhaseOptimizer], tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def folder(intact: Path, tmp_path: Path) -> Path:
-    """A copy, in the folder of a run."""
     copy = tmp_path / "run" / "checkpoints" / intact.name
     shutil.copytree(intact, copy)
     (copy.parent / "latest").write_text(copy.name)
@@ -77,7 +76,6 @@ def craft_common(folder: Path, marker: Path) -> None:
 
 
 def craft_object(folder: Path, marker: Path) -> None:
-    """One that stands beside the tensors."""
     replace_entry(folder, "_extra_state", [Crafted(marker)])
 
 
@@ -86,7 +84,7 @@ def craft_tensor(folder: Path, marker: Path) -> None:
 
 
 def replace_entry(folder: Path, name: str, value: Any) -> None:
-    """At the end of the file that it is in."""
+    """Append a replacement to the file that contains the entry."""
     content = io.BytesIO()
     torch.save(value, content)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -141,7 +139,7 @@ def test_nothing_runs_when_it_is_loaded_unverified(craft, folder, trained, tmp_p
     ):
         try:
             load()
-        except BaseException as error:  # torch wraps what its readers raise in a BaseException
+        except BaseException as error:  # torch wraps errors of its readers in a BaseException
             refused.append(str(error))
     assert refused
     assert all("mkdir" in message for message in refused), refused
@@ -149,8 +147,6 @@ def test_nothing_runs_when_it_is_loaded_unverified(craft, folder, trained, tmp_p
 
 
 class GetAttribute:
-    """Pickled as `getattr(of, name)`."""
-
     def __init__(self, of: Any, name: str) -> None:
         self.of, self.name = of, name
 
@@ -187,7 +183,7 @@ def test_no_other_attribute_is_read(asked: tuple[Any, str], folder: Path) -> Non
 
 
 def point_elsewhere(**fields: Any) -> Callable[[Path], None]:
-    """The first tensor's place in the metadata."""
+    """Change the first tensor's place in the metadata."""
 
     def change(folder: Path) -> None:
         metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -232,7 +228,7 @@ def other_backend(content: str) -> Callable[[Path], None]:
 
 
 def state_with(**fields: Any) -> Callable[[Path], None]:
-    """Other fields in common.pt's record of the run."""
+    """Change fields in common.pt's record of the run."""
 
     def change(folder: Path) -> None:
         content = torch.load(folder / "common.pt", weights_only=True)
@@ -310,7 +306,7 @@ GUARDED = "gsa_train/checkpoint/guarded.py"
 
 
 def loaders_in(path: Path) -> list[str]:
-    """Calls that may run what a file names, and are not told to run nothing."""
+    """Find calls that may run code from a file without forbidding it."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -341,7 +337,7 @@ def loaders_in(path: Path) -> list[str]:
 
 
 def test_no_loader_but_the_guarded_one_may_run_what_a_file_names() -> None:
-    """DeepSpeed's and torch's own loaders of checkpoints among them: ZeRO's state is loaded as megatron-core's is."""
+    """The test covers loaders of DeepSpeed and torch: ZeRO's state is loaded like megatron-core's."""
     root = Path(__file__).parents[2]
     found = {
         str(path.relative_to(root)): calls

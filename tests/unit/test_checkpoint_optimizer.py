@@ -1,5 +1,5 @@
-"""A checkpoint of the plain or the distributed optimizer, in fp32 or bf16, goes on in any of these. DeepSpeed's:
-tests/resume/test_deepspeed.py."""
+"""Tests that a checkpoint of the plain or the distributed optimizer, in fp32 or bf16, continues in any of these.
+tests/resume/test_deepspeed.py tests DeepSpeed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config_of(distributed: bool, precision: str) -> Config:
 
 
 def state_by_name(model: Model, phase_optimizer: PhaseOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameter -> fp32 weight, moments and step count, flat."""
+    """Map each parameter to its flat fp32 weight, moments and step count."""
     (inner,) = inner_optimizers(phase_optimizer.optimizer)
     found = {}
     for name, parameter in model.gpt.named_parameters():
@@ -59,7 +59,7 @@ def state_by_name(model: Model, phase_optimizer: PhaseOptimizer) -> dict[str, di
 def write_trained(
     config: Config, steps: int, folder: Path, prepare: Callable[[PhaseOptimizer], None] | None = None
 ) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
-    """A checkpoint after some steps, and its state by name."""
+    """Write a checkpoint after some steps, and return its state by name."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     if prepare is not None:
@@ -78,7 +78,7 @@ KINDS = [(distributed, precision) for distributed in (True, False) for precision
 def assert_arrives(
     folder: Path, steps: int, before: dict[str, dict[str, torch.Tensor]], config: Config
 ) -> None:
-    """Weights, moments and step count in a new model and optimizer, which can go on."""
+    """Check weights, moments and step count in a new model and optimizer that can continue."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     load_checkpoint(folder, model, optimizer, single_rank(), with_optimizer=True)
@@ -103,7 +103,6 @@ def assert_arrives(
 
 @pytest.mark.parametrize(("distributed", "precision"), KINDS)
 def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str, tmp_path: Path) -> None:
-    """In either optimizer and in either precision, whatever wrote them."""
     folder, before = write_trained(config_of(distributed, precision), 3, tmp_path)
     for kind in KINDS:
         assert_arrives(folder, 3, before, config_of(*kind))
@@ -111,8 +110,7 @@ def test_weights_moments_and_step_count_arrive(distributed: bool, precision: str
 
 @pytest.fixture
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gradients, as large models have them with overlap_grad_reduce: each ends in padding, after which the next
-    begins."""
+    """Divide gradients into several buckets, as in large models with overlap_grad_reduce; each ends in padding."""
     small_buckets = partial(optim.DistributedDataParallelConfig, bucket_size=300)
     monkeypatch.setattr(optim, "DistributedDataParallelConfig", small_buckets)
     config = tiny_config([SPARSE], parallel={"overlap_grad_reduce": True})
@@ -204,8 +202,7 @@ def as_format_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_padding(phase_optimizer: Any) -> None:
-    """What versions since the repair did: without, megatron-core packs buckets without their padding, and looks
-    parameters up where they are with it."""
+    """Keep padding, as versions since the fix do. megatron-core packs buckets without padding, but indexes with it."""
     (inner,) = inner_optimizers(phase_optimizer.optimizer)
     for buffer in inner.buffers:
         buffer.numel_unpadded = buffer.numel
@@ -218,7 +215,6 @@ def keep_padding(phase_optimizer: Any) -> None:
 def test_a_state_from_the_wrong_place_is_refused(
     precision: str, other_precision: str, tmp_path: Path
 ) -> None:
-    """But not one that was saved from the right place."""
     config = overlapped(precision)
     good, before = write_trained(config, 2, tmp_path / "good", keep_padding)
     bad, _ = write_trained(config, 2, tmp_path / "bad")
@@ -232,7 +228,7 @@ def test_a_state_from_the_wrong_place_is_refused(
             ):
                 load_checkpoint(bad, model, optimizer, single_rank(), with_optimizer=inside_phase)
         close_optimizer(model, optimizer)
-    assert saved_weights(bad)  # which a new run may begin with
+    assert saved_weights(bad)  # a new run may begin with these
     load_weights(bad, tiny_model(config), single_rank())
 
 
@@ -263,7 +259,7 @@ def test_a_nan_of_an_earlier_version_is_told_as_one_and_not_as_a_state_from_the_
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_learning_rates_and_betas_are_the_new_config_s(distributed: bool, tmp_path: Path) -> None:
-    """Also where groups of parameters differ from the checkpoint's: gates with a learning rate of their own."""
+    """The config's rates count even if the checkpoint's parameter groups differ: gates have their own learning rate."""
     config = config_of(distributed, "fp32")
     folder, before = write_trained(config, 2, tmp_path)
 

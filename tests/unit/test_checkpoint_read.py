@@ -1,4 +1,4 @@
-"""A checkpoint is checked while it is read, by several threads: as surely as in a pass before, in every byte."""
+"""Tests that several threads check every byte of a checkpoint while it is read."""
 
 import random
 import shutil
@@ -51,13 +51,12 @@ def written(
     config: Config,  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Any, Any]:
-    """A checkpoint, and the model and optimizer that it is of."""
+    """Write a checkpoint; return it with its model and optimizer."""
     return write_checkpoint(tmp_path_factory.mktemp("read"), 2, *trained, config), *trained
 
 
 @pytest.fixture(scope="module")
 def reader(config: Config) -> tuple[Any, Any]:  # noqa: F811
-    """What is filled."""
     model = tiny_model(config)
     return model, build_optimizer(model, SPARSE, config)
 
@@ -82,7 +81,7 @@ def test_an_intact_one_is_filled_in_and_never_called_damaged(written, reader):
 
 
 def test_each_load_reads_what_is_where_once(written, reader, monkeypatch):
-    """And not of an earlier load, after which the files may be others."""
+    """Locations from an earlier load are not used, because the files may differ."""
     read: list[Path] = []
     read_metadata = guarded.read_metadata
     monkeypatch.setattr(guarded, "read_metadata", lambda folder: read.append(folder) or read_metadata(folder))
@@ -99,7 +98,7 @@ PLACES = (0.0, 0.31, 0.5, 0.77, 0.999)
 def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
     place, with_optimizer, written, reader, tmp_path
 ):
-    """Without the optimizer most of the files is read by nobody."""
+    """Without the optimizer most of the file is not used."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(written[0], folder)
     names = sorted(tensor_files(folder))
@@ -113,7 +112,7 @@ def test_a_wrong_bit_is_found_wherever_it_is_and_whatever_is_wanted(
         at_once = find_damage(folder, single_rank(), checksums=True, tensors_later=True)
         assert at_once is None or (
             name in at_once and "_extra_state" in at_once
-        )  # small objects are read before
+        )  # Small objects are read before.
         with pytest.raises(DamagedCheckpoint, match=f"{name} has checksum") as found:
             load(folder, reader, with_optimizer)
         before = find_damage(folder, single_rank(), checksums=True)
@@ -135,7 +134,7 @@ def test_the_other_files_are_checked_before(written: tuple[Path, Any, Any], tmp_
 
 
 def test_what_cannot_be_read_at_all_is_a_fault_and_no_error(written, reader, tmp_path):
-    """Other ranks wait for this one in the middle of the load."""
+    """An error would leave other ranks waiting for this one in the middle of the load."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(written[0], folder)
     files = tensor_files(folder)

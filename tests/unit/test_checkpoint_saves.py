@@ -1,4 +1,4 @@
-"""Saves in the background, and saves that fail."""
+"""Tests saves in the background, and saves that fail."""
 
 import resource
 import shutil
@@ -22,7 +22,7 @@ from helpers.checkpoints import run_state
 from helpers.saving import LR, is_intact, names_in
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_model
 
-# The fixtures, where pytest finds them.
+# pytest finds the fixtures here.
 config, trained, make_saver = saving.config, saving.trained, saving.make_saver
 
 
@@ -65,7 +65,7 @@ def test_the_largest_values_are_finite(dtype):
 
 @contextmanager
 def held_back(saver: CheckpointSaver) -> Iterator[threading.Event]:
-    """The saver's thread has something else to do until the event is set."""
+    """Keep the saver's thread busy until the event is set."""
     go_on = threading.Event()
     saver._thread.submit(go_on.wait)
     try:
@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_the_moment_of_its_beginning_whatever_is_trained_mean
 def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everything_waits_for(
     make_saver, config, tmp_path, monkeypatch
 ):
-    """The copies begin when the next step stands before its update, and no earlier."""
+    """The copies begin when the next step is about to update, and no earlier."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
     take_step(model, optimizer, random_batches(config, 0), config, lr=LR)
@@ -139,12 +139,12 @@ def test_an_update_waits_for_the_copies_and_the_files_match_a_save_that_everythi
     assert {name: found[name] for name in tensors} == {name: expected[name] for name in tensors}
     held = saver.take_held_seconds()
     assert result.stall_seconds > held > 0
-    assert saver.take_held_seconds() == 0  # told once
-    saver.hold_update()  # nothing is under way
+    assert saver.take_held_seconds() == 0  # reported once
+    saver.hold_update()  # no save is running
 
 
 def test_the_copies_of_a_save_that_another_rank_cannot_make_are_dropped(make_saver, trained, monkeypatch):
-    """They have ended when the next save may use their memory."""
+    """The dropped copies have ended when the next save may use their memory."""
     saver, errors = make_saver(), iter([None, "rank 1: no copy in host memory"])
     with monkeypatch.context() as patch:
         patch.setattr(saver, "_agree", lambda error: next(errors))
@@ -182,7 +182,7 @@ def test_the_end_of_a_run_lets_the_save_under_way_end(make_saver, trained, tmp_p
     with held_back(saver) as go_on:
         saver.begin(run_state(1), *trained)
         threading.Timer(0.1, go_on.set).start()
-        saver.close()  # without a word to other ranks: as when an exception ends this one
+        saver.close()  # without telling other ranks, as when an exception ends this one
     assert is_intact(tmp_path / "step_00000001")
 
 
@@ -215,7 +215,7 @@ def test_without_async_save_a_checkpoint_is_durable_when_training_goes_on(make_s
 
 @contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let any file grow beyond that: "File too large"."""
+    """Let the kernel refuse larger files: "File too large"."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Reading a config: the file, the overrides, the types, and every mistake in one message."""
+"""Tests reading a config: the file, the overrides, the types, and one message for all mistakes."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ def test_an_empty_file_is_the_defaults(write):
     ],
 )
 def test_nothing_is_no_value_of_a_section_or_list(write, text, override, said):
-    """It would mean the defaults: a phase of 1000 steps where a dash was left over."""
+    """An empty value would mean the defaults: a phase of 1000 steps for a stray dash."""
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(write(text), [override])
 
@@ -198,7 +198,7 @@ def test_weights_of_sources_have_any_names(write):
         "RedPajamaC4": 0.0,
     }
     assert load_config(write(config_to_yaml(config))) == config
-    # A name of digits alone is no number of an item, and after a dot in a name is no field.
+    # A name of digits is not an item's number, and a dot in a name starts no field.
     for name in ("2019", "dolma-v1.7/cc"):
         config = load_config(write(PHASE), [f"data.source_weights.{name}=0.5"])
         assert config.data.source_weights == {name: 0.5}
@@ -315,7 +315,7 @@ def test_all_mistakes_are_reported_at_once(write):
 
 
 def test_what_follows_from_a_mistake_is_not_reported_again(write):
-    # With the default of num_layers, 4, the stages would not divide; but the file does set it, misspelled.
+    # With the default of num_layers, 4, the stages would not divide; but the file sets the field, misspelled.
     path = write(PHASE + "model: {num_layer: 6}\nparallel: {pipeline: 3}\n")
     (problem,) = problems_of(path, world_size=3, need_data=False)
     assert "did you mean model.num_layers" in problem

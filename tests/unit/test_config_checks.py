@@ -1,4 +1,4 @@
-"""Every check between fields, on a config that is right until one thing is changed."""
+"""Tests every check between fields, on a valid config with one change."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -84,7 +84,7 @@ def test_a_refused_config_has_one_line(moe_base: Path, overrides: list[str], fra
 
 
 def with_graphs(overrides: list[str]) -> list[str]:
-    """What is wrong with CUDA graphs of a shipped config with these overrides."""
+    """Return the problems with CUDA graphs of a shipped config with these overrides."""
     alone = ["parallel.overlap_grad_reduce=off", "parallel.overlap_param_gather=off"]
     config = load_config(GSA, ["train.cuda_graphs=on", *alone, *overrides], need_data=False)
     return check_graphs(config)
@@ -246,7 +246,7 @@ def test_an_export_to_transformers_names_the_field() -> None:
     [(64, 0.35, 22), (100, 0.29, 28), (50, 0.29, 14), (10, 0.25, 2), (25, 0.25, 6), (64, 1.0, 64)],
 )
 def test_a_share_is_rounded_down_to_channels(base: Path, size: int, share: float, channels: int) -> None:
-    """0.29 * 100 is 28.999999999999996 to megatron-core and transformers, too."""
+    """0.29 * 100 is 28.999999999999996, also in megatron-core and transformers."""
     fields = [f"model.head_dim={size}", f"model.rotary_percent={share}"]
     assert load_config(base, fields, world_size=1, need_data=False).model.rotary_channels == channels
 

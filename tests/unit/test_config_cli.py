@@ -1,4 +1,4 @@
-"""The command line of pretrain.py."""
+"""Tests the command line of pretrain.py."""
 
 import signal
 import socket
@@ -104,7 +104,7 @@ def test_a_broken_environment_exits_with_2(monkeypatch, capsys, world_size, frag
 
 
 def test_a_refusal_is_said_by_rank_0_else_by_who_is_let_live(monkeypatch, capsys):
-    """Or not at all, where the signal came by which torchrun ends the others: rank 0 has spoken."""
+    """A rank that torchrun's signal ends prints nothing, because rank 0 has printed the error."""
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     assert refuse("no tokenizer") == 2

@@ -1,4 +1,4 @@
-"""The checks of the folders and files that a config names."""
+"""Tests the checks of folders and files that a config names."""
 
 import logging
 import math
@@ -72,7 +72,7 @@ def test_every_validation_set_must_be_there(tmp_path):
 
 
 def test_a_share_that_does_not_answer_is_waited_for_and_then_named(tmp_path, monkeypatch, caplog):
-    """Its server is gone, and calls to it never end. The clock passes only where they are waited for."""
+    """The share's server is gone, so calls never end. The clock advances only during waits."""
     good, dead, model = tmp_path / "good", tmp_path / "dead", tmp_path / "tokenizer.model"
     for folder in (good, dead):
         folder.mkdir()
@@ -100,7 +100,7 @@ def test_a_share_that_does_not_answer_is_waited_for_and_then_named(tmp_path, mon
     monkeypatch.setattr(file_checks, "time", SimpleNamespace(monotonic=lambda: now))
     data = DataConfig(
         str(dead), str(good), tokenizer=str(model), read_timeout_seconds=0.1, read_retries=1
-    )  # 0.7 s together
+    )  # 0.7 s together.
     (problem,) = check_data(data)
     assert problem.startswith(f"data.train_dir = {dead}: no answer for 0.7 s; see that it is mounted")
 
@@ -125,5 +125,4 @@ def test_a_folder_that_may_not_be_read_is_a_problem(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan"), 1e300])
 def test_without_a_usable_limit_no_file_is_looked_for(tmp_path, seconds):
-    """The limit itself is a mistake that the ranges report."""
     assert check_data(DataConfig(str(tmp_path / "no"), read_timeout_seconds=seconds)) == []

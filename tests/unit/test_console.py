@@ -1,4 +1,4 @@
-"""Whatever is below stdout and stderr: it ends or blocks no process, and lines that it does not take are counted."""
+"""Tests that stdout and stderr never end or block a process, and that lost lines are counted."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ for writer in console._writers:
     writer.drain(0.2)
 file.write(b"done")
 """
-SHELL = {  # what stands after the command in a shell
+SHELL = {  # what follows the command in a shell
     "read": "| cat",
     "stdout closed": ">&-",
     "stderr closed": "2>&-",
@@ -85,7 +85,7 @@ def test_a_closed_terminal_ends_no_process(tmp_path: Path) -> None:
 
 
 class Below:
-    """In place of a file: takes what it is given while it works."""
+    """Replaces a file: accepts data while it works."""
 
     def __init__(self) -> None:
         self.text = b""
@@ -98,7 +98,7 @@ class Below:
         self.open.wait()
         if self.error is not None:
             raise self.error
-        self.text += text[:7]  # as a pipe that is almost full
+        self.text += text[:7]  # like an almost full pipe
         return len(text[:7])
 
 
@@ -159,6 +159,6 @@ def test_a_process_that_ends_at_once_has_said_why(tmp_path: Path) -> None:
 
 
 def test_streams_that_are_not_the_consoles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sys.stdout, sys.stderr  # of pytest
+    before = sys.stdout, sys.stderr  # pytest's
     console.take_console()
     assert (sys.stdout, sys.stderr) == before

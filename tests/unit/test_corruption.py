@@ -1,4 +1,4 @@
-"""The sums of bits by which corruption is found. tests/resume/test_wrong_bits.py has the runs."""
+"""Tests the sums of bits by which corruption is found; tests/resume/test_wrong_bits.py has runs."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_nan_and_infinity_are_bits_like_all_others() -> None:
 
 
 def test_sums_of_none_and_of_some_are_on_one_device() -> None:
-    """A model without experts has none of theirs, and what is on two devices cannot be put together."""
-    device = torch.device("meta")  # any but the CPU, where each tensor is made that is not told where
+    """A model without experts has no such sums, and sums on two devices cannot be concatenated."""
+    device = torch.device("meta")  # not the CPU, which is the default device
     some = [torch.zeros(3, device=device)]
     together = torch.stack([corruption.bits_of(some, device), corruption.bits_of([], device)])
     assert together.device == device
@@ -43,7 +43,7 @@ def test_sums_of_none_and_of_some_are_on_one_device() -> None:
     [
         ({0: 5}, []),
         ({0: 5, 1: 5, 2: 5}, []),
-        ({0: 5, 1: 6}, [0, 1]),  # either may be the wrong one
+        ({0: 5, 1: 6}, [0, 1]),  # either may be wrong
         ({0: 5, 2: 6, 4: 5}, [2]),
         ({0: 7, 1: 6, 2: 5}, [0, 1, 2]),
         ({0: 5, 1: 6, 2: 5, 3: 6}, [0, 1, 2, 3]),

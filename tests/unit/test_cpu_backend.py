@@ -1,4 +1,4 @@
-"""Replacing torch's functions leaves the rest of torch, and transformers, as they are."""
+"""Tests that replacing torch's functions does not change the rest of torch and transformers."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ assert torch.ones(2, device="cuda").device.type == "cpu"
 
 
 def test_a_device_context_reaches_what_is_replaced(tmp_path: Path) -> None:
-    """In a process that has had no such context before, where torch would first meet the replacements."""
+    """The process has had no such context before, so torch first meets the replacements here."""
     (tmp_path / "code.py").write_text(CODE)
     run_script([str(tmp_path / "code.py")], tmp_path / "log", ranks=1, launcher="python", environment=ON_CPUS)
 

@@ -1,4 +1,4 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: when it is set, when it is left alone, and that it is before torch is imported."""
+"""Tests when CUDA_DEVICE_MAX_CONNECTIONS is set, and that this is before torch is imported."""
 
 import logging
 import os
@@ -107,7 +107,7 @@ sys.exit("torch was not imported")
     ],
 )
 def test_launchers_set_it_before_torch_is_imported(command, with_tensor, without, tmp_path):
-    """An import may ask CUDA for devices, and after that it is too late."""
+    """An import may query CUDA, and then it is too late."""
     environment = {
         name: text for name, text in os.environ.items() if name not in (VARIABLE, "CUDA_VISIBLE_DEVICES")
     }

@@ -1,7 +1,5 @@
-"""Every file that a run folder and its checkpoints hold, damaged in every way: noticed, and repaired or refused.
-
-`pytest -s tests/unit/test_damage_walk.py` prints the table: file, damage, what a start makes of it.
-"""
+"""Tests that every damage to any file of a run folder and its checkpoints is noticed, and repaired or rejected. `pytest
+-s tests/unit/test_damage_walk.py` prints the table: file, damage, result of a start."""
 
 import contextlib
 import dataclasses
@@ -36,7 +34,7 @@ UNREAD = (
     *(f"{folder}/" for folder in ("tensorboard", "wandb", "plots", "profile", "previous", "slurm", "faults")),
     *("report.html", "console.log"),
 )
-"""What no start reads, or only to quote it."""
+"""Files that no start reads, or only quotes."""
 OUTPUTS = (
     "metrics.jsonl",
     "metrics_rewound.jsonl",
@@ -48,8 +46,8 @@ OUTPUTS = (
     "stopped.json",
     "lock",
 )
-"""Of these a start reads what it must to go on with them; a changed digit in a record is not noticed, and changes no
-step. Of starts.jsonl it takes the run's id, which has a checksum."""
+"""A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
+From starts.jsonl it takes the run's id, which has a checksum."""
 REWIND = Rewind(checkpoint_step=2, spike_step=4, first_skipped=3, last_skipped=4, spikes=1)
 
 
@@ -59,7 +57,7 @@ def config_of(runs: Path) -> Config:
 
 
 def write_run(runs: Path) -> Path:
-    """A run that has stood at steps 2 and 4, and has gone back once."""
+    """Write a run with checkpoints at steps 2 and 4 that has gone back once."""
     config, folder = config_of(runs), runs / "run"
     opened = open_run_folder(config, Start(), single_rank(), RunClock())
     opened.log.close(0)
@@ -89,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
-    """A start with all that it reads before the model is made, and its rewinds."""
+    """Start with everything that is read before the model is made; also return its rewinds."""
     config = config_of(folder.parent)
     lock = RunLock(folder, single_rank())
     lock.take()
@@ -106,7 +104,7 @@ def start_in(folder: Path) -> tuple[Start, list[dict[str, object]]]:
 
 
 def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """`refused: ...`, `repaired: ...` or `as before`."""
+    """Return `refused: ...`, `repaired: ...` or `as before`."""
     caplog.clear()
     try:
         start, rewinds = start_in(folder)
@@ -121,7 +119,7 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
     assert (folder / "config.yaml").read_text() == (intact / "config.yaml").read_text().replace(
         str(intact.parent), str(folder.parent)
     )
-    # Threads of W&B, which an earlier test of this process has started, may complain meanwhile.
+    # Threads of W&B from an earlier test may log meanwhile.
     ours = [record for record in caplog.records if record.name.startswith("gsa_")]
     warnings = [record.getMessage() for record in ours if record.levelname in ("WARNING", "ERROR")]
     assert all("\n" not in each for each in warnings)
@@ -134,7 +132,7 @@ def outcome_of(folder: Path, intact: Path, caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture(autouse=True)
 def a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start notes it; no file of a run tells anything about it, so git is not asked two hundred times."""
+    """Fix the commit, because asking git two hundred times is slow and no file of the run depends on it."""
     monkeypatch.setattr(starts, "source_commit", lambda source: "0" * 40)
 
 
@@ -148,7 +146,7 @@ def test_every_file_of_a_run_folder(runs, tmp_path, caplog):
     for name in files_below(own):
         in_checkpoint = step_of(Path(name).parent.name)
         if in_checkpoint == STEPS[0]:
-            continue  # the older one, on which others fall back
+            continue  # the older one, as a fallback
         others = {"other run": other / name}
         if in_checkpoint is not None:
             others["other step"] = own / name.replace("step_00000004", "step_00000002")
@@ -166,7 +164,7 @@ def test_every_file_of_a_run_folder(runs, tmp_path, caplog):
                 is_named = Path(name).name in outcome or (
                     name == LATEST and "is missing or incomplete" in outcome
                 )
-                # One of another checkpoint tells of every file.
+                # A manifest of another checkpoint names every file.
                 is_named |= Path(name).name == MANIFEST and "step_00000004 is damaged: " in outcome
                 silent += [] if is_named else [f"{name}, {damage} is not named: {outcome}"]
                 assert not name.startswith(UNREAD), "listed as not read"
@@ -179,7 +177,7 @@ LATEST = "checkpoints/latest"
 HARMLESS = [
     (LATEST, "deleted"),  # the newest counts, as after a kill before the first `latest`
     (LATEST, "bit in tail"),
-    ("checkpoints/rewinds.json", "deleted"),  # each checkpoint after a rewind holds it, too
+    ("checkpoints/rewinds.json", "deleted"),  # each checkpoint after a rewind contains it
     ("launch.txt", "deleted"),  # the start counts as the first of its job
     ("launch.txt", "exchanged: other run"),  # a job and a time
     ("metrics.jsonl", "bit in middle"),

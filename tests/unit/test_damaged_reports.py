@@ -1,5 +1,4 @@
-"""What a flipped bit, an older version or a stranger has left in a run folder: a report is written, and says what it
-leaves out."""
+"""Tests that reports of damaged or foreign run folders are written, and list what they leave out."""
 
 import base64
 import json
@@ -13,7 +12,7 @@ from gsa_eval.report.plots import write_plots
 from helpers.report_runs import SPIKE, START, write_run
 
 ODD = ["x", "NaN", "\ud800", -1, 1.5, True, 10**400, 1e300, [], [1, [2]], {}, {"a": [1]}, {"a": {"b": 1}}]
-"""Values of other types, and beyond what files and pictures take."""
+"""Values of other types, and beyond the limits of files and pictures."""
 
 
 def write_all_that_a_report_reads(folder):
@@ -66,7 +65,7 @@ STARTS = [
 
 
 def places_in(value, path=()):
-    """Every key of a dict and place of a list, below each other, as paths."""
+    """Return every nested key of dicts and index of lists, as paths."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in items:
         yield (*path, key)
@@ -74,7 +73,7 @@ def places_in(value, path=()):
 
 
 def changed(value, path, change):
-    """A copy in which `change(container, key)` was done at the path."""
+    """Return a copy in which `change(container, key)` was applied at the path."""
     copy = json.loads(json.dumps(value))
     inner = copy
     for key in path[:-1]:
@@ -89,7 +88,7 @@ def flip_key(container, key):
 
 
 def damages(line):
-    """What a flipped bit in each key makes of it, and each odd value in each place."""
+    """Return the line with a flipped bit in each key, and with each odd value in each place."""
     for path in places_in(line):
         yield "key", changed(line, path, flip_key)
         for odd in ODD:
@@ -97,7 +96,7 @@ def damages(line):
 
 
 def walk(folder, name, kinds, check):
-    """Damage the first, one in the middle and the last line of a file, or the only one, and check each."""
+    """Damage the first, a middle and the last line of a file, and check each."""
     path = folder / name
     before = path.read_text()
     lines = before.splitlines()
@@ -123,7 +122,7 @@ READ += ["summary.json", "stopped.json", "evaluations/a/results.json"]
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("kinds", ["flipped keys", pytest.param("odd values", marks=pytest.mark.nightly)])
 def test_no_damaged_record_keeps_a_report_from_being_written(tmp_path, name, kinds):
-    """A finished run failed for ever: training ended, and drawing raised KeyError."""
+    """A finished run once failed forever: training ended, and drawing raised KeyError."""
     folder = tmp_path / "run"
     write_all_that_a_report_reads(folder)
     count = 0
@@ -189,7 +188,7 @@ def test_a_comma_for_a_point_in_a_list_by_layer_is_noticed(tmp_path, caplog):
     ],
 )
 def test_a_report_shows_nothing_that_a_link_leads_out_to(tmp_path, caplog, name):
-    """Whoever draws the run of another and shows the page would show a file of their own."""
+    """Who draws another's run and shows the page must not reveal their own file."""
     folder, secret = tmp_path / "run", tmp_path / "secret"
     write_all_that_a_report_reads(folder)
     secret.write_bytes(b"my own words")

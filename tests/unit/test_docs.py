@@ -1,4 +1,4 @@
-"""What README and docs name exists, and what users meet is in them."""
+"""Tests that names in README and docs exist, and that the docs explain what users meet."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_config_field_without_a_text_is_refused() -> None:
     @dataclass
     class Section:
         explained: int = 1
-        """What it means."""
+        """Its meaning."""
         bare: int = 2
 
     with pytest.raises(ValueError, match=r"Section\.bare: no text"):
@@ -74,7 +74,7 @@ def test_a_config_field_without_a_text_is_refused() -> None:
 
 
 def test_the_code_tour_names_every_file_once_in_the_row_of_its_folder() -> None:
-    """The sections of the config are one item of its row."""
+    """All sections of the config are one item of its row."""
     rooms = (ROOT / "docs/code.md").read_text().partition("## Rooms")[2]
     rows = dict(re.findall(r"^\| `([\w/]+)/` \| (.+) \|$", rooms, re.MULTILINE))
     sections = {"sections.py", *(f"{field.name}.py" for field in fields(Config))}
@@ -105,7 +105,10 @@ def test_files_that_comments_name_exist() -> None:
         for path in (ROOT / folder).rglob("*.py")
     ]
     names = {"/" + path.relative_to(ROOT).as_posix() for path in (*ours, *(ROOT / "tests").rglob("*.py"))}
-    megatrons = {"tensor_parallel/layers.py", "training/arguments.py"}  # of megatron-core and Megatron-LM
+    megatrons = {
+        "tensor_parallel/layers.py",
+        "training/arguments.py",
+    }  # files of megatron-core and Megatron-LM
     lost = [
         f"{path.relative_to(ROOT)}: {named}"
         for path in ours

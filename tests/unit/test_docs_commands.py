@@ -1,4 +1,4 @@
-"""Commands, files, names and numbers in README and docs match the code."""
+"""Tests that commands, files, names and numbers in README and docs match the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANKS_OF_MAKE = 2
 
 @dataclass(frozen=True)
 class Start:
-    """A command in a page that starts a run."""
+    """Holds a command in a page that starts a run."""
 
     page: str
     words: str
@@ -65,7 +65,7 @@ def test_there_are_commands_to_check() -> None:
 @pytest.mark.parametrize("start", STARTS, ids=str)
 def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> None:
     words = shlex.split(start.words)
-    if "--resume-from" in words:  # a folder that is not here
+    if "--resume-from" in words:  # a folder that does not exist here
         place = words.index("--resume-from")
         del words[place : place + 2]
     arguments = parse_arguments(words)
@@ -78,7 +78,7 @@ def test_a_run_that_a_page_starts_is_accepted(start: Start, tmp_path: Path) -> N
 
 
 def test_the_few_fields_that_one_sets_match_the_example() -> None:
-    """And the page does not scare anybody: the rest of a resolved config are defaults."""
+    """The page is not frightening: the rest of a resolved config are defaults."""
     page = DOCS / "how_to/own_config.md"
     config = yaml.safe_load(yaml_block(page))
     rows = re.findall(r"^\| (`[\w`, ]+`) \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -137,7 +137,6 @@ def markdown_of(path: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of the headings, as GitHub makes them."""
     outside_code = re.sub(r"^```.*?^```", "", markdown_of(page), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", outside_code, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -175,7 +174,7 @@ def test_parameters_in_concepts_match_the_dry_run(name: str) -> None:
     count = count_parameters(config.model, config.gsa, config.moe)
     layers = (
         count.attention + count.mlp + count.norms - config.model.hidden_size
-    )  # the final norm is of no layer
+    )  # The final norm belongs to no layer.
     added = count.gates + count.indexer
     plain = layers + config.model.hidden_size + count.embedding + count.output
     row = (

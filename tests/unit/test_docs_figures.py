@@ -1,4 +1,4 @@
-"""Figures and options in pages and in headers of configs that the code can say itself."""
+"""Tests figures and options in pages and in headers of configs that the code can compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEAK = re.compile(
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if PEAK.search(path.read_text("utf-8"))]
 STUDIES = ROOT / "docs/how_to/studies.md"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
-# The log names options as they were at the commit of the entry; pages of results are made by launch/results.py.
+# The log names options as they were at the commit of the entry; launch/results.py writes pages of results.
 PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"LOG.md", "results"} & {*page.parts}]
 
 
@@ -98,14 +98,13 @@ EFFICIENCY = values_of(ROOT / "docs/results/efficiency.csv")
 
 
 def attention(tokens: int, selection: str) -> list[float]:
-    """Times as fast as dense attention: forward, forward + backward; 1.7B and 7B shape in turn."""
+    """Return the speed relative to dense attention: forward, forward + backward; 1.7B and 7B shape in turn."""
     keys = ("forward", "forward_backward")
     cells = [(f"layer_{shape}_{tokens}_{selection}", key) for key in keys for shape in ("1.7B", "7B")]
     return [1 / EFFICIENCY[cell] for cell in cells]
 
 
 def step(length: str, model: str) -> float:
-    """Times as fast as the standard model's."""
     return 1 / EFFICIENCY[f"step_1.7b_{length}_{model}", "time"]
 
 
@@ -152,7 +151,7 @@ def test_readme_has_the_perplexities_and_the_speed_of_the_350m_study() -> None:
 
 
 def test_no_number_of_a_page_stands_twice() -> None:
-    """A text that refers to it would have one of them."""
+    """A text that refers to it would have only one of both."""
     twice = []
     for table in sorted((ROOT / "docs/results").glob("*.csv")):
         with table.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""The report of a dry run."""
+"""Tests the report of a dry run."""
 
 import dataclasses
 import itertools
@@ -118,9 +118,8 @@ def test_every_stage_and_rank_is_named():
 
 
 def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
-    """And refused by a run before anything is started."""
     path, missing = Path("configs/demo.yaml"), f"checkpoint.initial_weights={tmp_path / 'gone'}"
-    # In the folder of the config there may be a demo, which would go on from its own checkpoint.
+    # The config's folder may contain a demo, which would resume from its own checkpoint.
     options = [missing, f"run.dir={tmp_path}"]
     report = describe(load_config(path, options, world_size=1, need_data=False), 1)
     assert f"checkpoint.initial_weights = {tmp_path / 'gone'}: no such folder" in report
@@ -129,12 +128,12 @@ def test_initial_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 def test_a_restart_needs_no_initial_weights(tmp_path: Path) -> None:
-    """The run that they are of may have deleted them: this one goes on from its own checkpoint."""
+    """The run that wrote them may have deleted them; this run resumes from its own checkpoint."""
     path = Path("configs/demo.yaml")
     own = [f"checkpoint.initial_weights={tmp_path / 'gone'}", f"run.dir={tmp_path}", "run.name=new"]
     checkpoint = tmp_path / "new" / "checkpoints" / "step_00000004"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="no such folder"):  # the folder of a save that was not completed
+    with pytest.raises(ConfigError, match="no such folder"):  # the folder of an incomplete save
         load_config(path, own, world_size=1)
     (checkpoint / MEGATRON_METADATA).touch()
     load_config(path, own, world_size=1)
@@ -220,13 +219,13 @@ def peak_gib(name: str, overrides: list[str]) -> float:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_config_fits_the_gpus_that_its_head_names(name: str) -> None:
-    """A tenth is left to the CUDA context, NCCL, and the allocator's gaps."""
+    """A tenth is left for the CUDA context, NCCL, and the allocator's gaps."""
     head = (CONFIGS / name).read_text().split("run:")[0]
     found = re.search(NOTE, head)
     assert found is not None, head
     said, said_with, override = found.groups()
     peak, peak_with = peak_gib(name, []), peak_gib(name, [override])
-    assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to whole ones
+    assert (peak, peak_with) == pytest.approx((int(said), int(said_with)), abs=0.51)  # rounded to integers
     assert peak * 2**30 < 0.9 * 80e9
     assert peak < peak_with < 0.9 * 141e9 / 2**30
     for shared in re.findall(r"gsa\.indexer_rope=\S+ gsa\.local_window=\S+ gsa\.selection_block=\S+", head):

@@ -1,5 +1,4 @@
-"""Several validation sets: each has the perplexity of its own text, on any number of replicas, and training never
-notices that it was evaluated."""
+"""Tests several validation sets: each has its own perplexity on any replicas, and training does not change."""
 
 import dataclasses
 import math
@@ -44,7 +43,7 @@ LENGTH = CONFIG.train.seq_len_tokens
 
 
 def text_of(num_sequences: int, seed: int, last_length: int = LENGTH) -> ScoredText:
-    """Random sequences, the last of them filled up after `last_length` labels; two bytes a token."""
+    """Draw sequences, the last one padded after `last_length` labels, with two bytes per token."""
     config = tiny_config(train={"global_batch_size": num_sequences, "micro_batch_size": 1})
     blocks = random_blocks(config, seed).numpy()
     lengths = np.full(num_sequences, LENGTH)
@@ -54,7 +53,7 @@ def text_of(num_sequences: int, seed: int, last_length: int = LENGTH) -> ScoredT
 
 
 def mean_loss(model: Model, text: ScoredText) -> float:
-    """By a forward pass over all sequences at once."""
+    """Compute the loss by one forward pass over all sequences."""
     batch = to_micro_batch(torch.from_numpy(text.blocks), EOS, False)
     scored = torch.from_numpy(is_scored(text.blocks, text.lengths, EOS, False))
     with torch.no_grad():
@@ -126,7 +125,7 @@ def test_any_number_of_replicas_scores_the_same_tokens(replicas: int) -> None:
 
 
 def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stages do not divide the micro-batches of a round, which may end after each."""
+    """Three stages do not divide a round's micro-batches, and the round may end after each."""
     parts: list[int] = []
 
     def count(model: object, part: list[MicroBatch], *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +167,7 @@ def run_config(phase: PhaseConfig, every_steps: int) -> Config:
 
 
 def trained(phase: PhaseConfig, every_steps: int, sets: list[ValidationSet]) -> dict[str, Any]:
-    """Everything that a run of five steps writes. One that evaluates also writes samples."""
+    """Return everything that a run of five steps writes, with samples if it evaluates."""
     torch.manual_seed(1)
     config = run_config(phase, every_steps)
     tokenizer = Tokenizer(config.data.tokenizer)
@@ -225,7 +224,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_evaluation(phase:
     assert [record["step"] for record in evaluated["samples"]] == [2, 4]
     assert all(len(record["samples"]) == 2 for record in evaluated["samples"])
     losses = [record["validation_second_loss"] for record in evaluated["validations"]]
-    if phase.train == "indexer":  # the base stands still: the same text has the same loss
+    if phase.train == "indexer":  # the base does not change, so the same text has the same loss
         assert losses[0] == losses[1]
     else:
         assert losses[0] != losses[1]

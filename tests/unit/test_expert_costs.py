@@ -1,4 +1,4 @@
-"""What mixtures of experts cost: parameters, memory of the ranks, and what a dry run says of both."""
+"""Tests the costs of mixtures of experts in a dry run: parameters and memory of the ranks."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_experts_are_spread_over_their_own_ranks() -> None:
     estimate = estimate_memory(config, phase, 8, 0)
     assert estimate.weights == pytest.approx(2 * (of_all + count.experts / 8))
     assert estimate.gradients == pytest.approx(4 * (of_all + count.experts / 8))
-    # Each expert is on one rank of eight, and so is its state; all else has eight replicas, and an eighth of the state.
+    # Each expert and its state are on one of eight ranks. All else has eight replicas, and an eighth of the state each.
     assert estimate.optimizer == pytest.approx(12 * (of_all / 8 + count.experts / 8))
     replicas = estimate_memory(load(EXPERT_8, 16), phase, 16, 0)
     assert replicas.optimizer == pytest.approx(12 * (of_all / 16 + count.experts / 16))
@@ -70,7 +70,7 @@ def test_rows_of_a_rank() -> None:
     assert most_rows(limited, sizes) == 1.5 * even
     few = load(
         [*EXPERTS, "moe.experts=16", "parallel.expert=8"]
-    )  # two experts on a rank: two choices of a token
+    )  # Two experts on a rank are two choices of a token.
     assert most_rows(few, sizes) == 8 * even / 2
     alone = load(EXPERTS)
     assert most_rows(alone, sizes) == routed_rows(alone, sizes) == even
@@ -96,6 +96,6 @@ def test_a_dry_run_tells_of_experts() -> None:
     ):
         assert line in report
     assert "expert" not in describe(load([]), 8).replace("--mfu", "")
-    # A line may name the current folder, whose length is not ours.
+    # A line may name the current folder, whose length varies.
     lines = report.replace(str(Path.cwd()), "").splitlines()
     assert max(map(len, lines)) < 120

@@ -1,4 +1,4 @@
-"""What logged steps tell of routers and experts, against the same counted token by token."""
+"""Compares the router and expert metrics of logged steps with counts token by token."""
 
 import json
 import math
@@ -50,7 +50,7 @@ NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
 class Seen:
-    """What went into the router of the second layer, and came out of it."""
+    """Holds the inputs and outputs of the second layer's router."""
 
     def __init__(self, model: Model) -> None:
         (self.router,) = model.routers
@@ -69,7 +69,6 @@ class Seen:
 def by_tokens(
     seen: Seen, score: str, loads: list[float] | None, biases: list[float] | None
 ) -> dict[str, float]:
-    """The metrics of one layer."""
     entropies, z_losses, balance = [], [], []
     for logits in seen.logits:
         z_losses.append(math.log(sum(map(math.exp, logits))) ** 2)
@@ -99,7 +98,7 @@ def by_tokens(
 @pytest.mark.parametrize("moe", [BALANCED, BIASED], ids=["balanced", "biased"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_metrics_match_all_tokens(moe: dict[str, Any], recompute: str) -> None:
-    """Compares the second of two layers, in the second step; also where layers run twice."""
+    """The test compares the second of two layers in the second step, also if layers run twice."""
     config = tiny_config(moe=moe, train={"recompute": recompute})
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
@@ -185,7 +184,7 @@ def test_operations_of_dropped_choices_do_not_count() -> None:
 
 
 def test_loads_are_shown(tmp_path: Path) -> None:
-    """A picture in the report, curves of the extremes, none of thousands of loads."""
+    """The report has a picture and curves of the extremes, but not thousands of loads."""
     shares = [[None, 0.5], [None, 0.125], [None, 0.25], [None, 0.125]]
     record = {"step": 1, "phase": "sparse", "loss": 3.0, "tokens": 10, **expert_metrics(shares)}
     assert record["expert_loads"][1] == [2.0, 0.5, 1.0, 0.5]
@@ -206,7 +205,7 @@ def test_loads_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_dead_expert_is_seen() -> None:
-    """On a logarithmic axis a load of 0 has no place."""
+    """A load of 0 has no place on a logarithmic axis."""
     (panel,) = (panel for panel in PANELS if "expert_load_min" in panel.lines)
     lines = [{"x": [1, 2], "y": [0.0, 0.0]}, {"x": [1, 2], "y": [3.0, 4.0]}]
     axis = _y_axes(panel, lines)["yaxis"]
@@ -217,7 +216,7 @@ def test_a_dead_expert_is_seen() -> None:
 
 
 def test_no_statistic_is_taken_for_the_loss_of_a_validation_set() -> None:
-    """As `validation_<name>_loss` says of a set <name>."""
+    """`validation_<name>_loss` belongs to a set <name>."""
     names = (*MEANS, *EXTREMES, *VECTORS)
     record = {"event": "validation", "validation_set": "web", **{f"validation_{name}": 1.0 for name in names}}
     assert validation_prefixes(record) == {"validation": "web"}

@@ -1,4 +1,4 @@
-"""Indexer projections of a checkpoint on text: what the benchmarks of real selections read."""
+"""Tests the export of indexer projections of a checkpoint on text, which benchmarks read."""
 
 import dataclasses
 import errno
@@ -54,7 +54,7 @@ def test_projections_match_the_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(ema, loaded.attentions[1].variance.ema)
     assert loaded.attentions[1].indexer is not None
     assert torch.equal(bias, loaded.attentions[1].indexer.score_bias)
-    # Nothing is left hanging, and another pass sees the same.
+    # No hooks remain, and another pass gives the same.
     assert all(not attention.indexer._forward_hooks for attention in loaded.attentions)
     again = capture_indexers(loaded, blocks, [1], EOS, one, single_rank())
     assert list(again) == [1]
@@ -93,9 +93,9 @@ def test_what_is_in_the_way_of_an_export_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_wrong_use_of_the_command(tmp_path, monkeypatch, capsys):
-    """Before the checkpoint is read, as far as the words alone tell it."""
+    """Errors come before the checkpoint is read, if the arguments suffice."""
     script = Path(__file__).parents[2] / "launch" / "export_indexer.py"
-    monkeypatch.chdir(script.parents[1])  # the folders of the bundled text are relative
+    monkeypatch.chdir(script.parents[1])  # the bundled text's folders are relative
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000009")

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: what a step learns from, and what a config or a tokenizer is refused for."""
+"""Tests fine-tuning on conversations: which tokens a step learns from, and errors in configs and tokenizers."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(chats: Path, **data: Any) -> Any:
-    """Every query selects all that it sees, so no rounding can change a selection."""
+    """Let every query select all its causal keys, so that rounding cannot change a selection."""
     folders = {"train_dir": str(chats / "train"), "validation_dir": str(chats / "train")}
     return tiny_config(
         [NO_KL],
@@ -103,7 +103,6 @@ def test_marks_become_the_loss_mask() -> None:
 
 
 def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Path) -> None:
-    """They had other tokens, and other tokens counted."""
     config = config_of(chats)
     batches = TrainBatches(config, single_rank(), load_tokenizer(config), None)
     batches.next_step()
@@ -118,9 +117,8 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
 def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_path, phase):
-    """transformers writes and masks each conversation by itself, a row each with padding after it, and calculates the
-    loss of labels of -100 where the assistant does not write. Training adds the document's end to each, which counts.
-    Queries leave keys out."""
+    """transformers pads and masks one conversation per row, with labels of -100 where the assistant does not write.
+    Training adds the document's end to each conversation, which is scored. Queries leave keys out."""
     budgets = {"k_base": 24, "k_min": 8, "k_max": 48, "indexer_rope": True, "attention": phase.attention}
     config = config_of(chats)
     config = dataclasses.replace(
@@ -166,7 +164,7 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
         for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
             pieces = [tuple(tokens[ids == number].tolist()) for number in ids.unique()]
             pieces = [piece for piece in pieces if set(piece) != {tokenizer.eos_id}]
-            # Of the last one in a sequence the end is a label alone.
+            # The end of a sequence's last conversation is only a label.
             rows += [
                 piece if piece[-1] == tokenizer.eos_id else (*piece, tokenizer.eos_id) for piece in pieces
             ]
@@ -185,7 +183,7 @@ def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_
     result, _ = step_gradients(model, phase, batches, config)
     assert result.loss_tokens == int((labels >= 0).sum())
     assert result.loss_sum.item() / result.loss_tokens == pytest.approx(loss.item(), rel=1e-6)
-    assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would show
+    assert everything.item() != pytest.approx(loss.item(), rel=1e-5)  # the masked tokens would change it
 
     import_hf(folder, tmp_path / "in")
     again = export_hf(tmp_path / "in", tmp_path / "again").folder
@@ -210,7 +208,7 @@ def test_an_export_without_the_template_of_training_says_so(chats: Path, tmp_pat
 
 
 def test_packed_is_unpacked(chats: Path) -> None:
-    """The conversations of packed sequences, each in a sequence of its own, have the same losses and gradients."""
+    """Losses and gradients of packed conversations equal those with one conversation per sequence."""
     config = config_of(chats)
     tokenizer = load_tokenizer(config)
     batches = TrainBatches(config, single_rank(), tokenizer, None)

@@ -1,4 +1,4 @@
-"""The end of a run that is complete: what cannot be drawn costs no exit code."""
+"""Tests the end of a complete run: figures that cannot be drawn do not change the exit code."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_a_note_that_cannot_be_written_is_told_and_ends_nothing() -> None:
 
 @pytest.mark.parametrize("error", [OSError("No space"), ModuleNotFoundError("No plotly"), KeyError("phase")])
 def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, monkeypatch):
-    """A complete run, in whose records a bit was flipped, ended in KeyError at each start."""
+    """A complete run with a flipped bit in its records once ended in KeyError at each start."""
 
     def fail(folder: Path) -> list[Path]:
         raise error
@@ -53,8 +53,8 @@ def test_plots_that_fail_are_told_and_do_not_fail_the_report(error, tmp_path, mo
 
 
 def test_no_rank_waits_for_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a watch, for which more than `parallel.timeout_minutes` at the end is a hang. A process of its own draws
-    them, which tells of a run without records that there are none."""
+    """The watch does not wait either: at the end it treats more than `parallel.timeout_minutes` as a hang. A separate
+    process draws them, and says so if a run has no records."""
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
     monkeypatch.setattr(finish, "summary_of", lambda *_: {"steps": 0})
     console, model = Mock(), cast(Any, None)
@@ -93,7 +93,7 @@ def test_a_run_whose_model_gives_no_finite_loss_is_not_complete(tmp_path, monkey
 
 
 def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path, monkeypatch):
-    """It was a traceback on the main rank, while the others waited for it."""
+    """The main rank once had a traceback while the others waited for it."""
     (tmp_path / "a" / "summary.json").mkdir(parents=True)
     left: list[int] = []
     monkeypatch.setattr(finish, "validate", lambda *_: {"validation_loss": 2.0})
@@ -108,4 +108,4 @@ def test_a_summary_that_cannot_be_written_is_a_line_and_loses_no_number(tmp_path
     assert left == [2]
     printed = [call.args[0].strip() for call in console.message.call_args_list]
     assert "val_loss  2.5" in printed
-    assert r"by \x1b[2J a\nb  7" in printed  # of a source: it would clear the screen
+    assert r"by \x1b[2J a\nb  7" in printed  # from a source's name: it would clear the screen

@@ -1,4 +1,4 @@
-"""Parameters and operations against counts made one matrix, one query and one key at a time."""
+"""Compares parameters and operations with counts per matrix, query and key."""
 
 import dataclasses
 import math
@@ -35,7 +35,6 @@ LENGTH = 23
 
 
 def shapes(model: ModelConfig, gsa: GSAConfig, moe: MoEConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Every parameter's shape, by part."""
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
     found: dict[str, list[tuple[int, ...]]] = {
         "embedding": [(model.vocab_size, d)],
@@ -114,10 +113,10 @@ def test_the_plain_model_has_no_overhead():
 def brute_force(
     model: ModelConfig, gsa: GSAConfig, moe: MoEConfig, phase: PhaseConfig, starts: list[int] | None = None
 ) -> dict[str, float]:
-    """Multiply-adds of one sequence, counted query by query, times 2, over the tokens.
+    """Count twice the multiply-adds of one sequence, query by query, divided by the tokens.
 
     Args:
-        starts: of each query's document; without it there is one document.
+        starts: start of each query's document; None: one document.
     """
     starts = starts or [0] * LENGTH
     d, n_h, n_kv, d_k = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
@@ -128,8 +127,7 @@ def brute_force(
     for query in range(LENGTH):
         first = query - query % block
         visible = set(range(starts[query], query + 1))
-        # The indexer may take any k_base keys up to the block's first query; here the oldest, which overlap the
-        # window least.
+        # The indexer may select any k_base keys up to the block's first query; the oldest overlap the window least.
         chosen = set(range(starts[first], first + 1)[: gsa.k_base])
         selected = visible & (chosen | {s for s in visible if query - s < gsa.local_window})
         attended = selected if phase.attention == "sparse" else visible
@@ -253,7 +251,7 @@ def test_mean_keys():
     assert mean_selected_keys(windowed, ONE_DOCUMENT[:, :5].tolist()) == (1 + 2 + 3 + 3 + 3) / 5
     everything = dataclasses.replace(GSA, k_base=1000)
     assert mean_selected_keys(everything, ONE_DOCUMENT.tolist()) == causal_mean_keys(LENGTH)
-    pairs = dataclasses.replace(GSA, indexer_pool=2)  # of 5 keys two pairs, and the query's own
+    pairs = dataclasses.replace(GSA, indexer_pool=2)  # 5 keys have two pairs, and the query's own
     assert mean_scored_keys(pairs, 5, causal_mean_keys(5)) == (0 + 0 + 1 + 1 + 2) / 5
     assert mean_selected_keys(pairs, ONE_DOCUMENT[:, :8].tolist()) == (1 + 2 + 3 + 4 + 5 + 6 + 5 + 6) / 8
     few = dataclasses.replace(GSA, dense_below=8)
@@ -264,7 +262,7 @@ def test_mean_keys():
 
 ONE_DOCUMENT = torch.arange(1, LENGTH + 1)[None]
 STARTS = [0] * 9 + [9] * 12 + [21] * 2
-"""Of three documents; the blocks of the first two with 4 queries hold the end of one and the beginning of another."""
+"""Three documents. Some blocks of 4 queries contain the end of one document and the start of the next."""
 THREE_DOCUMENTS = ONE_DOCUMENT - torch.tensor([STARTS])
 
 
@@ -286,22 +284,22 @@ def test_operations_match_the_loops_also_where_documents_end(model, gsa, moe, ph
 
 
 def test_both_models_count_the_same_keys_where_everything_is_selected():
-    """What made their MFU incomparable: attention of one over the sequence, of the other over the documents."""
+    """MFU was incomparable when one model counted attention over the sequence, and the other over documents."""
     standard = GSAConfig(attention="dense", value_gate=False, output_gate=False)
     dense, sparse = PhaseConfig(attention="dense", train="all"), PhaseConfig(attention="sparse", train="all")
     plain = flops_per_token(MODEL, standard, DENSE, dense, LENGTH, mean_visible=6.0)
-    for measured in (None, 6.0, 6.5):  # measured: of a sample of the queries, whose mean may lie higher
+    for measured in (None, 6.0, 6.5):  # measured on a sample of the queries, whose mean may be higher
         gsa = dataclasses.replace(GSA, k_base=1000)
         assert flops_per_token(MODEL, gsa, DENSE, sparse, LENGTH, measured, 6.0).attention == plain.attention
 
 
 def test_selected_keys_of_blocks_that_hold_two_documents():
-    # Documents of 3 and 4 keys, blocks of two: the query at 3 is in another document than the first of its block.
+    # Documents have 3 and 4 keys, blocks two: the query at 3 is in another document than its block's first query.
     gsa = dataclasses.replace(GSA, k_base=1, selection_block=2, local_window=2)
     visible = torch.tensor([[1, 2, 3, 1, 2, 3, 4]])
     assert mean_selected_keys(gsa, visible.tolist()) == (1 + 2 + 3 + 1 + 2 + 3 + 3) / 7
     assert mean_selected_keys(gsa, [[1, 2, 3, 1, 2, 3, 4], [1] * 7]) == (15 + 7) / 14
-    # Documents of 1 and 6 keys, blocks of four: the query at 3 has its window, and nothing of what its block chose.
+    # Documents have 1 and 6 keys, blocks four: the query at 3 has its window, and none of its block's selection.
     visible = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
     gsa = dataclasses.replace(gsa, selection_block=4)
     assert mean_selected_keys(gsa, visible.tolist()) == (1 + 1 + 2 + 2 + 3 + 3 + 3) / 7

@@ -1,4 +1,4 @@
-"""gsa-generate: from a run, a checkpoint and an exported folder the same text; what it refuses, in one line."""
+"""Tests gsa-generate: a run, a checkpoint and an exported folder give the same text; errors have one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATES = r"prefill (\d+) tokens, \d+ tokens/s; decode (\d+) steps of (\d+), \d+ t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf`, an exported model; `run`, whose checkpoint of step 0 it is; `dense`, of another architecture."""
+    """Create `hf`, an exported model; `run`, with its checkpoint of step 0; `dense`, of another architecture."""
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer(str(SAMPLE))
     torch.manual_seed(3)
@@ -63,7 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Exit code."""
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
     try:
         return main()
@@ -104,13 +103,13 @@ def test_the_text_matches_the_model(
     for _ in range(9):
         with torch.no_grad():
             logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
-        prompt.append(int(logits[: tokenizer.vocab_size].argmax()))  # no tokens that the tokenizer lacks
+        prompt.append(int(logits[: tokenizer.vocab_size].argmax()))  # only tokens that the tokenizer has
         assert prompt[-1] != tokenizer.eos_id
     assert capsys.readouterr().out.strip() == tokenizer.decode(prompt)
 
 
 def test_the_last_ids_of_a_vocabulary_with_gaps_can_be_chosen(folder: Path, tmp_path: Path) -> None:
-    """Where the tokenizer has fewer tokens than its largest id: the EOS often is that one."""
+    """The tokenizer has fewer tokens than its largest id, which is often the EOS."""
     shutil.copytree(folder / "hf", tmp_path / "gaps")
     content = json.loads((tmp_path / "gaps" / "tokenizer.json").read_text())
     last = Tokenizer(str(SAMPLE)).vocab_size + 20
@@ -170,7 +169,7 @@ def test_a_damaged_tokenizer_is_named(
     (copy / name).write_text(content)
     code = call(monkeypatch, "--hf", copy, "--prompt", "The", "--max-new-tokens", 2)
     if (name, content) == ("tokenizer_config.json", "{}"):
-        assert code == 0  # all of it are defaults
+        assert code == 0  # these are all defaults
     else:
         assert code == 2
         assert (
@@ -240,7 +239,7 @@ def test_lines_end_with_newlines_alone(
     assert re.findall(r"--- (\d)", said) == ["1", "2"]
     (folder / "breaks.txt").write_text(
         "\r\n".join(prompts) + "\r\n", encoding="utf-8-sig"
-    )  # as Windows writes
+    )  # As Windows writes.
     assert call(monkeypatch, *words) == 0
     assert capsys.readouterr().out == said
 

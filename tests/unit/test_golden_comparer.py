@@ -1,4 +1,4 @@
-"""The golden comparison finds one moved bit, and says where: otherwise its "equal" would mean nothing."""
+"""Tests that the golden comparison finds and locates one changed bit; otherwise "equal" would mean nothing."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_what_is_missing_or_failed_is_a_difference() -> None:
     )
     without = {**GOLDEN["one rank"], "step 1": {"loss": 8.25}}
     assert "layer_kl[0]: golden 0.1, missing" in compare_one("run", GOLDEN["one rank"], without).first
-    assert not compare_one("run", GOLDEN["two ranks"], GOLDEN["one rank"]).equal  # a step too many
+    assert not compare_one("run", GOLDEN["two ranks"], GOLDEN["one rank"]).equal  # one step too many
     assert [one.equal for one in compare(GOLDEN, {**GOLDEN, "three": {"step 1": {"loss": 1.0}}})] == [
         True,
         True,

@@ -1,4 +1,4 @@
-"""ETTR and the time lost, of logs written by hand whose sums are done by hand."""
+"""Tests ETTR and lost time of synthetic logs with sums by hand."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ Line = dict[str, Any]
 
 
 def line(event: str, at: float, step: int, more: Line | None = None, **seconds: float) -> Line:
-    """`more`: further keys of the line; `seconds` by activity."""
+    """Return a log line; `more` has further keys, `seconds` is by activity."""
     return {"kind": event, "time": at, "step": step, "phase": "sparse", "seconds": seconds, **(more or {})}
 
 
@@ -25,13 +25,12 @@ def account(*lines: Line) -> Account:
 
 
 def lost(found: Account) -> dict[str, float]:
-    """Without what is nothing."""
     return {name: round(seconds, 9) for name, seconds in found.lost_seconds.items() if abs(seconds) > 1e-9}
 
 
 def killed_and_resumed() -> list[Line]:
-    """Killed at 1050, 4 s after its main thread last went on, when it had logged step 20 and stood in step 22; saved
-    at step 15. The next process begins at 1060 and goes on after step 15."""
+    """Return the log of a process killed at 1050, 4 s after its main thread's last progress, in step 22. It had logged
+    step 20 and saved at step 15. The next process begins at 1060 and continues after step 15."""
     return [
         start(1000, 1005, 0, **{"import": 5.0}),
         line("steps", 1008, 1, **{"import": 5.0}, first_step=3.0),
@@ -58,7 +57,7 @@ def killed_and_resumed() -> list[Line]:
 def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> None:
     found = account(*killed_and_resumed())
     assert found.wall_seconds == 84
-    # Kept: 15 steps of the first process and 15 of the second, of 1 s each.
+    # Kept steps: 15 of the first process and 15 of the second, 1 s each.
     assert found.productive_seconds == 30
     assert found.ettr == 30 / 84
     assert lost(found) == {
@@ -77,7 +76,6 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_the_time_between() -> N
 
 
 def test_before_the_next_start_nobody_knows_what_is_kept() -> None:
-    """All that is logged counts."""
     found = account(*killed_and_resumed()[:6])
     assert found.productive_seconds == 20
     assert lost(found)["repeated"] == 3.0
@@ -124,7 +122,7 @@ def test_text_and_stragglers_are_no_productive_time_and_rare_names_are_other() -
 
 
 def ended_by(reason: str) -> Account:
-    """At second 10, and started again at second 1000."""
+    """The run ends at second 10 and restarts at second 1000."""
     return account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),
@@ -136,7 +134,7 @@ def ended_by(reason: str) -> Account:
 
 @pytest.mark.parametrize("reason", [COMPLETE, INTERRUPTED])
 def test_a_run_that_waits_by_its_users_choice_loses_nothing(reason: str) -> None:
-    """A complete one may be made longer, one that Ctrl-C has ended goes on when its user wants it."""
+    """A complete run may be extended, and after Ctrl-C the user restarts the run at will."""
     found = ended_by(reason)
     assert found.wall_seconds == 13
     assert lost(found) == {"model": 2.0}

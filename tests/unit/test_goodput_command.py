@@ -1,4 +1,4 @@
-"""launch/goodput.py: the account of a run, a simulation with its parts, and what is refused."""
+"""Tests launch/goodput.py: the account of a run, a simulation with its parts, and errors."""
 
 import dataclasses
 import json
@@ -27,9 +27,11 @@ def line(
 
 
 def write_run(folder: Path) -> Path:
-    """Steps of 1 s, saves that stall 2 s and are durable after 4, 10 s of start-up and a first step 5 s longer than
-    others. A fault in step 120, 15 s after the second save; detected after 6 s, and 3 s down. The last save is waited
-    for."""
+    """Write a run with steps of 1 s, saves that stall 2 s and are durable after 4 s, and 10 s of start-up.
+
+    The first step takes 5 s longer. A fault comes in step 120, 15 s after the second save; it is detected after 6 s,
+    and the run is down for 3 s. The run waits for the last save.
+    """
     folder.mkdir(parents=True)
     up = {"import": 10.0}
     lines = [
@@ -142,7 +144,7 @@ def test_a_plan_says_where_its_parts_come_from(run, capsys, monkeypatch):
     assert (
         called(*quick, "--checkpoint-seconds", "40", "--interval-steps", "77", monkeypatch=monkeypatch) == 0
     )
-    assert re.sub(" +", " ", capsys.readouterr().out) == alone  # the seed's
+    assert re.sub(" +", " ", capsys.readouterr().out) == alone  # the seed's result
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_wrong_numbers_are_refused(arguments, said, capsys):
 
 
 def test_faults_before_a_first_step_are_refused(capsys, monkeypatch):
-    """The hours of a whole cluster, taken for one GPU's, were simulated for minutes."""
+    """The hours of a whole cluster, mistaken for one GPU's, would take minutes to simulate."""
     monkeypatch.setattr("sys.argv", ["goodput.py", "--gpus", "4096", "--mtbf-hours", "5"])
     assert goodput.main() == REFUSED
     (said,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""What a run notes of its time: each second once, whatever ends its process."""
+"""Tests a run's log of its time: each second counts once, whatever ends the process."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
 class Clock(RunClock):
-    """A clock that moves only in `wait`."""
+    """Advances only in `wait`."""
 
     def __init__(self, began: float) -> None:
         super().__init__(began)
@@ -43,13 +43,12 @@ class Clock(RunClock):
         return monotonic
 
     def wait(self, seconds: float, activity: str) -> None:
-        """So long with this activity."""
         self.begin(activity)
         self.at += seconds
 
 
 def start(folder: Path, began: float, step: int = 0, is_complete: bool = False) -> tuple[GoodputLog, Clock]:
-    """A process that has loaded its packages for 3 s, read a checkpoint for 2 s, and opened the folder."""
+    """Return a process that took 3 s for imports and 2 s for a checkpoint, and opened the folder."""
     clock = Clock(began)
     clock.at += 3
     clock.wait(2, "checkpoint")
@@ -60,7 +59,7 @@ def start(folder: Path, began: float, step: int = 0, is_complete: bool = False) 
 
 
 def train(log: GoodputLog, clock: Clock, first: int, last: int) -> None:
-    """Steps of 1 s, each noted; the first one takes 4 s."""
+    """Log steps of 1 s; the first one takes 4 s."""
     for step in range(first, last + 1):
         clock.wait(4 if step == first else 1, "first_step" if step == first else "training")
         log.note(step, "sparse")
@@ -96,7 +95,7 @@ def test_each_second_belongs_to_one_activity() -> None:
 
 
 def test_a_process_knows_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By clocks that stand still: between two looks at them a busy machine may do other work."""
+    """The clocks stand still, because a busy machine may do other work between two reads."""
     now, since_boot = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
     clocks = {"time": lambda: now, "clock_gettime": lambda _: since_boot, "monotonic": time.monotonic}
     monkeypatch.setattr(run_clock, "time", SimpleNamespace(**clocks, CLOCK_BOOTTIME=time.CLOCK_BOOTTIME))
@@ -143,7 +142,7 @@ def test_a_run_that_ends_by_itself(tmp_path: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Began at 1000, stood still in step 12 at 1021 and was seen for the last time at 1025."""
+    """Write the log of a process that began at 1000, blocked in step 12 at 1021 and was last seen at 1025."""
     log, clock = start(folder, 1000)
     train(log, clock, 1, 10)
     clock.wait(3, "training")
@@ -174,7 +173,7 @@ def test_what_a_killed_process_did_is_told_by_the_next_one(tmp_path: Path) -> No
 
 
 def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> None:
-    """Between `lost` and `start`, and after both."""
+    """The kill comes between `lost` and `start`, or after both."""
     killed(tmp_path)
     lines = read_lines(tmp_path)
     (line,) = lost_line(tmp_path, lines)
@@ -189,7 +188,7 @@ def test_a_start_that_is_killed_at_once_counts_nothing_twice(tmp_path: Path) -> 
 
 
 def test_an_error_does_not_turn_the_wait_for_a_dead_peer_into_work(tmp_path: Path) -> None:
-    """It is raised 100 s after the main thread went into a save, and closes the log on its way out."""
+    """The error is raised 100 s after the main thread began a save, and closes the log."""
     log, clock = start(tmp_path, 1000)
     train(log, clock, 1, 10)
     with contextlib.suppress(ConnectionError), clock.during("save"):
@@ -238,7 +237,7 @@ def test_the_sign_of_an_earlier_process_is_not_taken_for_the_newest_ones(tmp_pat
 
 
 def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None:
-    """It was killed while it still made ready for its first step: its newest line is younger than its progress."""
+    """The process was killed while it prepared its first step, so its newest line is younger than its progress."""
     log, clock = start(tmp_path, 1000)
     clock.at += 6
     log.beat(0, 1004.5)
@@ -246,7 +245,6 @@ def test_a_process_that_lives_on_after_its_last_progress(tmp_path: Path) -> None
 
 
 def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
-    """So that one stands in the place of another whole."""
     log, clock = start(tmp_path, 1000)
     for activity in ACTIVITIES:
         clock.wait(123.4567, activity)
@@ -258,7 +256,6 @@ def test_signs_of_life_have_one_size(tmp_path: Path) -> None:
 
 
 def test_a_start_at_step_0_by_the_same_job_goes_on_with_the_account(tmp_path: Path) -> None:
-    """What was there has been moved away."""
     killed(tmp_path)
     lines = read_lines(tmp_path)
     lost_lines = lost_line(tmp_path, lines)

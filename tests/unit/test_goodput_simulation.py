@@ -1,4 +1,4 @@
-"""Simulated runs: by hand where a few seconds can be counted, by formulas where there are many."""
+"""Compares simulated runs with counts by hand for a few seconds, and with formulas for many."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def parts_of(found: Outcome) -> dict[str, float]:
 
 
 def test_a_run_without_faults_pays_for_its_start_and_its_saves() -> None:
-    """10 s of start-up, then 20 s of steps and 2 s of stall, again and again; the third save has just begun."""
+    """10 s of start-up come first, then 20 s of steps and 2 s of stall repeat; the third save has just begun."""
     found = simulate(PARTS, 20, [FOR_EVER], wall_seconds=10 + 3 * 20 + 2 * 2 + 1)
     assert parts_of(found) == {"productive": 60, "start_up": 10, "stalls": 5}
 
@@ -89,7 +89,7 @@ def test_a_run_that_its_lives_do_not_fill_is_refused() -> None:
 
 
 def test_the_simulation_is_the_formula_where_saves_and_intervals_are_short() -> None:
-    """Against 1 - C / T - (T / 2 + restart) / M, whose next terms are (T / M)^2 and the like, below 0.1% here."""
+    """The formula is 1 - C / T - (T / 2 + restart) / M; its next terms, such as (T / M)^2, are below 0.1% here."""
     mean, interval = 40_000.0, 1000
     parts = dataclasses.replace(PARTS, durable_seconds=2.0)
     tried = try_interval(parts, interval, mean, days=60, trials=40, seed=1)
@@ -128,7 +128,7 @@ def test_a_save_that_takes_longer_than_the_time_between_faults() -> None:
 
 
 def test_the_best_interval_is_found_where_saves_are_hidden_and_take_long() -> None:
-    """Young's is far below what a save takes until it is durable: there each save waits for the one before."""
+    """Young's interval is far below the time until a save is durable, so that each save would wait for the previous."""
     parts = dataclasses.replace(PARTS, stall_seconds=0.001, durable_seconds=60.0)
     tried = try_intervals(parts, 3000.0, days=3, trials=4, seed=1)
     best = max(tried, key=lambda each: each.ettr)

@@ -1,4 +1,4 @@
-"""How long a rank may show no progress: what steps take, and more where no step tells."""
+"""Tests how long a rank may show no progress: by the time of steps, and longer where no step tells."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ def limit_after(*seconds: float) -> float:
 
 
 def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
-    assert limit_after(*[1.0] * (FEWEST_STEPS - 1)) == LONGEST  # too few to tell
+    assert limit_after(*[1.0] * (FEWEST_STEPS - 1)) == LONGEST  # too few steps
     assert limit_after(*[1.0] * FEWEST_STEPS) == LEAST_SECONDS
     assert limit_after(20.0, 12.0, 12.0) == TIMES_THE_SLOWEST * 20.0
     assert limit_after(20.0, *[12.0] * RECENT_STEPS) == TIMES_THE_SLOWEST * 12.0  # forgotten
@@ -47,7 +47,7 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
 
 
 def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch):
-    """The first step of a kind compiles, and tells nothing of the second."""
+    """The first step of a kind compiles, and does not predict the second."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.steps(FEWEST_STEPS + 1)
     assert watched.watch._limit.seconds == LEAST_SECONDS
@@ -57,7 +57,7 @@ def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch)
 
 
 def test_a_step_counts_once_however_often_it_is_logged(tmp_path, monkeypatch):
-    """As the loop tells: records are written within a step. Else the last 32 steps are the last ten."""
+    """Records are written within a step, so the last 32 marks would otherwise be ten steps."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=LONGEST)
     watched.watch.close()
     clock = 0.0
@@ -96,7 +96,7 @@ def test_ranks_are_looked_at_often_enough_for_the_shortest_limit() -> None:
 
 
 def age(activity: str, silent: float = 0.0, still: float = 50.0, limit: float = STEP_SECONDS) -> Age:
-    """`silent` without a heartbeat, `still` without progress."""
+    """Return `silent` seconds without a heartbeat, and `still` seconds without progress."""
     return Age(Beat(1, 1, 7, ACTIVITIES.index(activity), "node", 100, limit), silent, still)
 
 
@@ -111,7 +111,7 @@ def test_only_steps_have_the_steps_limit_and_who_waits_for_another_activity_has_
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
-    """But where one call may hold up its threads; and the others may wait for it in what is no step."""
+    """A silent process is not frozen if one call may block its threads, or others may wait for it outside of steps."""
     ages = [age("saving"), age(activity, silent=STEP_SECONDS + 1), age("validating")]
     limit = limit_for_all(ages, LONGEST)
     if activity in ("starting", "compiling", "ending"):
@@ -124,11 +124,11 @@ def test_a_silent_process_is_frozen_whatever_it_did(activity: str) -> None:
     late = [age("saving"), age(activity, silent=STEP_SECONDS - 1), age("validating")]
     assert limit_for_all(late, LONGEST) == LONGEST
     alive = [age("saving"), age(activity, silent=STEP_SECONDS + 1, still=1), age("validating")]
-    assert limit_for_all(alive, LONGEST) == LONGEST  # its heartbeat is lost, its work is not
+    assert limit_for_all(alive, LONGEST) == LONGEST  # its heartbeat is lost, but it works
 
 
 def test_what_follows_a_step_lies_before_the_next_one() -> None:
-    """The rank that still saves is the one that the others wait for, in the following step."""
+    """The others wait in the following step for the rank that still saves."""
     ages = [age("saving", still=700), age("training", still=690)]
     fault = find_fault(ages, LONGEST)
     assert fault is not None
@@ -136,7 +136,7 @@ def test_what_follows_a_step_lies_before_the_next_one() -> None:
 
 
 class Watched:
-    """A watch of this process, whose end is noted instead of done."""
+    """Holds a watch of this process, whose end is recorded instead of executed."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
         self.found = threading.Event()
@@ -159,7 +159,7 @@ class Watched:
             self.watch.heartbeat(step, "training")
 
     def look(self, times: int) -> None:
-        """Wait until the watch has looked so often, or has found a hang."""
+        """Wait until the watch has looked this often, or has found a hang."""
         before = self.looks
         while self.looks < before + times and not self.found.is_set():
             self.found.wait(0.01)
@@ -168,7 +168,7 @@ class Watched:
 def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(tmp_path, monkeypatch):
     least = 0.2
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0, least_seconds=least)
-    times = 5 * 20  # five limits of a step, at 20 looks in one
+    times = 5 * 20  # five limits of a step, at 20 looks in each
     watched.steps(5)
     for activity in ("compiling", "logging", "validating", "scoring tasks", "saving", "reading text"):
         watched.watch.heartbeat(5, activity)
@@ -188,7 +188,7 @@ def test_a_hang_in_a_step_is_found_and_a_slow_validation_is_none(tmp_path, monke
 
 
 def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(tmp_path, monkeypatch):
-    """Triton says when, from whichever thread."""
+    """Triton reports it, from any thread."""
     hooks = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     knobs: Any = pytest.importorskip("triton.knobs")
     monkeypatch.setattr(knobs, "runtime", hooks)
@@ -206,14 +206,14 @@ def test_a_kernel_that_is_compiled_within_a_step_is_no_hang(tmp_path, monkeypatc
     assert watched.found.wait(100)
     watched.watch.close()
 
-    watched.watch.heartbeat(5, "validating")  # which has its time
+    watched.watch.heartbeat(5, "validating")  # it has its own time
     hooks.jit_cache_hook(**names)
     hooks.jit_post_compile_hook(**names)
     assert ACTIVITIES[watched.watch._place[1]] == "validating"
 
 
 def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monkeypatch):
-    """Else the rank that writes would count as frozen within the time of a step."""
+    """Without a heartbeat the writing rank would count as frozen within the time of a step."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     comes_back, told = threading.Event(), []
 
@@ -237,7 +237,7 @@ def test_a_file_system_that_stands_still_keeps_no_heartbeat_back(tmp_path, monke
 
 
 def test_a_system_clock_that_is_set_changes_no_account(tmp_path, monkeypatch):
-    """By an hour, while the run trains: neither what it notes nor its signs of life jump."""
+    """The clock changes by an hour during training, but neither log nor signs of life jump."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     watched.watch.close()
     log = GoodputLog(RunClock())
@@ -282,7 +282,7 @@ def break_pipe(_descriptor: int, _text: bytes) -> int:
 def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
     stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torchrun is gone, so may be the reader of its pipe, and nobody else ends the rank."""
+    """If torchrun is gone, the reader of its pipe may be, too, and nothing else ends the rank."""
     watched = Watched(tmp_path, monkeypatch, longest_seconds=500.0)
     watched.watch.close()
     comes_back = threading.Event()
@@ -303,7 +303,7 @@ def test_neither_its_stderr_nor_a_child_that_has_ended_keeps_a_rank_from_ending(
         watched.watch._end("torchrun is gone")
         comes_back.set()
     assert (codes, killed) == ([1], [2])
-    for thread in threading.enumerate():  # whoever writes the report was waited for no longer than for stderr
+    for thread in threading.enumerate():  # the wait for the report's writer was no longer than for stderr
         if thread.daemon and thread.name.endswith("(write)"):
             thread.join(60)
     assert list(tmp_path.glob(f"*/{REPORT}"))

@@ -1,4 +1,4 @@
-"""A device that multiplies, remembers or sends wrongly is named before a run; a good one never is."""
+"""Tests that a device which multiplies, stores or sends wrongly is named before a run, and a good one never."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def test_sums_are_exact_in_fp32_and_results_in_bf16(size: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_product_is_its_known_result_to_the_last_bit(dtype: torch.dtype) -> None:
-    """fp64 is another arithmetic: the known result is not this one's."""
+    """fp64 arithmetic differs, so its known result differs, too."""
     problem = make_problem(128, 96, 32, dtype, CPU)
     assert problem.a.shape == (128, 2 * 96 + 32)
     assert torch.equal(products.multiply(problem), problem.expected)
@@ -44,7 +44,7 @@ def test_a_product_is_its_known_result_to_the_last_bit(dtype: torch.dtype) -> No
 
 
 def wrong_in(monkeypatch: pytest.MonkeyPatch, product: int, row: int, value: float) -> None:
-    """One element of one product, counted from 1."""
+    """Falsify one element of one product, counted from 1."""
     multiply, calls = products.multiply, []
 
     def sometimes(problem: products.Problem) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_a_wrong_word_of_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_peak_that_a_run_reports_excludes_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a GPU's memory is checked; here a CPU's memory stands for it."""
+    """The check takes most of a GPU's memory; here a CPU's memory replaces it."""
     called: list[object] = []
     empty = torch.empty
     monkeypatch.setattr(device_checks, "BLOCK_BYTES", 1 << 16)
@@ -147,7 +147,7 @@ def test_the_command_names_a_bad_device_by_its_exit_code(monkeypatch, capsys):
 
 
 class Gpus:
-    """`count` GPUs are found; the last one fails where that is asked for."""
+    """Simulates `count` GPUs; the last one may fail."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -172,7 +172,7 @@ class Gpus:
 def test_a_gpu_that_is_lost_or_fails_at_once_is_named_before_ranks_meet(
     count: int, error: Exception | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others would wait for its rank, and nobody would leave its node out."""
+    """An unnamed GPU would leave other ranks waiting for its rank, and its node would not be excluded."""
     for name, value in (("LOCAL_RANK", "7"), ("SLURMD_NODENAME", "n3"), ("SLURM_GPUS_ON_NODE", "8")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GSA_SUBMISSION", str(tmp_path))
@@ -186,7 +186,7 @@ def test_a_gpu_that_is_lost_or_fails_at_once_is_named_before_ranks_meet(
 
 
 def test_more_ranks_than_gpus_are_wrong_use_and_no_bad_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks of a user's own srun may see one GPU each of those that Slurm counts."""
+    """Tasks of a user's own srun may each see one of the GPUs that Slurm counts."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.delenv("GSA_SUBMISSION", raising=False)
@@ -200,8 +200,6 @@ def test_more_ranks_than_gpus_are_wrong_use_and_no_bad_node(monkeypatch: pytest.
 
 
 class FakeNvml:
-    """Answers as nvidia-ml-py does."""
-
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8
 
     class NVMLError(Exception):
@@ -286,7 +284,7 @@ def test_a_gpu_is_named_by_its_uuid_and_asked_about_by_it(monkeypatch: pytest.Mo
 
 
 def test_a_device_that_fails_is_bad_and_not_only_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its rank would end with an error of its own, the others would wait, and nobody would leave its node out."""
+    """An error of the failing rank alone would leave the others waiting, and its node would not be excluded."""
     monkeypatch.setattr(
         check, "faults_of_device", raising(RuntimeError("CUDA error: uncorrectable ECC\nmore"))
     )
@@ -310,7 +308,7 @@ def test_a_gpu_that_the_driver_has_lost_is_bad_whenever_it_says_so(asked, monkey
 
 
 def test_errors_of_programs_are_no_faults_of_a_device() -> None:
-    """A killed run leaves them on a GPU that is healthy."""
+    """A killed run leaves them on a healthy GPU."""
     assert driver.XidWatch(FakeNvml(xids=[13, 31, 43, 45, 74]), "GPU-1").faults() == ["XID 74"]
 
 
@@ -332,7 +330,7 @@ def test_that_a_driver_could_not_be_asked_is_said_for_every_node(monkeypatch, ca
 
 
 def linked(*nodes: str, bad: Sequence[int]) -> list[str]:
-    """Reports of ranks on these nodes; the `bad` ones hear nothing from the previous rank."""
+    """Return reports of ranks on these nodes; the `bad` ones receive nothing from the previous rank."""
     findings = [Finding(node, 0, "", ["nothing"] * (rank in bad)) for rank, node in enumerate(nodes)]
     return nodes_of_bad_links(findings)
 
@@ -346,7 +344,7 @@ def test_of_links_the_node_that_explains_most_is_named_and_its_neighbours_are_no
 
 
 def test_where_all_nodes_would_be_named_none_is() -> None:
-    """It is what is between them, or of two either; no job can go on without all. One alone is named for its device."""
+    """The cause is then between the nodes, which the job needs. A single node is named for its device."""
     for nodes, bad, named in (("aabb", {1}, ["a"]), ("aabb", {0, 1, 3}, []), ("aa", {1}, ["a"])):
         findings = [Finding(node, 0, "", ["wrong"] * (rank in bad)) for rank, node in enumerate(nodes)]
         assert nodes_of_bad_devices(findings) == named
@@ -376,13 +374,13 @@ def test_a_link_that_fails_at_once_is_a_finding(call: Any, monkeypatch: pytest.M
 
 
 class Ranks:
-    """Some ranks of a job, each in a thread, that tell each other what they found."""
+    """Holds some ranks of a job, each in a thread, that exchange their findings."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gsa_train.reliability.health.findings.ANSWER_SECONDS", 2.0)
         self._store, self._count = torch.distributed.HashStore(), count
         self.first: list[int] = []
-        """Which ranks had the findings before all others."""
+        """Ranks that had the findings before all others."""
 
     def tell(self, *ranks: int) -> dict[int, list[Finding]]:
         with ThreadPoolExecutor(len(ranks)) as threads:

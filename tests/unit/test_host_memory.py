@@ -1,4 +1,4 @@
-"""Where the copies of a save lie: blocks that torch need not round up, and storages that hold one tensor each."""
+"""Tests the memory of a save's copies: blocks that torch need not round up, and storages with one tensor each."""
 
 import io
 import itertools
@@ -31,7 +31,7 @@ def test_blocks_are_powers_of_two_and_nothing_overlaps() -> None:
 
 
 def test_little_is_wasted() -> None:
-    """The share of one of 8 ranks of a 7B model: each tensor alone would be rounded up by two fifths."""
+    """The tensors are one of 8 ranks' share of a 7B model; separately they would be rounded up by two fifths."""
     sizes = [172 * MIB] * 66 + [64 * MIB] * 12 + [4096 * 4] * 60
     assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.35 * sum(sizes)
     assert sum(pack(sizes)[0]) < 1.1 * sum(sizes)
@@ -75,7 +75,7 @@ def test_what_is_there_is_used_and_the_rest_is_made() -> None:
 
 
 def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over a phase that saves less or more."""
+    """The memory also stays through a phase that saves less or more."""
     single_rank()
     monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
     made: list[int] = []
@@ -93,7 +93,7 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
     memory.pinned_like(tensors[:1])
     memory.pinned_like(tensors)
     assert made == [2 * MIB] * 3
-    memory.pinned_like([*tensors, torch.rand(100_000)])  # into what is left of a block
+    memory.pinned_like([*tensors, torch.rand(100_000)])  # into the rest of a block
     assert len(made) == 3
     memory.pinned_like([*tensors, torch.rand(600_000)])
     assert len(made) == 4
@@ -103,7 +103,6 @@ def test_memory_is_made_before_it_is_asked_for_and_stays(monkeypatch: pytest.Mon
 
 
 def test_a_save_that_comes_early_waits_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the end of a run."""
     single_rank()
     monkeypatch.setattr(host_memory, "RESERVED_BLOCK_BYTES", MIB)
     monkeypatch.setattr(host_memory, "PAUSE_OVER_BLOCK", 1e9)

@@ -1,4 +1,4 @@
-"""What the Slurm job does after srun ended, with stand-ins for Slurm's commands. tests/slurm has the real ones."""
+"""Tests what the Slurm job does after srun ended, with replacements for Slurm's commands; tests/slurm is real."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ SPIKE = 'touch "$RUN/monitor_stop.json"; '
         (STOP + "exit 1", "RUNNING", 1, True),
         (SAVE + STOP + "exit 1", "COMPLETING", 1, False),  # cancelled
         (SAVE + SPIKE + "exit 1", "RUNNING", 13, False),  # it would spike again
-        (SAVE + END.format(2) + "exit 1", "RUNNING", 2, False),  # refused: a person must act
+        (SAVE + END.format(2) + "exit 1", "RUNNING", 2, False),  # rejected: a person must act
         (SAVE + END.format(3) + "exit 1", "RUNNING", 3, False),  # the disk is full
         (SAVE + END.format(14) + "exit 1", "RUNNING", 1, True),  # a fault that may pass
         (STOP + END.format(75) + "exit 1", "RUNNING", 1, True),
@@ -89,8 +89,8 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """Its file is there until a start opens the run folder; a start that ends before that may be of a bad node, or
-    preempted. Who did not say how to go on is refused with the monitor's code."""
+    """The stop's file exists until a start opens the run folder. A start that ends earlier may be on a bad node, or
+    preempted. A start that does not say how to continue is rejected with the monitor's code."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)
@@ -102,7 +102,7 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, monkeypatch):
-    """Also where the start before it came to no checkpoint. Jobs of the chain wait for the other one."""
+    """A new job is sent even if the previous start wrote no checkpoint. Jobs of the chain wait for it."""
     waiting = "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n"
     monkeypatch.setenv("WAITING", waiting)
     monkeypatch.setenv("USER", "someone")
@@ -117,7 +117,7 @@ def test_a_bad_device_sends_another_job_without_its_node(job, progress, monkeypa
 
 
 def test_nodes_that_a_job_had_excluded_stay_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch takes its option instead of the script's own."""
+    """sbatch uses its option instead of the script's own."""
     monkeypatch.setenv("EXCLUDED", "n[7-9]")
     assert job.start(BAD + END.format(15) + "exit 1").wait(60) == 15
     assert "sbatch --parsable --exclude=n[7-9],n1,n3 " in job.log.read_text()
@@ -125,7 +125,7 @@ def test_nodes_that_a_job_had_excluded_stay_so(job: Job, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("named", ["", 'printf "n3\nn11\n" > "$GSA_SUBMISSION/bad_nodes"; '])
 def test_where_no_node_of_its_own_is_named_a_job_does_not_come_back(job: Job, named: str) -> None:
-    """Else it would for ever: nodes that were named before are left out already."""
+    """The job would come back forever, because earlier named nodes are already excluded."""
     assert job.start(SAVE + named + END.format(15) + "exit 1").wait(60) == 15
     assert not job.requeued
     assert "sbatch" not in job.log.read_text()
@@ -138,14 +138,14 @@ def test_a_job_of_a_complete_run_starts_nothing(job: Job) -> None:
 
 
 def test_all_jobs_of_a_chain_are_one_launch(job: Job) -> None:
-    """Else each would start again where --resume-from says, and move aside what the one before trained."""
+    """Separate launches would each restart from --resume-from, and move aside the previous job's training."""
     for _ in range(2):
         job.start('echo "launch $GSA_SUBMISSION" >> "$LOG"; exit 1').wait(60)
     assert job.log.read_text().count(f"launch {job.frozen}\n") == 2
 
 
 def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> None:
-    """Not even where the user meanwhile goes on by a command of their own."""
+    """The next job starts nothing even if the user meanwhile continues by another command."""
     assert job.start(SPIKE + "exit 1").wait(60) == 13
     (job.run_dir / "monitor_stop.json").unlink()
     assert job.start("exit 0").wait(60) == 13
@@ -153,7 +153,7 @@ def test_after_a_spike_the_next_job_of_the_chain_starts_nothing(job: Job) -> Non
 
 
 def test_a_job_without_time_to_train_does_not_come_back_for_ever(job: Job) -> None:
-    """Twice in a row at the time limit without a new checkpoint; progress in between resets the count."""
+    """The job ends after two time limits in a row without a new checkpoint; progress resets the count."""
     assert job.start(STOP + "exit 1").wait(60) == 1
     assert job.start(SAVE + STOP + "exit 1").wait(60) == 1
     assert job.start(STOP + "exit 1").wait(60) == 1

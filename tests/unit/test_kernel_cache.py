@@ -1,4 +1,4 @@
-"""Compiled kernels are kept beside the runs, whole and shared, and no disk that is full ends a run for them."""
+"""Tests that compiled kernels are stored with the runs, complete and shared, and that a full disk ends no run."""
 
 import errno
 import os
@@ -16,7 +16,6 @@ from gsa_train.run.triton_cache import DurableCache
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where Triton looks, as a start has said."""
     for name in ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"):
         monkeypatch.delenv(name, raising=False)
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Why a process ends is said once, where torchrun's user reads it, too."""
+"""Tests that the reason of a process's end is reported once, also where torchrun's user reads it."""
 
 import threading
 from pathlib import Path
@@ -21,7 +21,7 @@ from gsa_train.reliability.last_words import (
 
 @pytest.fixture
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As a rank of torchrun has it, in its last start."""
+    """Return the file that a rank of torchrun has in its last start."""
     path = tmp_path / "error.json"
     for name, value in {"ERROR_FILE": str(path), "RESTART_COUNT": "2", "MAX_RESTARTS": "2"}.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
@@ -29,7 +29,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def summary(error_file: Path) -> str:
-    """What torchrun prints of a rank that ended with exit code 2."""
+    """Return torchrun's report of a rank that ended with exit code 2."""
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(error_file))
     return str(ChildFailedError("pretrain.py", {0: failure}))
 
@@ -58,7 +58,7 @@ def test_where_torchrun_will_print_no_summary_on_stderr(error_file, monkeypatch,
 
 
 def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, monkeypatch):
-    """torchrun passes SIGTERM on to this rank at once, whose console is written by a thread."""
+    """torchrun sends SIGTERM to this rank at once, and a thread writes its console."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     begin = threading.Event()
@@ -77,7 +77,7 @@ def test_what_was_said_is_written_before_torchrun_is_asked_to_end(error_file, mo
     monkeypatch.setattr("sys.stderr", console_stream(2, writer, "utf-8"))
     monkeypatch.setattr("os.kill", ends)
     say_last("1 of 2 devices is bad")
-    threading.Timer(0.05, begin.set).start()  # however late: nothing is waited for but this
+    threading.Timer(0.05, begin.set).start()  # however late, this is the only wait
     end_launcher()
     assert len(b"".join(written).splitlines()) == 2
 
@@ -112,11 +112,11 @@ def test_a_slurm_job_hears_how_its_main_rank_ended(tmp_path: Path, monkeypatch: 
     note_end(15, by_any_rank=True)
     assert note.read_text() == "15\n"
     forget_end()
-    assert note.exists()  # the main one forgets it, at the next start
+    assert note.exists()  # the main one removes it at the next start
     note.unlink()
     monkeypatch.setenv("RANK", "0")
     note_end(1)
-    note_end(2)  # the first word counts
+    note_end(2)  # the first reason counts
     assert note.read_text() == "1\n"
     forget_end()
     assert not note.exists()

@@ -1,4 +1,4 @@
-"""A run whose logs cannot be written for a while: it goes on, and no record is lost unnamed."""
+"""Tests a run whose logs cannot be written for a while: it continues, and reports every lost record."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ from helpers.run_logs import (
 
 @contextlib.contextmanager
 def files_end_at(size_bytes):
-    """No file of this process grows further, as on a full disk."""
+    """Let no file of this process grow further, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -38,7 +38,7 @@ def files_end_at(size_bytes):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
-    """The kernel takes 20 bytes of the third record; TensorBoard's file is longer than that already."""
+    """The kernel accepts 20 bytes of the third record; TensorBoard's file is already longer."""
     wandb_run = Mock(id="abc")
     wandb = WandbSink(wandb_run, tmp_path, Alerts(1.5))
     path = tmp_path / "metrics.jsonl"
@@ -49,7 +49,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
         with files_end_at(len(before) + 20):
             for step in (3, 4, 5):
                 sinks.log(step_record(step))
-        assert path.read_bytes() == before  # no torn line
+        assert path.read_bytes() == before  # no partial line
         for step in (6, 7):
             sinks.log(step_record(step))
 
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_metrics_no_record(tmp_path, caplog):
 
 
 class ReluctantFile:
-    """Takes some bytes; then, as on a disk that fills up, one write is partial and the next one fails."""
+    """Accepts some bytes; then one write is partial and the next one fails, as on a disk that fills up."""
 
     def __init__(self, file, room):
         self._file, self.room, self.truncates = file, room, True
@@ -93,19 +93,18 @@ class ReluctantFile:
 
 @pytest.fixture
 def reluctant(tmp_path):
-    """A metrics file, and the one below it, which takes nothing but what a test lets it."""
+    """Return a metrics file, and the file below it, which accepts only what a test allows."""
     file = MetricsFile(tmp_path / "metrics.jsonl", json.dumps, most_waiting_bytes=4 * 30)
     file._file = ReluctantFile(file._file, room=0)
     return file, file._file
 
 
 def line_of(step):
-    """A line of 30 bytes with its end."""
     return {"step": step, "text": "a" * (7 - len(str(step)))}
 
 
 def test_lines_wait_through_several_outages_and_are_written_in_order(tmp_path, reluctant):
-    """One of them takes half a line, and the part cannot even be cut off again at once."""
+    """During an outage the file takes half a line, which cannot be removed at once."""
     file, below = reluctant
     path, events = tmp_path / "metrics.jsonl", []
     for step, room, truncates in [(1, 45, True), (2, 20, False), (3, 0, True), (4, 10_000, True)]:

@@ -1,5 +1,5 @@
-"""The fp32 weights of a phase in bf16 go on in the next one, in the same process or through a checkpoint. More ranks:
-tests/distributed/test_many_layouts.py."""
+"""Tests that a phase's fp32 weights in bf16 training continue in the next phase, in process or by a checkpoint.
+tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
@@ -36,7 +36,7 @@ from helpers.tiny_run import tiny_run
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 FIRST = dataclasses.replace(SPARSE, name="first", steps=3, lr=1e-4, min_lr=1e-4)
 BASE = dataclasses.replace(FIRST, name="base", train="base")
-"""Does not train all that the first one does."""
+"""Does not train everything that the first phase does."""
 ZERO = {"strategy": "deepspeed"}
 KINDS: dict[str, dict[str, Any]] = {
     "distributed": {},
@@ -49,12 +49,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process with other tests, what a run leaves is to be collected."""
+    """Allow garbage collection of a run's objects, because other tests share the process."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
-    """Parameter -> fp32 weight, flat; one rank has all of each."""
+    """Map each parameter to its flat fp32 weight; one rank has all of each."""
     names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
     return {names[id(part.parameter)]: part.tensors[MAIN_WEIGHT].clone() for part in optimizer.state_parts()}
 
@@ -88,7 +88,7 @@ def test_they_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
 
 
 def train(config: Config, folder: Path, resume_from: Path | None = None) -> list[dict[str, Any]]:
-    """The records of all phases, or the records after the checkpoint at the end of one."""
+    """Return the records of all phases, or those after a phase's final checkpoint."""
     tokenizer, records = Tokenizer(config.data.tokenizer), []
     start = Start()
     if resume_from is not None:
@@ -156,4 +156,4 @@ def test_they_take_no_memory_once_the_next_phase_has_them(monkeypatch: pytest.Mo
     run.phase_optimizer = open_phase(config, run.model, Start(), ranges[0], single_rank(), RunClock())
     assert train_phases(run, ranges) is not None
     assert alive == [[], [False], [False, False]]
-    assert len(kept) == 2  # none where a rewind begins again
+    assert len(kept) == 2  # none where a rewind starts again

@@ -1,4 +1,4 @@
-"""A start imports what it needs: megatron-core without loggers and compilers that no run calls."""
+"""Tests that a start imports megatron-core without loggers and compilers that no run calls."""
 
 import ast
 import subprocess
@@ -29,7 +29,7 @@ UNUSED = [
 
 
 def imports_of_the_command() -> str:
-    """All of them, also those that `run_command` makes late, in the order of the source."""
+    """Return all imports in the order of the source, also late ones of `run_command`."""
     tree = ast.parse(COMMAND.read_text("utf-8"))
     found = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert any(isinstance(node, ast.ImportFrom) and node.module == "gsa_train.train" for node in found)

@@ -1,4 +1,4 @@
-"""What a dry run says of memory where no step is traced; test_memory_trace.py compares it with real steps."""
+"""Tests a dry run's memory where no step is traced; test_memory_trace.py compares it with real steps."""
 
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -88,7 +88,7 @@ def test_partial_gradients_match_the_loss(monkeypatch, heads, dim, dtype):
     [((24, 2), 256, 40, 26000, 3), ((16, 1), 128, 40, 128000, 13), ((16, 1), 128, 40, 8000, 1)],
 )
 def test_segments_of_lists_fit_what_is_counted_for_them(monkeypatch, heads, head_size, tiles, keys, segments):
-    """Their gradients of q as a launch allocates them, on 132 multiprocessors; four waves come close to the bound."""
+    """A launch allocates their gradients of q on 132 multiprocessors; four waves come close to the bound."""
     pytest.importorskip("triton")
     from gsa_kernels.attention import triton_gathered_backward as backward
     from gsa_kernels.attention.inputs import GradientInputs
@@ -120,7 +120,7 @@ def test_segments_of_lists_fit_what_is_counted_for_them(monkeypatch, heads, head
 
 
 def test_no_launch_in_segments_takes_more_than_is_counted():
-    """By what it may have of programs, and one program of a tile's gradient of q."""
+    """The bound follows from the number of programs, and one program of a tile's gradient of q."""
     pytest.importorskip("triton")
     from gsa_kernels.attention.triton_gathered_backward import backward_tiles, count_segments
     from gsa_kernels.attention.triton_gathered_forward import heads_per_program
@@ -140,7 +140,8 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """These are made when what segments leave has gone: with one head of 128 in bf16 512 bytes a token."""
+    """Gradients of k and v are allocated after the segments' memory is free: 512 bytes per token with one bf16 head of
+    128."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)
@@ -179,4 +180,4 @@ def test_a_cuda_graph_holds_what_a_pass_needs():
     assert without.graph == 0
     assert with_graph.graph == with_graph.activations + max(with_graph.working, with_graph.logits)
     assert with_graph.total == pytest.approx(without.total + with_graph.graph)
-    assert estimate(graphs, phase=0).graph == 0  # the indexer alone learns
+    assert estimate(graphs, phase=0).graph == 0  # only the indexer trains

@@ -1,7 +1,7 @@
-"""What a dry run says of memory against the step itself, traced without contents.
+"""Compares a dry run's memory with the step itself, traced without contents.
 
-Layers, vocabulary and lengths come from the shipped configs: in small ones what grows with the tokens,
-with the weights and with neither would have other shares. Few layers, so that what is not a layer's shows.
+Layers, vocabulary and lengths come from the shipped configs, because in small ones the parts would have other shares.
+The models have few layers, so that memory outside of layers is visible.
 """
 
 import json
@@ -31,10 +31,10 @@ PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tenso
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2"]
-"""Four micro-batches: as many are on their way at most in a first stage of 4, and in the last one of two chunks."""
+"""Four micro-batches: as many are in flight at most in a first stage of 4, and in the last one of two chunks."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
-"""Or two of the 7B config's halves. What a second one finds of the first is in the cases of two."""
+"""Or two for halves of the 7B config. Cases of two test what a second micro-batch finds of the first."""
 
 EXPERT_2, FEW_WORDS = "parallel.expert=2", ["model.vocab_size=8192"]
 EXPERTS = [
@@ -101,8 +101,8 @@ experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
 16K tokens | GSA 0/1 SPARSE |
     train.seq_len_tokens=16384 train.micro_batch_size=1 train.global_batch_size=1 gsa.attention_kernel=masked
 """
-"""Name, config, rank and ranks, phase, overrides and lists of them by name. Two layers and two micro-batches
-where nothing else is said."""
+"""Name, config, rank and ranks, phase, overrides and lists of them by name. The default is two layers and two
+micro-batches."""
 Traced = tuple[str, list[str], int, int, int]
 
 
@@ -125,11 +125,11 @@ CASES = cases_of(TABLE)
 
 NIGHTLY = CASES.keys() - {"one rank", "recompute full", "first stage of 2", "last stage of 2"}
 COMPARED = ["one rank", "recompute full", "first stage of 2", "last stage of 2"]
-"""With each other."""
+"""Cases that are compared with each other."""
 
 
-# Queries of one layer's selection, and overrides: the whole sequence and runs of it, smaller budgets, and such large
-# ones that all scores are kept.
+# Queries of one layer's selection, and overrides: the whole sequence and runs of it, smaller budgets, and budgets so
+# large that all scores are kept.
 SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "whole": (0, 131072, []),
     "last half": (65536, 131072, []),
@@ -144,7 +144,7 @@ SELECTIONS: dict[str, tuple[int, int, list[str]]] = {
     "shared, 512K tokens": (0, 524288, [*SHARED, "train.seq_len_tokens=524288"]),
 }
 
-# Of one rank, whose second step is to leave what the first one left.
+# Cases of one rank, whose second step must leave the same memory as the first.
 TWO_STEPS: dict[str, list[str]] = {
     "two steps, recompute full": ["train.recompute=full"],
     "two steps over shared lists, recompute selective": [
@@ -160,7 +160,7 @@ TWO_STEPS: dict[str, list[str]] = {
 def traced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, int]]:
-    """In a process of their own: the kernels are imported for tensors of CPUs there."""
+    """Trace in a separate process, where kernels are imported for CPU tensors."""
     wanted = {*COMPARED, *chosen(request, test_the_dry_run_says_what_the_step_takes.__name__)}
     steps = {name: case for name, case in CASES.items() if name in wanted}
     selections = chosen(request, test_the_dry_run_says_what_a_selection_takes.__name__)
@@ -194,8 +194,11 @@ def overrides_of(case: tuple[str, list[str], int, int, int]) -> list[str]:
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
 def test_the_dry_run_says_what_the_step_takes(name: str, traced: dict[str, Any]) -> None:
-    """What the step adds to parameters and their state: not more than 3% short, since a run would be out of memory that
-    was to fit, nor 9% over; these within 0.5%. Workspaces of cuBLAS are not in a trace."""
+    """The step's memory, in addition to parameters and their state, is at most 3% above and 9% below the dry run's.
+
+    More would mean out of memory in a run that should fit. Parameters and state agree within 0.5%. A trace has no
+    workspaces of cuBLAS.
+    """
     config_path, _, rank, world_size, phase = case = CASES[name]
     config = load_config(REPOSITORY / config_path, overrides_of(case), world_size=world_size, need_data=False)
     stage = rank * config.parallel.pipeline // world_size
@@ -229,7 +232,7 @@ def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, 
 
 
 def test_the_trace_names_the_large_logits(traced: dict[str, Any]) -> None:
-    """Not vacuous: activations and logits are most of the peak, and differ between the cases."""
+    """Activations and logits are most of the peak, and differ between the cases, so the test can fail."""
     one_rank, recomputed, first_stage, last_stage = (traced[name] for name in COMPARED)
     assert one_rank["peak"] > 1.4 * one_rank["static"]
     assert recomputed["peak"] < one_rank["peak"]

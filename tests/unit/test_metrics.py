@@ -1,4 +1,4 @@
-"""The record of a logged step: what its speed is counted from."""
+"""Tests the record of a logged step: how its speed is computed."""
 
 import pytest
 import torch

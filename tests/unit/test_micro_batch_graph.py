@@ -1,7 +1,5 @@
-"""Passes that go through a graph do what the schedule does; here its replay calls the captured pass again.
-
-tests/gpu/test_graphs_on_gpu.py has real graphs.
-"""
+"""Tests that passes through a graph equal the schedule's; here a replay calls the captured pass again.
+tests/gpu/test_graphs_on_gpu.py has real graphs."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -36,7 +34,7 @@ MEASURED = 4
 
 
 class CalledAgain(MicroBatchGraph):
-    """Its replay reads nothing but what was there when the pass was captured."""
+    """Replays with only the data that existed when the pass was captured."""
 
     captures = 0
 
@@ -58,7 +56,7 @@ def trained(
     batches: Callable[[int], list[MicroBatch]],
     config: Config = CONFIG,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of some steps, one of them measured and one after a validation; the weights."""
+    """Return weights, and losses and gradient norms of steps, one of them measured and one after a validation."""
     model = tiny_model(config)
     optimizer = build_optimizer(model, phase, config)
     training = Training(
@@ -99,7 +97,7 @@ def test_every_bit_matches_the_schedule(phase: PhaseConfig, across: bool) -> Non
 
 @pytest.mark.parametrize("balancing", [{}, BIASES], ids=["loads", "biases"])
 def test_every_bit_of_a_mixture_of_experts_matches_the_schedule(balancing: dict[str, Any]) -> None:
-    """Routers count in the passes, and what balances them moves after each step."""
+    """Routers count in the passes, and their balancing changes after each step."""
     config = tiny_config(moe={**EXPERTS, **balancing})
 
     def batches(step: int) -> list[MicroBatch]:

@@ -1,4 +1,4 @@
-"""Weights of sources and best-fit packing in the training loop: batches, metrics, a resume with other weights."""
+"""Tests source weights and best-fit packing in the training loop: batches, metrics, a resume with other weights."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ TOKENIZER = Path(__file__).parents[2] / "data" / "sample" / "tokenizer.model"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A and B in turn, of 2 to 40 words."""
+    """Write A and B in turn, of 2 to 40 words."""
     folder = tmp_path_factory.mktemp("text")
     for shard in range(2):
         lines = [
@@ -87,7 +87,7 @@ def test_batches_without_filler_are_as_they_were(across: bool) -> None:
 def steps(
     config: Config, first: int, last: int, state: dict[str, Any] | None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Records and data state of the steps first + 1 to last of a run; its weights are new ones each time."""
+    """Return records and data state of the steps first + 1 to last of a run with new weights each time."""
     phase = dataclasses.replace(SPARSE, steps=last)
     tokenizer = Tokenizer(config.data.tokenizer)
     batches = TrainBatches(config, single_rank(), tokenizer, state)
@@ -117,7 +117,7 @@ def test_a_run_shows_its_mixture_and_goes_on_with_other_weights(text, caplog):
         assert by_source["A"] == by_source["(others)"] == 0
         assert by_source["B"] > record["tokens"] * (
             1 - record["packing_filler_share"]
-        )  # and what is in the pools
+        )  # This includes the pools.
         assert 0 <= record["packing_filler_share"] < 0.5
         assert 0 <= record["packing_cut_share"] <= 1
         assert record["packing_documents_per_block"] >= 1

@@ -1,4 +1,4 @@
-"""Steps of a mixture of experts: what moves its routers, what does not, and that a checkpoint holds it."""
+"""Tests steps of a mixture of experts: what changes its routers, and that a checkpoint contains it."""
 
 from typing import Any
 
@@ -36,7 +36,6 @@ def balances(model: Model) -> list[list[float]]:
 
 @BOTH
 def test_filler_counts_and_all_of_it_goes_one_way(moe: dict[str, Any]) -> None:
-    """As docs/how_to/mixture_of_experts.md says."""
     config = tiny_config(moe=moe)
     model = tiny_model(config)
     enter_phase(model, SPARSE)
@@ -80,7 +79,7 @@ def test_recomputation_changes_nothing(moe: dict[str, Any], recompute: str) -> N
 
 
 def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
-    """Nor on their order: the loads come from the previous step."""
+    """The order of micro-batches does not matter either, because the loads come from the previous step."""
     gradients = []
     for size in (1, 4):
         config = tiny_config(
@@ -96,7 +95,7 @@ def test_losses_of_the_router_do_not_depend_on_micro_batches() -> None:
 
 
 def test_no_experts_is_todays_model() -> None:
-    """The fields of experts cannot reach a dense model: megatron-core's config is the default's."""
+    """The fields of experts do not reach a dense model: megatron-core's config is the default's."""
     model = tiny_model(tiny_config())
     assert model.mcore_config.num_moe_experts is None
     assert model.mcore_config.moe_ffn_hidden_size is None

@@ -1,4 +1,4 @@
-"""What the host does about verdicts: when it reads them, what it counts, and its policies."""
+"""Tests what the host does with verdicts: when it reads and counts them, and its policies."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Steps:
-    """A monitor, and the verdicts that a made-up run sends it."""
+    """Holds a monitor, and sends it the verdicts of an invented run."""
 
     def __init__(self, state: MonitorState | None = None, **fields: Any) -> None:
         self.config = MonitorConfig(**fields)
@@ -43,7 +43,7 @@ class Steps:
         self.step = 0
 
     def take(self, kinds: str) -> SpikeFound | None:
-        """Steps one after another, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
+        """Take steps, each read at once: `.` is quiet, `s` a spike, `n` not a number."""
         for kind in kinds:
             self.send(kind)
             found = self.monitor.read(self.step)
@@ -126,7 +126,7 @@ def test_a_spike_that_does_not_end_ends_the_run(action: str) -> None:
 
 @pytest.mark.parametrize("delay", [0, 1, READ_DELAY_STEPS])
 def test_the_rate_is_lowered_for_the_same_steps_whenever_verdicts_are_read(delay: int) -> None:
-    """As a run that is stopped and goes on reads some of them sooner."""
+    """A run that stops and resumes reads some of them sooner."""
     steps = Steps(action="lower_lr", patience_steps=2, lower_lr_steps=5, lower_lr_factor=0.25)
     rates = []
     for kind in "..ss...ss........ss.......":

@@ -1,4 +1,4 @@
-"""A start after the monitor stopped the run: refused, unless something is different."""
+"""Tests that a start after the monitor stopped the run is rejected unless something changed."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ NEW = Arguments("", (), None, False, False, False, False, 1)
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Config:
-    """The config of a run that a spike at steps 7 to 9 ended."""
+    """Return the config of a run that a spike at steps 7 to 9 ended."""
     (tmp_path / "run").mkdir()
     note_stop(tmp_path / "run", MonitorStop("step 9: the loss is 9", 7, 9), saved_step=4)
     return with_skips(tmp_path)
@@ -58,7 +58,7 @@ def test_where_no_batch_is_known_to_be_the_cause_none_is_named(stopped: Config, 
     assert "iterations_to_skip" not in str(refusal.value)
     assert "--resume-after-stop" in str(refusal.value)
     with pytest.raises(SpikeAhead):
-        start(with_skips(tmp_path, 9, 10))  # which leave out nothing that is known
+        start(with_skips(tmp_path, 9, 10))  # these steps are not known as a cause
     start(stopped, resume_after_stop=True)
 
 

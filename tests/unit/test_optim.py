@@ -1,4 +1,4 @@
-"""A phase's optimizer: learning rates and decay by parameter, teardown, and megatron-core's Adam repaired."""
+"""Tests a phase's optimizer: learning rates and decay by parameter, teardown, and fixes of megatron-core's Adam."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PHASES = {
 @SHARDED
 @pytest.mark.parametrize("name", PHASES)
 def test_each_parameter_steps_at_its_own_rate_and_only_matrices_decay(name: str, sharded: bool) -> None:
-    """Adam's first step is known in closed form: lr * g / (|g| + eps)."""
+    """Adam's first step has a closed form: lr * g / (|g| + eps)."""
     phase, eps = PHASES[name], 1e-3
     config = tiny_config(
         [phase],
@@ -98,7 +98,7 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) ->
     model = tiny_model(config)
     before = named_weights(model)
     result = take_step(model, build_optimizer(model, SPARSE, config), batches, config, LR)
-    # Without clipping, too: a run would not notice a NaN.
+    # This also holds without clipping. Otherwise a run would miss a NaN.
     assert result.grad_norm == unclipped.grad_norm == pytest.approx(norm, rel=1e-5)
     assert norm > 100 * clip
     for name, after in named_weights(model).items():
@@ -109,15 +109,12 @@ def test_gradients_are_clipped_to_the_norm_over_all_parameters(sharded: bool) ->
 
 
 class LeavesOut(SpikeDetector):
-    """Calls every step a spike."""
-
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, grad_clip: float) -> Verdict:
         verdict = super().judge(loss, grad_norm, grad_clip)
         return verdict._replace(applied=torch.tensor(False))
 
 
 def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
-    """Weights, averages, fp32 weights, moments and step counts."""
     tensors = {
         name: value for name, value in model.gpt.state_dict().items() if isinstance(value, torch.Tensor)
     }
@@ -135,8 +132,7 @@ def state_tensors(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Te
 def test_an_update_left_out_leaves_no_trace(
     phase: PhaseConfig, precision: str, sharded: bool, why: str
 ) -> None:
-    """Not in weights, moments, step counts nor variance averages, to the last bit; and so the next step is as if the
-    batch had never been."""
+    """Weights, moments, step counts and variance averages keep their bits, so the next step is as without the batch."""
     config = tiny_config([phase], train={"precision": precision}, parallel={"distributed_optimizer": sharded})
     model, never = tiny_model(config), tiny_model(config)
     optimizer, its_own = build_optimizer(model, phase, config), build_optimizer(never, phase, config)
@@ -191,7 +187,7 @@ def test_the_update_norm_matches_the_change_in_the_weights(precision: str, shard
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool) -> None:
-    """Its wrapper hangs in a cycle through autograd that Python's collector cannot see."""
+    """The optimizer's wrapper is in a cycle through autograd that Python's collector cannot see."""
     config = tiny_config(
         train={"precision": precision},
         parallel={
@@ -217,8 +213,8 @@ def test_closed_optimizer_is_freed(precision: str, overlap: bool, sharded: bool)
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: bool) -> None:
-    """Its graph keeps autograd's nodes of the parameters, which the next phase's wrapper then shares: what is left of
-    the old one must hold nothing and change nothing, also while somebody has the old one."""
+    """The activation's graph keeps autograd's nodes of the parameters, which the next phase's wrapper shares. The rest
+    of the old wrapper must hold nothing and change nothing, even while it is referenced."""
     config = tiny_config([DENSE, SPARSE], parallel={"overlap_grad_reduce": overlap})
     found = []
     for keeps_activation, keeps_optimizer in ((False, False), (True, False), (True, True)):
@@ -242,7 +238,6 @@ def test_closed_optimizer_is_freed_where_a_module_keeps_an_activation(overlap: b
 
 
 def assert_same_weights(one: Model, other: Model) -> None:
-    """Parameters and moving averages."""
     states = one.gpt.state_dict(), other.gpt.state_dict()
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():

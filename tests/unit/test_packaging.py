@@ -1,4 +1,4 @@
-"""What an installation has, and that everything runs from a checkout without one."""
+"""Tests the contents of an installation, and that everything runs from a checkout without one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SCRIPTS = sorted(
 
 
 def run(code: str, *arguments: str, cwd: Path) -> str:
-    """What a fresh interpreter prints that knows none of our packages, neither by PYTHONPATH nor as installed."""
+    """Return the output of a fresh interpreter that finds none of our packages, by PYTHONPATH or installation."""
     hidden = "sys.meta_path = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and the import is quicker
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and the import is faster
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{hidden}\n{code}", *arguments],
         cwd=cwd,
@@ -44,7 +44,7 @@ def run(code: str, *arguments: str, cwd: Path) -> str:
 
 
 def test_every_script_puts_the_checkouts_packages_on_its_path_first() -> None:
-    """Before it imports one of them."""
+    """The path must be set before the first import of them."""
     assert len(SCRIPTS) > 20
     first = re.compile(r"^(sys\.path\[:0\] = |import harness$)|^(?:from|import) gsa_", re.MULTILINE)
     without = [script for script in SCRIPTS if not _puts_path_first(first, (ROOT / script).read_text())]
@@ -57,7 +57,7 @@ def _puts_path_first(first: re.Pattern[str], text: str) -> bool:
 
 
 def test_every_hint_to_install_names_an_extra_of_the_checkout() -> None:
-    """The package is on no registry: whoever takes the name there must not be installed by our hints."""
+    """The package is on no registry, so our hints must not install someone else's package of that name."""
     section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1]
     extras = set(re.findall(r"^(\w+) = \[", section.split("\n[")[0], re.MULTILINE))
     assert "hf" in extras
@@ -82,13 +82,13 @@ def tracked_files() -> list[str]:
 
 
 def test_no_checkpoint_is_tracked() -> None:
-    """What a killed run or bench leaves is not the repository's."""
+    """The repository must not contain what a killed run or bench leaves."""
     assert [name for name in tracked_files() if name.endswith((".distcp", ".metadata"))] == []
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Names of the files in each distribution's wheel, and its entry points under `SCRIPTS`."""
+    """Return the files in each distribution's wheel, and its entry points under `SCRIPTS`."""
     pytest.importorskip("setuptools", minversion="77")
     out = tmp_path_factory.mktemp("wheels")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -96,7 +96,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     if not any(names):
         pytest.skip("not a git checkout")
     source = out / "source"
-    for name in names:  # a copy, as setuptools writes build folders beside what it builds
+    for name in names:  # a copy, because setuptools writes build folders next to its input
         if name.endswith((".py", ".toml", ".yaml", ".typed", ".css", ".js", "README.md", "LICENSE")):
             copy = source / name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def test_versions_are_one() -> None:
 def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config("demo") == load_config(ROOT / "configs/demo.yaml")
-    assert find_config("configs/demo.yaml") == Path("configs/demo.yaml")  # a path is a path
+    assert find_config("configs/demo.yaml") == Path("configs/demo.yaml")  # a path stays a path
     Path("demo").write_text("run:\n  name: mine\n")
     assert load_config("demo").run.name == "mine"
     with pytest.raises(ValueError, match=r"or a name: demo, demo_moe, demo_sft, gated_only_1\.7b"):

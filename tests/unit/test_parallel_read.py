@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that cannot be filled: a fault of the file, or of who reads it."""
+"""Tests tensors of a checkpoint that cannot be filled: the file or the reader is at fault."""
 
 import io
 import zipfile
@@ -44,7 +44,7 @@ def test_what_is_no_tensor_is_a_fault_of_its_file(reader: ParallelReader, tmp_pa
     "error", [MemoryError("no room"), torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: ECC")]
 )
 def test_what_a_rank_cannot_take_over_is_no_fault_of_the_file(error, reader, tmp_path, monkeypatch):
-    """Its checkpoint would be left for an older one, and so would that."""
+    """If the file were blamed, an older checkpoint would replace it, and fail as well."""
 
     def fill(*_: object) -> None:
         raise error
@@ -65,7 +65,7 @@ def record_of(content: bytes) -> dict[str, FileRecord]:
 
 
 def test_ranks_that_read_different_bytes_are_no_damage_and_do_not_go_on(tmp_path: Path) -> None:
-    """One of them has filled in something else than what was written: whichever is noted first."""
+    """Of these ranks one has filled in wrong data, and which one is unknown."""
     (tmp_path / "0.distcp").write_bytes(b"12345678")
     right = zlib.crc32(b"1234")
     for wrong in (right - 1, right + 1):

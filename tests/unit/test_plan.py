@@ -1,4 +1,4 @@
-"""What a step does follows from its number, its phase and the config."""
+"""Tests that a step's actions follow from its number, its phase and the config."""
 
 import dataclasses
 from typing import Any
@@ -70,7 +70,7 @@ def test_nothing_is_logged_validated_or_saved_before_the_monitor_has_judged_it(s
         (3, {3, 4, 5}, 0, 5),  # where a stretch begins
         (4, {3, 4, 5}, 0, None),
         (5, {3, 4, 5}, 0, None),
-        (4, {3, 4, 5}, 3, 5),  # where a start comes into it
+        (4, {3, 4, 5}, 3, 5),  # where a start begins in it
         (7, {7, 8, 9, 10}, 0, 8),  # a phase ends it
         (9, {7, 8, 9, 10}, 0, 10),  # and the next one begins with the rest
         (7, {5, 7}, 0, 7),

@@ -1,4 +1,4 @@
-"""Figures come out of metrics.jsonl alone, whatever state the run left it in."""
+"""Tests that figures need only metrics.jsonl, whatever the state of the run."""
 
 import errno
 import json
@@ -84,7 +84,7 @@ def test_every_figure_of_a_complete_run(tmp_path):
 
 
 def draw_only(monkeypatch, *figures):
-    """Each takes a fifth of a second."""
+    """Draw only some figures, because each takes a fifth of a second."""
     monkeypatch.setattr(plots, "TITLES", {name: plots.TITLES[name] for name in figures})
     monkeypatch.setattr(plots, "LAYERS", {})
 
@@ -107,7 +107,7 @@ def test_the_loss_axis_follows_the_later_steps(tmp_path, monkeypatch):
 
 
 def test_small_counts_are_written_out(tmp_path, monkeypatch):
-    """`800m` spikes are no number that anybody reads."""
+    """Nobody reads `800m` spikes as a number."""
     draw_only(monkeypatch, "stability", "throughput")
     write_run(tmp_path / "run")
     axes_of = {}
@@ -155,7 +155,7 @@ def test_a_line_for_each_validation_set_and_source():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["a$b_{$c", "a\udcffb", "a\x1b[2J\nb"])
 def test_words_of_a_run_are_no_formulas(tmp_path, monkeypatch, name):
-    """matplotlib read `$b_{$` of a run's, a phase's or a source's name as mathematics, and found it wrong."""
+    """matplotlib parsed `$b_{$` in the name of a run, a phase or a source as mathematics, and failed."""
     draw_only(monkeypatch, "loss")
     write_run(tmp_path / name)
     path = tmp_path / name / "metrics.jsonl"
@@ -170,7 +170,7 @@ def test_words_of_a_run_are_no_formulas(tmp_path, monkeypatch, name):
 
 
 def test_layers_without_a_value_are_gaps(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "TITLES", {})  # the layers' titles alone
+    monkeypatch.setattr(plots, "TITLES", {})  # only the layers' titles
     write_run(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_text(path.read_text().replace("[0.3, 0.5]", "[0.3, null]", 1))
@@ -186,7 +186,6 @@ def test_figures_without_data_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_killed_run(tmp_path):
-    """Soon after it began: of most lines there is one point."""
     write_run(tmp_path / "run", steps=10, tail='{"step": 70, "phase": "spa')
     for path in write_plots(tmp_path / "run"):
         assert_picture(path)

@@ -1,4 +1,4 @@
-"""Where the time of a trace goes: torch's own events, made by hand as on a GPU, and by its profiler on a CPU."""
+"""Tests the times of a trace: torch's events made by hand as on a GPU, and by its profiler on a CPU."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gsa_train.profiling.trace_spans import trace_span
 from whole_steps.step_trace import in_columns
 
 MAIN, AUTOGRAD = 1, 2
-"""Threads, as the profiler numbers them. Launches that no operation stands around get the main thread's."""
+"""Thread numbers of the profiler. Launches outside of operations get the main thread's."""
 
 
 def on_host(
@@ -44,7 +44,6 @@ def on_host(
 
 
 def named(name: str, start: float, end: float, thread: int = MAIN) -> FunctionEvent:
-    """A range of the host's code."""
     return on_host(name, start, end, thread=thread, is_range=True)
 
 
@@ -76,14 +75,14 @@ NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
 
 
 def gpu_trace() -> EventList:
-    """Two steps, of 2 ms together: attention with an indexer, its backward pass on autograd's thread, an optimizer."""
+    """Return two steps, of 2 ms together: attention with an indexer, its backward pass, an optimizer."""
     return tree(
         [
             named(f"{STEP}*", 1000, 1500),
             named(f"{STEP}*", 1500, 2000),
             named("attention", 1010, 1100),
             named("indexer", 1040, 1060),
-            # Operations and launches are numbered apart: here alike, and crosswise.
+            # Operations and launches have separate numbers, here equal and crossed.
             on_host("aten::mm", 1015, 1030, number=11, sequence=7),
             on_host("cudaLaunchKernel", 1020, 1025, number=21),
             on_host("aten::bmm", 1045, 1055, number=21, sequence=8),
@@ -100,25 +99,25 @@ def gpu_trace() -> EventList:
             on_host("cudaLaunchKernel", 1232, 1233, 32, AUTOGRAD),
             kernel("gemm_again", 1500, 1550, 32),
             on_host(f"{BACKWARD}MmBackward0", 1250, 1270, 6, AUTOGRAD, sequence=7, forward_thread=AUTOGRAD),
-            # There, too, but in no operation: the profiler takes it for the main thread's.
+            # The launch is also in that thread, but in no operation, so the profiler assigns it to the main thread.
             on_host("cuLaunchKernelEx", 1260, 1262, 33, MAIN),
             kernel("triton_mlp_backward", 1550, 1650, 33),
-            # Beside it a collective on a stream of its own, alone at last.
+            # A collective runs on its own stream, alone at the end.
             on_host("c10d::_reduce_scatter_base_", 1300, 1320, 7),
             on_host("cudaLaunchKernelExC", 1310, 1311, 34),
             kernel(NCCL, 1600, 2100, 34, stream=20),
-            # A graph: one launch, two kernels.
+            # A graph has one launch and two kernels.
             named("optimizer", 1800, 1900),
             on_host("cudaGraphLaunch", 1850, 1860, 35),
             kernel("adam", 2200, 2300, 35),
             kernel("norm", 2300, 2400, 35),
-            # Launched before the trace began; and the host's ranges as drawn on the device; and no work.
+            # Launched before the trace; the host's ranges as drawn on the device; and no work.
             kernel("left_over", 900, 1010, 99),
             kernel("attention", 1030, 2900, 0, is_range=True),
             kernel("nccl:_reduce_scatter_base", 1600, 2950, 0, stream=20, is_range=True),
             named("nccl:_reduce_scatter_base", 1300, 1301),
             kernel("Context Sync", 2400, 2990, 36),
-            # The last work ends later than the host's last step.
+            # The last work ends after the host's last step.
             on_host("aten::add", 1950, 1960, 8),
             on_host("cudaLaunchKernel", 1951, 1952, 37),
             kernel("add", 2900, 3000, 37),
@@ -135,11 +134,11 @@ EXPECTED = {
     "exposed communication": 0.45,
     "idle": 0.02 + 0.1 + 0.5,
 }
-"""Milliseconds of both steps, of 2.0 together."""
+"""Milliseconds of both steps, 2.0 together."""
 
 
 def rows(table: str) -> dict[str, float]:
-    """Milliseconds per step by part, without those that took none."""
+    """Return milliseconds per step by part, without zeros."""
     lines = table.split("\n\n")[1].splitlines()[1:]
     found = {line[:24].strip(): float(line[24:34]) for line in lines}
     return {part: milliseconds for part, milliseconds in found.items() if milliseconds}
@@ -178,7 +177,7 @@ def test_columns_of_the_bench() -> None:
 
 
 class Double(torch.autograd.Function):
-    """As our kernels are called: what runs is no operation that autograd knows."""
+    """Runs no operation that autograd knows, like our kernels."""
 
     @staticmethod
     def forward(context: object, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +189,7 @@ class Double(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """As megatron-core recomputes: a backward pass within the backward pass."""
+    """Recomputes as megatron-core does: a backward pass within the backward pass."""
 
     @staticmethod
     def forward(context: Any, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -242,10 +241,9 @@ def test_a_profiled_step_on_the_cpu() -> None:
 
 
 def test_kernels_follow_the_operations_of_a_real_trace() -> None:
-    """Had each of these operations of a real step, and of its backward pass, launched a kernel."""
+    """Each operation of a real step and its backward pass is treated as launching a kernel."""
     expected = {
-        # Forward and twice backward, except the first input, which needs no gradient; recomputed products run
-        # forward twice.
+        # Forward and twice backward, except the first input without a gradient; recomputed products run forward twice.
         ("aten::mm", "attention"): 2,
         ("aten::mm", "indexer"): 3,
         ("aten::mm", "mlp"): 4,

@@ -1,4 +1,4 @@
-"""The console line: its columns, its placeholders, and the time that is left."""
+"""Tests the console line: its columns, its placeholders, and the remaining time."""
 
 import fcntl
 import math
@@ -93,7 +93,7 @@ def test_time_left_follows_a_change_of_speed(capsys):
         clock.now = now
         progress.show(RECORD | {"step": step})
     etas = [line.split("eta ")[1] for line in capsys.readouterr().out.splitlines()]
-    # 1 s per step; then 11 s per step count with 0.3: 0.7 * 1 + 0.3 * 11 = 4 s, for 70 steps
+    # Steps take 1 s; a step of 11 s counts with 0.3: 0.7 * 1 + 0.3 * 11 = 4 s, for 70 steps.
     assert etas == ["1m30s", "1m20s", "4m40s"]
 
 
@@ -127,7 +127,7 @@ def test_a_terminal_with_a_width_gets_the_bar(columns, is_bar):
     assert done.stdout.startswith("step    120/600  warm-up") is not is_bar
     os.write(theirs, b"end")
     shown = b""
-    while not shown.endswith(b"end"):  # the kernel hands it over in pieces
+    while not shown.endswith(b"end"):  # the kernel delivers it in pieces
         shown += os.read(ours, 10_000)
     assert (b"120/600  warm-up  loss 5.1234" in shown) is is_bar
     os.close(ours)
@@ -143,7 +143,7 @@ def test_compact(value, text):
 
 
 def test_words_of_the_users_data_begin_no_line_and_move_no_cursor(capsys, caplog):
-    """Sources of documents have any name, and what the data's own templates say is quoted."""
+    """Sources of documents have any name, and logs quote the data's own templates."""
     word = "\x1b[2J a\nb\u2028\x9b"
     shown = r"\x1b[2J a\nb\u2028\x9b"
     progress = Progress(10, interactive=False)

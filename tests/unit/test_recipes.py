@@ -1,4 +1,4 @@
-"""Where to add a thing (docs/code.md): each row of its table, followed in a copy of the packages, and trained with."""
+"""Follows each row of the table in docs/code.md in a copy of the packages, and trains with the addition."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ]
     },
 }
-"""Row of the table -> file -> (what stands there, what is written before it)."""
+"""Maps a row of the table and a file to (existing text, text that is inserted before it)."""
 
 
 def test_a_row_names_the_files_of_its_addition() -> None:

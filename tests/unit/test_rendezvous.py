@@ -1,4 +1,4 @@
-"""A port that is taken is said in one line. Where torchrun makes the port, it says so itself."""
+"""Tests the one-line error for a port in use. If torchrun opens the port, it reports the error itself."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from gsa_train.distributed.parallel import RendezvousError, _join_world
 def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def join(*_arguments: Any, **_options: Any) -> None:  # as rank 0, and this process may be in a world
+    def join(*_arguments: Any, **_options: Any) -> None:  # as rank 0, because this process may be in a world
         dist.TCPStore("127.0.0.1", taken.port, is_master=True, wait_for_workers=False)
 
     monkeypatch.setattr(dist, "init_process_group", join)
@@ -37,7 +37,7 @@ def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_rank_without_the_address_of_the_others(monkeypatch, environment, missing):
-    """As of a shell in which RANK was left over, or a launcher that is not torchrun."""
+    """RANK may be left over in a shell, or the launcher is not torchrun."""
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", **environment}.items():

@@ -1,4 +1,4 @@
-"""The HTML report: one page with everything in it, out of whatever state a run left its folder in."""
+"""Tests the HTML report: one self-contained page, whatever the state of the run's folder."""
 
 import html
 import itertools
@@ -30,7 +30,7 @@ CHART = re.compile(r'<figure><figcaption>(.*?)</figcaption>.*?Plotly\.newPlot\(\
 
 
 def charts_in(page):
-    """Title -> (lines, layout), as plotly's JavaScript gets them."""
+    """Map a title to (lines, layout), as plotly's JavaScript gets them."""
     found, decoder = {}, json.JSONDecoder()
     for match in CHART.finditer(page):
         lines, end = decoder.raw_decode(page, match.end())
@@ -75,7 +75,7 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
 
     path = write_report([run], run / "report.html")
     page = path.read_text()
-    # Plotly's JavaScript is inside, once, and nothing is fetched.
+    # Plotly's JavaScript is included once, and nothing is fetched.
     own = without_plotly(page)
     assert not re.findall(r"https?://[^\"'\s<]+", own)
     assert not re.search(r"<(?:link|img|iframe)|\ssrc=|url\((?!#)|@import", own)
@@ -113,14 +113,14 @@ def test_a_page_of_one_run_holds_everything(tmp_path):
     assert picture["x"] == [0, 10, 20, 30, 40, 50, 60]
     ((heads,), layout) = charts_in(page)["attention to the document's first token, newest step"]
     assert heads["z"] == [[0.1, 0.5], [0.6, None]]
-    assert layout["meta"]  # its x axis follows no zoom
+    assert layout["meta"]  # its x axis does not zoom
     positions = lines_of(page, "attention by the key's position in its document")
     assert [(line["name"], line["y"][0]) for line in positions] == [("0", 0.25), ("1-3", 0.75)]
     assert set(re.findall(r'<h2 id="(\w+)"', page)) == {"runs", "events", "train", "gsa", "stability"}
 
 
 def phase_names(phases, last_step):
-    """(text, end that it is anchored at, its place, row) of each name above a chart."""
+    """Return (text, anchored end, its place, row) of each name above a chart."""
     run = Mock(phases=phases, records=[{"step": 1}, {"step": last_step}], last_step=last_step, events=[])
     names, _ = charts._phase_names(run, 0, last_step)
     return [(name["text"], name["xanchor"], name["x"], name["yshift"] // charts.ROW_PIXELS) for name in names]
@@ -151,7 +151,6 @@ def test_the_loss_axis_is_not_ruled_by_the_first_steps_nor_by_a_spike():
 
 
 def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
-    """Whatever the losses of the n-gram models are."""
     write_run(tmp_path / "a", every=1)
     (tmp_path / "a" / "summary.json").write_text(
         '{"steps": 60, "unigram_perplexity": 1e6, "bigram_perplexity": null}'
@@ -168,7 +167,7 @@ def test_the_axis_of_a_chart_is_the_shown_range(tmp_path):
 
 
 def test_learning_rates_that_coincide_are_all_seen(tmp_path):
-    """Each line lies on top of a wider one of another color."""
+    """Each line is on top of a wider one of another color."""
     write_run(tmp_path / "a")
     records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     for record in records:
@@ -242,7 +241,7 @@ def test_tokens_of_a_run_whose_batch_became_larger(tmp_path):
     write_run(tmp_path / "a")
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    for record in records[3:]:  # from step 31 on four times as large
+    for record in records[3:]:  # four times as large from step 31 on
         record["tokens"] = 30_000 + 4_000 * (record["step"] - 30)
     (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     knots = token_knots(records)
@@ -268,7 +267,7 @@ def test_a_save_that_ended_in_the_next_phase_begins_no_phase_again(tmp_path):
     assert [(name["x"], name["text"]) for name in layout["annotations"]] == [(0, "warm-up"), (30, "sparse")]
     assert [line["x0"] for line in layout["shapes"]] == [30]
     *_, budget = lines_of(page, "budget k_t (keys)")
-    assert budget["x"][-3:] == [40, 50, 60]  # no gap between
+    assert budget["x"][-3:] == [40, 50, 60]  # without a gap
     assert budget["y"][-3:] == [5.0] * 3
 
 
@@ -301,7 +300,7 @@ def test_thousands_of_flagged_steps_are_few_marks(tmp_path):
 
 
 def test_every_event_that_is_logged_is_known():
-    """A new one needs a row in the report, and, if a person should hear of it, an alert."""
+    """A new event needs a row in the report, and, if a person should know of it, an alert."""
     sources = "".join(path.read_text() for path in Path(gsa_train.__file__).parent.rglob("*.py"))
     logged = set(re.findall(r'(?:"event": |_event\(\s*)"(\w+)"', sources)) | {"checkpoint_failed"}
     assert logged >= {"spike", "rewind", "skipped_batches", "checkpoint_damaged", "warning"}
@@ -342,7 +341,7 @@ def test_the_commit_of_a_frozen_source(tmp_path, listed, commit, monkeypatch):
     assert source_commit(tmp_path / "source") == commit
     assert (
         source_commit(Path(__file__).parents[2]) == "def"
-    )  # a checkout whose files may be newer than its git
+    )  # The files of a checkout may be newer than its git.
     assert read_starts(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""A restart by torchrun or Slurm is told from a new start of the same command."""
+"""Tests that a restart by torchrun or Slurm is distinguished from a new start of the same command."""
 
 from types import SimpleNamespace
 
@@ -49,8 +49,8 @@ def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expecte
 
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
 def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
-    """torchrun over several nodes without --rdzv-id. The folder was opened at 100: a launcher of then goes on, on
-    whichever node; where none is left, a new job lost its first start before it opened the folder."""
+    """torchrun starts on several nodes without --rdzv-id, and the folder was opened at 100. A launcher from then
+    continues, on any node. If none is left, a new job lost its first start before it opened the folder."""
     for name, value in NAMELESS.items():
         environment.setenv(name, value)
     environment.setattr(job_start, "time", SimpleNamespace(time=lambda: 100.0))
@@ -73,7 +73,7 @@ def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environ
         b"ab\n100.0\n8d5a7c0",
         b"ab\n100.0\n00000000\n",
         b"\xff\n100.0\n00000000\n",
-        b"\x0e100.0\n12345678\n",  # of a job without a name, one bit wrong in the first byte
+        b"\x0e100.0\n12345678\n",  # a job without a name, with a wrong bit in the first byte
     ],
 )
 def test_a_damaged_note_is_named_and_ends_nothing(content, tmp_path, environment, caplog):

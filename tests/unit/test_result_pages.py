@@ -1,4 +1,4 @@
-"""Pages of results: of records and benches' files, with the paper's words and a person's beside them."""
+"""Tests pages of results from records and bench files, with the paper's claims and a person's text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     assert "one,2,val_loss,val_loss,at the end,21.0," in (out / "small.csv").read_text()
     assert lines_of(out / "README.md", "| [Two") == ["| [Two models](small.md) | 3 of 4 | No verdict yet. |"]
 
-    # What a person writes stays: a page's verdict, and what stands above the table of studies.
+    # A person's text stays: a page's verdict, and the text above the table of studies.
     said = "Reproduced in small.\n\nOne is better.\n"
     page = (out / "small.md").read_text()
     assert page.endswith("\n## Verdict\n\nNo verdict yet.\n")
@@ -114,7 +114,7 @@ def test_losses_are_shown_where_half_the_arms_have_recorded_theirs(
 def test_wrong_folders_and_damaged_benches_write_no_pages(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that is not there would make pages of nothing in the place of those that are."""
+    """A missing folder would otherwise replace existing pages by empty ones."""
     for option in ("--studies", "--benches"):
         monkeypatch.setattr(
             "sys.argv", ["results.py", "--studies", "studies", "--out", "out", option, "typo"]
@@ -183,7 +183,7 @@ def test_time_and_memory_over_dense_attention(folder: Path) -> None:
 def test_the_theory_of_one_layer_by_hand() -> None:
     model = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=8)
     config = Config(model=model, gsa=GSAConfig(indexer_heads=1, indexer_dim=3, k_base=2))
-    # Queries of 4 tokens see 1, 2, 3 and 4 keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
+    # Queries of 4 tokens have 1 to 4 causal keys, and select 1, 2, 2 and 2; a score takes 2 (3 + 1) operations.
     dense, selected, scores = 4 * 16 * 2.5, 4 * 16 * 1.75, 8 * 2.5
     assert forward_ratio(config, 4, 1) == pytest.approx((selected + scores) / dense)
     assert forward_ratio(config, 4, 2) == pytest.approx((selected + scores / 2) / dense)
@@ -191,8 +191,8 @@ def test_the_theory_of_one_layer_by_hand() -> None:
 
 
 def test_steps_over_lengths(folder: Path) -> None:
-    """The newest row of a case, over the standard model's of the same device, commit and micro-batch. Whole models by
-    their own steps where these were measured, else as scaled ones. The page shows the deepest models."""
+    """The page shows a case's newest row divided by the standard model's of the same device, commit and micro-batch.
+    Whole models use their own steps if measured, and scaled ones otherwise. The page shows the deepest models."""
     common = {"gpu": "H200", "commit": "b", "shape": "94m", "length": 8192, "layers": 12, "peak_gib": 10.0}
     gsa = {**common, "model": "gsa", "flops_limit": 1.25, "r": 3.5}
     rows = [
@@ -232,7 +232,7 @@ def test_the_theory_of_prefill_by_hand() -> None:
     config = Config(model=model, gsa=gsa)
     of_both = 2 * (4 * (16 + 2 * 8) + 16 * 4) + 2 * 3 * 4 * 5  # projections, feed-forward layer
     gates = 2 * (4 * 8 + 4 * 16)
-    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the keys that are seen
+    indexer = 2 * 4 * (3 + 1 + 3) + 8 * 2.5  # queries, head weight and key; scores of the causal keys
     ratio = (of_both + gates + indexer + 4 * 16 * 1.75) / (of_both + 4 * 16 * 2.5)
     assert prefill_ratio(config, 4, is_shared=False) == pytest.approx(ratio)
     assert prefill_ratio(None, 4, is_shared=False) is None

@@ -1,4 +1,4 @@
-"""The record of a study in docs/results: pages without run folders, new runs beside those whose folders are gone."""
+"""Tests the record of a study in docs/results: pages without run folders, and new runs next to recorded ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def lose_folders(folder: Path) -> None:
 
 
 def values(folder: Path) -> dict[tuple[str, str, str], float]:
-    """(run, key, at) -> value"""
     return dict(read_record(small(folder), folder / "out").values)
 
 
@@ -118,7 +117,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
     assert [point.loss for point in of_one.losses] == [14.0, 10.0, 9.0]
     path = (
         of_one.folder / "summary.json"
-    )  # it is trained again, and not yet finished: the record has the old one
+    )  # It is trained again, but not yet finished: the record has the old one.
     path.write_text(json.dumps({"steps": 5}))
     before = contents(folder)
     assert main() == 0
@@ -126,7 +125,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
 
 
 def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
-    """Their values are known there alone: a faster run has none, a slower one is read there."""
+    """Recorded values are known only at that time: a faster run has none, a slower one is read there."""
     ask(folder, metrics=[{"key": "loss", "equal_time": True}])
     finish(folder, "one", 1, 20.0)
     assert main() == 0

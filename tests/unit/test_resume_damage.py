@@ -1,4 +1,4 @@
-"""Which checkpoint a start takes when some are damaged, missing, or named by hand."""
+"""Tests which checkpoint a start uses if some are damaged, missing, or named by hand."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ STEPS = (2, 4, 6)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints at the steps 2, 4 and 6, to be copied."""
+    """Write checkpoints at steps 2, 4 and 6, to copy."""
     folder = tmp_path_factory.mktemp("written")
     config = tiny_config([SPARSE])
     model = tiny_model(config)
@@ -38,7 +38,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(written: Path, tmp_path: Path) -> Config:
-    """The config of a run that has these checkpoints."""
+    """Return the config of a run that has these checkpoints."""
     shutil.copytree(written, tmp_path / "run" / "checkpoints")
     logging = {"wandb": "disabled", "tensorboard": False}
     return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)
@@ -52,7 +52,6 @@ def start_of(config: Config, **arguments: Any) -> Start:
 
 
 def go_on(config: Config, **arguments: Any) -> Start:
-    """A start that nothing refuses: it opens the run folder."""
     start = start_of(config, **arguments)
     open_run_folder(config, start, single_rank(), RunClock()).log.close(0)
     return start
@@ -63,7 +62,7 @@ def checkpoints_of(config: Config) -> Path:
 
 
 def cut(folder: Path) -> None:
-    """Half of a file, as a full disk leaves it."""
+    """Truncate a file to half, as a full disk does."""
     path = folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -79,7 +78,7 @@ def test_an_intact_run_goes_on_from_its_newest(config: Config) -> None:
 
 @pytest.mark.parametrize("moved", ["checkpoints", "checkpoints/step_00000006"])
 def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_path):
-    """Taken for another run's, they were refused, or made the outputs of this one move to previous/."""
+    """Linked checkpoints were once rejected as another run's, or moved this run's outputs to previous/."""
     run, far = tmp_path / "run", tmp_path / "large_disk" / "deep" / "moved"
     far.parent.mkdir(parents=True)
     (run / moved).rename(far)
@@ -92,7 +91,7 @@ def test_checkpoints_that_a_link_leads_to_are_the_runs_own(moved, config, tmp_pa
 
 
 def test_an_older_checkpoint_named_by_a_link_elsewhere_counts_as_that(config: Config, tmp_path: Path) -> None:
-    """What is newer is set aside, else a restart before the next save would go on from there."""
+    """Newer checkpoints are set aside; otherwise a restart before the next save would use them."""
     (tmp_path / "link").symlink_to(checkpoints_of(config) / "step_00000004")
     assert go_on(config, resume_from=str(tmp_path / "link")).same_run
     assert start_of(config).step == 4
@@ -115,7 +114,7 @@ def test_a_latest_that_names_nothing_beside_it_counts_as_absent(content, config,
     assert find_checkpoint(checkpoints) == checkpoints / "step_00000006"
     assert start_of(config, resume_from=str(checkpoints / "step_00000004")).step == 4
     go_on(config, resume_from=str(checkpoints / "step_00000004"))
-    assert start_of(config).step == 4  # a restart goes on from there, not from step 6
+    assert start_of(config).step == 4  # a restart continues there, not at step 6
 
 
 def test_a_checkpoint_that_is_gone_is_passed_over_once(config: Config) -> None:
@@ -171,7 +170,6 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(config: Config, by_
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
-    """On a node without the shared folder."""
     is_dir = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: path.name != "step_00000006" and is_dir(path))
     message = r"step_00000006 is damaged: rank 0 on \S+ does not see it"
@@ -180,7 +178,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(config, monkeypatch):
 
 
 def test_an_older_checkpoint_that_was_asked_for_is_where_the_run_stands(config: Config) -> None:
-    """A kill before the next save: the restart goes on from there, too, and no step's record is lost."""
+    """After a kill before the next save, the restart continues there, too, and no step's record is lost."""
     run_dir = checkpoints_of(config).parent
     lines = [json.dumps({"step": step, "phase": "sparse", "loss": 1.0}) for step in range(1, 7)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""What a checkpoint's position in the text meets at a resume: the same data, other data, another tokenizer."""
+"""Tests a resume with a checkpoint's position in the text: the same data, other data, another tokenizer."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_other_data_is_refused_until_it_is_accepted(tmp_path, config, tokenizer,
     accepted = opened(changed, saved, tokenizer, accept=True)
     assert "--accept-new-data: the text starts at its beginning" in caplog.text
     before, fresh = accepted.counters, opened(changed, None, tokenizer)
-    assert before == saved["counters"]  # they go on
+    assert before == saved["counters"]  # they continue
     for _ in range(2):
         for mine, its in zip(accepted.next_step(), fresh.next_step(), strict=True):
             assert mine.tokens.equal(its.tokens)
@@ -105,7 +105,7 @@ def test_other_data_is_refused_until_it_is_accepted(tmp_path, config, tokenizer,
     assert (state["cursors"], state["consumed_samples"]) == (fresh.state()["cursors"], 2 * 4)
     assert accepted.counters["documents"] == before["documents"] + fresh.counters["documents"]
 
-    # The option may stay on: where the data is the checkpoint's, it does nothing.
+    # The option may stay on: if the data is the checkpoint's, it has no effect.
     again, plain = opened(changed, state, tokenizer, accept=True), opened(changed, state, tokenizer)
     assert again.next_step()[0].tokens.equal(plain.next_step()[0].tokens)
     assert again.state() == plain.state()
@@ -137,7 +137,7 @@ def test_another_tokenizer_or_eos_is_refused_in_any_case(config, tokenizer, save
     for accept in (False, True):
         with pytest.raises(ResumeError, match=r"set data\.eos_token=</s>") as refusal:
             opened(with_data(config, seed=5), saved, other, accept)
-        assert "saved with seed=0" in str(refusal.value)  # all that differs is named
+        assert "saved with seed=0" in str(refusal.value)  # all differences are named
         assert "--accept-new-data" not in str(refusal.value)
 
 
@@ -156,7 +156,7 @@ def test_text_that_cannot_be_opened(config: Config, tokenizer: Tokenizer) -> Non
 
 
 def other_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any] | DataFault) -> None:
-    """A second rank that finds the same except for `change`, or fails."""
+    """Simulate a second rank that finds the same except for `change`, or fails."""
 
     def gather(found: list[Any], mine: dict[str, Any]) -> None:
         found[:] = [mine, change if isinstance(change, DataFault) else mine | change]
@@ -263,7 +263,7 @@ def test_readers_that_share_lanes_are_said(config, tokenizer, caplog, workers, i
 
 
 def test_a_shard_of_the_same_size_is_named(tmp_path, config, tokenizer, saved):
-    """Also where all that is known of it is its size: a state of before there were samples goes on."""
+    """The shard is named even if only its size is known. A state from before there were samples continues."""
     shard = next(path for path in sorted(Path(config.data.train_dir).rglob("*")) if path.is_file())
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

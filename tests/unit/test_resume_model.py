@@ -1,4 +1,4 @@
-"""Which fields of the model a checkpoint holds a run to."""
+"""Tests which model fields a resume must keep from its checkpoint."""
 
 import dataclasses
 from pathlib import Path

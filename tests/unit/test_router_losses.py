@@ -1,5 +1,5 @@
-"""The losses of a router are means over the tokens of the global batch, times their coefficients: in gradients, against
-autograd of the definitions, whatever the micro-batches."""
+"""Compares gradients of a router's losses with autograd of their definitions, for any micro-batches. The losses are
+means over the tokens of the global batch, times their coefficients."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def gradient(balance: float, z: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last layer's router, after which there is no other one; its weight, and what went into it, [T, d]."""
+    """Return the gradient of the last layer's router, its weight, and its input, [T, d]."""
     moe = {**SIZES, "balance_coeff": balance, "z_loss_coeff": z}
     config = tiny_config([DENSE], moe=moe, train={"micro_batch_size": size})
     model = tiny_model(config)
@@ -43,7 +43,7 @@ def test_their_gradients_match_the_definitions(size: int) -> None:
 
 
 def test_transformers_coefficient_is_another_one() -> None:
-    """As the text of `moe.balance_coeff` says: theirs is ours times top_k, of the means over all layers."""
+    """The text of `moe.balance_coeff` says: theirs is ours times top_k, of the means over all layers."""
     layers, top_k = 3, 2
     logits = torch.randn(500, 8)
     scores = logits.softmax(-1)

@@ -1,4 +1,4 @@
-"""What a start makes of its run folder: one run at a time, what changed since the checkpoint, an older summary."""
+"""Tests what a start does with its run folder: one run at a time, changes since the checkpoint, an older summary."""
 
 import dataclasses
 import errno
@@ -55,7 +55,6 @@ def config(tmp_path: Path) -> Config:
 
 
 def open_at(step: int, config: Config, validation_due: bool = False) -> None:
-    """A start at a checkpoint of the run's own."""
     checkpoint = Path(config.run.dir) / "run" / "checkpoints" / f"step_{step:08d}"
     state = dataclasses.replace(run_state(step, config), validation_due=validation_due)
     start = Start(checkpoint, state, same_run=True)
@@ -91,7 +90,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_one_is_over(tmp_p
         RunFolderError, match=f"another run writes {tmp_path}: process {other.pid} on .* delete"
     ):
         lock.take()
-    other.kill()  # no farewell
+    other.kill()  # without cleanup
     other.communicate()
     lock.take()
     lock.take()
@@ -196,7 +195,7 @@ def test_a_start_after_a_line_that_a_full_disk_cut_off(config: Config, tmp_path:
 
 @pytest.mark.parametrize("due", [True, False])
 def test_a_validation_that_is_made_up_for_again_is_there_once(due, config, tmp_path):
-    """The start before this one has made up for it, and ended before it saved."""
+    """The previous start repeated it, and ended before it saved."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     records = [{"step": 6, "phase": "sparse"}, {"step": 6, "phase": "sparse", "event": "validation"}]
@@ -241,7 +240,7 @@ WRITTEN = (
 @pytest.mark.parametrize("leads", ["symbolic", "symbolic, of its .tmp", "hard"])
 @pytest.mark.parametrize("name", [*WRITTEN, FILE])
 def test_no_file_of_the_folder_is_written_through_a_link(name, leads, config, tmp_path):
-    """The start does without it or names it; what the link leads to is another's."""
+    """The start skips or names it, because the link's target belongs to someone else."""
     run, target = tmp_path / "run", tmp_path / "of_another"
     open_at(6, config)
     (run / "summary.json").write_text('{"steps": 6}')
@@ -283,7 +282,7 @@ def test_a_pipe_in_place_of_a_file_is_named_at_once(config: Config, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "previous"])
 def test_an_output_folder_on_another_disk_stays_there(name, config, tmp_path, caplog):
-    """The link moved to previous/ without a word, and the run went on on the small disk."""
+    """The link once moved to previous/ silently, and the run continued on the small disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     disk.mkdir()
@@ -318,7 +317,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named_before_anything_moves(confi
 
 
 def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, monkeypatch):
-    """Two launchers of a new run: the second one chose step 0 while the first one trained, then moved its run away."""
+    """A second launcher of a new run once chose step 0 while the first one trained, then moved its run away."""
     for name in ("join_world", "check_same_config", "warn_of_cpus", "check_health", "check_presence"):
         monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
@@ -335,7 +334,7 @@ def test_the_step_to_start_from_is_chosen_with_the_lock_held(config, tmp_path, m
 
 
 def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_there(tmp_path, monkeypatch):
-    """It held the lock of a file that the other had removed with its folder, and a third one the new file's."""
+    """The waiting start once held the lock of a removed file, and a third start the new file's."""
     path, opened = tmp_path / "run" / FILE, []
 
     def open_and_lose(of: Path) -> IO[str]:
@@ -355,7 +354,7 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
 
 
 def test_a_refused_start_removes_no_folder_in_which_another_has_trained(tmp_path, monkeypatch):
-    """Both have looked whether it is there before one of them makes it."""
+    """The two starts check for the folder before one of them makes it."""
     first, second = (RunLock(tmp_path / "run", single_rank()) for _ in range(2))
 
     def open_late(path: Path) -> IO[str]:

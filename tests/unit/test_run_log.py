@@ -1,4 +1,4 @@
-"""Every record has the time of its making, whichever way it goes, and after a resume, too."""
+"""Tests that every record has the time of its creation, by any path, also after a resume."""
 
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,6 @@ def test_a_late_record_comes_before_the_next_one_and_at_the_latest_at_the_end(tm
 
 
 def test_where_nothing_is_written_late_records_are_made_all_the_same() -> None:
-    """They also tell the monitor what it warns of and saves."""
     made: list[int] = []
     log = RunLog(None, None, None, writes_late=True)
     log.log_late(partial(made.append, 1))

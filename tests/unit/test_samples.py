@@ -1,4 +1,4 @@
-"""Samples of fixed prompts: the argmax of the training model's own logits, on any layout; training does not notice."""
+"""Tests samples of fixed prompts: the argmax of the model's logits on any layout, without an effect on training."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ PROMPTS = ["abc", "hello"]
 
 
 class Letters:
-    """A tokenizer of 27 tokens: EOS and the letters."""
+    """Tokenizes with 27 tokens: EOS and the letters."""
 
     vocab_size, eos_id, stop_ids = 27, EOS, (EOS,)
 
@@ -52,7 +52,7 @@ def model() -> Model:
 
 
 def by_whole_logits(model: Model, text: str) -> tuple[str, bool]:
-    """Token after token, each the argmax over the logits of a sequence that is filled up with other tokens."""
+    """Generate token by token, each the argmax over the logits of a sequence padded with other tokens."""
     letters = Letters()
     tokens = letters.encode_prompt(text).tolist()
     start = len(tokens)
@@ -87,7 +87,7 @@ def test_samples_are_the_argmax_of_the_models_logits(model: Model) -> None:
 
 @pytest.mark.parametrize("stop", [EOS, 26], ids=["document", "turn"])
 def test_what_ends_is_not_gone_on_with(model: Model, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output layer is made to write the end of the document, or of a turn, after whatever it writes second."""
+    """The output layer is changed to write the end of the document, or of a turn, as the third token."""
     monkeypatch.setattr(Letters, "stop_ids", (EOS, stop))
     first = samples_of(model)
     calls: list[int] = []
@@ -164,7 +164,7 @@ def record_of(step: int, text: str) -> dict[str, Any]:
 
 
 def test_where_samples_go(tmp_path: Path) -> None:
-    """Into the file, TensorBoard and the report; what comes after the step of a restart is dropped."""
+    """Samples go to the file, TensorBoard and the report; samples after the step of a restart are dropped."""
     logging = LoggingConfig(tensorboard=True)
     with open_sinks(logging, tmp_path, ["sparse"], None, None) as sinks:
         for step in (2, 4):

@@ -1,4 +1,4 @@
-"""Learning rates at the corners of the schedules."""
+"""Tests learning rates at the corners of the schedules."""
 
 import dataclasses
 import math
@@ -37,7 +37,6 @@ def test_phases_without_warm_up_of_one_step_and_of_nothing_but_warm_up_are_defin
 
 @pytest.mark.parametrize("steps", [2, 3, 11])
 def test_the_last_step_has_the_minimum_whatever_the_warm_up_leaves_of_the_phase(steps: int) -> None:
-    """Also where that is one step."""
     for warmup_steps in range(steps):
         phase = PhaseConfig(steps=steps, lr=1e-3, min_lr=1e-4, warmup_steps=warmup_steps)
         assert learning_rate(phase, steps - 1) == 1e-4

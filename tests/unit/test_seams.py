@@ -1,4 +1,4 @@
-"""A second optimizer and a second objective: what depends on them follows. Rows of all tables: test_recipes.py."""
+"""Adds a second optimizer and a second objective, and tests what depends on them; test_recipes.py adds all rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sgd(groups: list[Group], train: Any, fused: bool) -> torch.optim.Optimizer:
 
 
 def sgd_change(states: list[dict[str, torch.Tensor]], group: Group, parameters: Any) -> torch.Tensor:
-    """Without weight decay, which torch's SGD adds to the gradients: w' - w = -lr m."""
+    """Return the change without weight decay, which torch's SGD adds to the gradients: w' - w = -lr m."""
     return sum((group["lr"] * state["momentum_buffer"]).double().square().sum() for state in states)  # type: ignore[return-value]
 
 
@@ -70,7 +70,7 @@ def test_an_optimizer_trains_saves_and_resumes_bit_for_bit(
         _, gradients = step_gradients(tiny_model(config), SPARSE, random_batches(config, 0), config)
         rates = {name: 10 if ".indexer." in name else 1 for name in gradients}
         steps = torch.stack([(rates[name] * LR * each).norm() for name, each in gradients.items()])
-        torch.testing.assert_close(changed, steps.norm())  # in proportion to the gradient, unlike AdamW's
+        torch.testing.assert_close(changed, steps.norm())  # proportional to the gradient, unlike AdamW's
     folder = write_checkpoint(tmp_path, 2, model, optimizer, config)
 
     loaded = tiny_model(dataclasses.replace(config, run=dataclasses.replace(config.run, seed=99)))

@@ -1,4 +1,4 @@
-"""A service is a class and a row of `services_of`: the loop tells it of every step."""
+"""Tests that a class and a row of `services_of` make a service, which the loop tells of every step."""
 
 import dataclasses
 from dataclasses import dataclass, field

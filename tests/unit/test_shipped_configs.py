@@ -1,4 +1,4 @@
-"""The configs of this repository."""
+"""Tests the configs of this repository."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def test_the_fast_models_differ_from_the_paper_in_their_selection_alone(fast):
 
 @pytest.mark.parametrize("name", ["gsa_1.7b", "gsa_7b"])
 def test_every_number_of_gpus_that_divides_the_batch_is_accepted(name):
-    """Of its own, and of one that all of them divide; what is refused is the batch, in one line."""
+    """The test tries the config's own number and one that all divide. Others get a one-line error about the batch."""
     accepted = []
     for gpus in (8, 16, 24, 48, 64, 96, 128, 256, 384, 512):
         for batch in ([], ["train.global_batch_size=1536"]):
@@ -117,7 +117,7 @@ def test_the_four_models_differ_where_the_paper_says(size):
 
 
 def test_the_mixture_of_experts_has_the_size_of_the_published_one():
-    """arXiv 2505.06708: 15B parameters, 2.54B of them active, 128 experts, top 8."""
+    """arXiv 2505.06708 has 15B parameters, 2.54B of them active, 128 experts, top 8."""
     config = load_config(CONFIGS / "standard_moe_15b_a2b.yaml", world_size=8, need_data=False)
     count = count_parameters(config.model, config.gsa, config.moe)
     assert (round(count.total / 1e9, 1), round(count.active / 1e9, 2)) == (15.0, 2.54)

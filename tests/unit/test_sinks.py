@@ -1,4 +1,4 @@
-"""What a run logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
+"""Tests that a run's logs can be read back: exactly, after a kill, and without repeated steps after a resume."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_damaged_records_are_named_and_kept_and_the_others_go_on(tmp_path, caplo
 
 
 def test_a_file_from_which_nothing_is_dropped_is_not_written_again(tmp_path):
-    """It may have hundreds of MB, and all ranks wait for it."""
+    """The file may have hundreds of MB, and all ranks wait for it."""
     path = tmp_path / "metrics.jsonl"
     with open_run(tmp_path) as sinks:
         for step in (10, 20):
@@ -208,7 +208,7 @@ def test_tensorboard_groups_its_plots_by_the_list_of_panels(tmp_path):
 
 
 def test_no_curve_of_a_checksum(tmp_path):
-    """The first chart of a run would show a number of 1e10 whose height says nothing."""
+    """A checksum would make a run's first chart a meaningless number of 1e10."""
     with open_run(tmp_path, logging=LoggingConfig(wandb="disabled")) as sinks:
         sinks.log(step_record(1, data_checksum=9_052_764_805, data_wait=0.5))
     tags = tensorboard_of(tmp_path).Tags()["scalars"]
@@ -257,7 +257,6 @@ def test_steps_that_run_again_move_to_a_file_of_their_own(tmp_path):
 
 
 def test_a_line_that_was_cut_off_among_the_dropped_ones_costs_no_other(tmp_path):
-    """As a full disk or a kill leaves it."""
     with open_run(tmp_path) as sinks:
         for step in range(1, 5):
             sinks.log(step_record(step))

@@ -1,4 +1,4 @@
-"""The rules that call a step a spike: on made-up histories, and on the trace of a real run without faults."""
+"""Tests the spike rules on invented histories, and on the traces of real runs without faults."""
 
 import dataclasses
 import json
@@ -20,19 +20,19 @@ from spike_trials import FAULTS, OLMO, Fault, table, try_rule
 ROBUST = MonitorConfig()
 RULES = {"robust": ROBUST, "sigma": OLMO}
 CLEAN = Path(__file__).parents[2] / "benchmarks" / "clean_traces.npz"
-"""Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo`: demo.yaml at 128
-tokens. The others have 1 or 2 layers of width 64 and batches of 4 or 8 sequences of 64 tokens, which makes them noisy:
-`dense` attention; `small`, sparse with a constant rate; `hot`, with a rate of 0.01; `indexer`, a warm-up; `packed`, one
-layer on data.packing=best_fit; `books`, packed, mostly RustBooks; `python_only`, packed, nearly without them;
-`unclipped`, packed, train.grad_clip=100. Of text of a developer machine (C, Perl, C++, JSON, tables, licences) cut into
-pieces of 4000 characters, `mixed` and `mixed_packed`; in pieces of up to 200,000, so that a lane reads one document for
-hundreds of steps, `machine` and `filled`. The rule's constants were chosen on the first six, `machine` and `mixed`."""
+"""Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo` is demo.yaml at
+128 tokens. The others have 1 or 2 layers of width 64 and small, noisy batches of sequences of 64 tokens: `dense`
+attention; `small`, sparse with a constant rate; `hot`, with a rate of 0.01; `indexer`, a warm-up; `packed`, one layer
+on data.packing=best_fit; `books`, packed, mostly RustBooks; `python_only`, packed, nearly without them; `unclipped`,
+packed, train.grad_clip=100. Four use text of a developer machine (C, Perl, C++, JSON, tables, licences): `mixed` and
+`mixed_packed` in pieces of 4000 characters, `machine` and `filled` in pieces of up to 200,000, so that a lane reads one
+document for hundreds of steps. The rule's constants were chosen on the first six, `machine` and `mixed`."""
 ALARMS = {"filled": [*range(1841, 1855, 2)], "unclipped": [1535]}
-"""Steps, from 0. `filled`: every second batch is of four documents of one kind, 3 nats above the others. `unclipped`: a
-loss 1.6 nats and a norm 3.9 times above the usual."""
+"""Flagged steps, from 0. In `filled` every second batch has four documents of one kind, 3 nats above the others. In
+`unclipped` a loss is 1.6 nats above the usual, and a norm 3.9 times the usual."""
 
 WITH_FAULTS = ("demo", "packed")
-"""The traces that faults are put into."""
+"""The traces into which faults are put."""
 
 
 @cache
@@ -42,11 +42,11 @@ def traces() -> dict[str, torch.Tensor]:
 
 
 TEXT_LIKE = {"norm x5, 1 steps", "norm x5, 3 steps"}
-"""No more than text does, in updates like any other."""
+"""No more than text does, in normal updates."""
 
 
 def noise(steps: int, seed: int = 0, trend: float = 0.0) -> torch.Tensor:
-    """A loss about 4 with deviation 0.03 and a gradient norm about 0.5, both without correlation, [steps, 2]."""
+    """Draw a loss of about 4 with deviation 0.03 and a gradient norm of about 0.5, both uncorrelated, [steps, 2]."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(steps, 2, generator=generator)
     loss = 4 + 0.03 * drawn[:, 0] + trend * torch.arange(steps)
@@ -74,7 +74,7 @@ def test_a_spike_is_flagged_from_its_first_step_to_its_last(signal: int, length:
 
 
 def test_a_small_rise_is_a_spike_once_it_has_lasted() -> None:
-    """0.15 nats: below the least rise of a single step."""
+    """0.15 nats is below the least rise of a single step."""
     trace = noise(300)
     trace[200:210, 0] = 4.15
     assert flagged(trace, ROBUST) == list(range(200 + ROBUST.lasting_steps - 1, 210))
@@ -103,7 +103,7 @@ def test_loss_and_norm_together_are_a_spike_where_neither_is_by_itself() -> None
 
 
 def test_a_large_gradient_alone_is_text_where_it_is_clipped() -> None:
-    """Unless no text makes one so large."""
+    """A large gradient counts only if no text makes one so large."""
     trace = torch.tensor([[4.0, 0.5]]).repeat(200, 1)
     trace[150, 1], trace[170, 1] = 7.9, 8.1
     assert flagged(trace, ROBUST, grad_clip=2.0) == [170]
@@ -206,7 +206,7 @@ def test_a_loaded_detector_judges_to_the_last_bit_as_the_saved_one(config: Monit
         first.judge(loss, norm, 1.0)
     second.load(first.state())
     rows = [second.row(second.judge(loss, norm, 1.0).row.tolist()) for loss, norm in trace[at:]]
-    assert str(rows) == str(expected[at:])  # as text: NaN is not equal to itself
+    assert str(rows) == str(expected[at:])  # as text, because NaN is not equal to itself
 
 
 def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
@@ -232,7 +232,7 @@ def test_another_window_or_rule_goes_on_with_what_was_saved() -> None:
 @pytest.mark.nightly
 def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
     assert sum(map(len, traces().values())) > 24000
-    for name in traces().keys() - set(WITH_FAULTS):  # those below
+    for name in traces().keys() - set(WITH_FAULTS):  # those are tested below
         trace = traces()[name]
         found = flagged(trace, ROBUST, grad_clip=100.0 if name == "unclipped" else 1.0)
         assert found == ALARMS.get(name, []), name
@@ -240,7 +240,7 @@ def test_clean_runs_raise_no_alarm_but_where_the_text_is_another() -> None:
 
 @pytest.mark.nightly
 def test_faults_in_clean_runs_are_found_more_often_and_with_fewer_alarms() -> None:
-    """Seen with -s, and of all runs by `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults`."""
+    """-s shows it; `python benchmarks/spikes.py benchmarks/clean_traces.npz --faults` shows all runs."""
     for name in WITH_FAULTS:
         trials = {rule: try_rule(traces()[name], config, grad_clip=1.0) for rule, config in RULES.items()}
         print(f"\n{name}\n{table(trials)}")
@@ -287,7 +287,7 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(tmp_path, monk
     assert re.search(r"norm x5, 1 steps +1/1 after  0.0 +1/1 after  0.0", out)
     assert re.search(r"robust +0 flagged", printed("train.grad_clip=1"))
     assert re.search(r"robust +0 flagged", printed("monitor.grad_norm_min_ratio=9"))
-    assert re.search(r"robust +1 flagged", printed("monitor.compare_replicas_every_steps=10"))  # needs two
+    assert re.search(r"robust +1 flagged", printed("monitor.compare_replicas_every_steps=10"))  # it needs two
 
     def refused(*words: str) -> str:
         with pytest.raises(SystemExit):
@@ -296,7 +296,7 @@ def test_the_command_names_the_steps_of_a_run_and_takes_overrides(tmp_path, monk
 
     assert "monitor.sigmas = -1.0: not positive" in refused("monitor.sigmas=-1")
     assert "monitor.sigma = 3: unknown key; did you mean monitor.sigmas?" in refused("monitor.sigma=3")
-    del records[30]  # a step that was left out moves no number
+    del records[30]  # a skipped step moves no number
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert re.search(r"sparse: 299 steps\n  robust +1 flagged  211\n", printed())
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[::10]))

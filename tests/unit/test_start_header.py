@@ -1,4 +1,4 @@
-"""What a start says of itself."""
+"""Tests what a start prints about itself."""
 
 from pathlib import Path
 

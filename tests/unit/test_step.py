@@ -1,4 +1,4 @@
-"""One optimizer step: the loss is the mean over scored tokens, however the batch is cut, and is logged as it is."""
+"""Tests one optimizer step: the loss is the mean over scored tokens for any division of the batch, and is logged."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ NO_KL = dataclasses.replace(SPARSE, kl_coeff=0.0)
 
 
 def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
-    """Four sequences: one has many scored tokens, one few, and the last none at all."""
+    """Return four sequences: one has many scored tokens, one few, and the last none."""
     blocks = random_blocks(CONFIG, seed=6)
     blocks[0] = blocks[0].clamp(min=1)
     blocks[2, 3:] = EOS
@@ -41,7 +41,7 @@ def uneven_batches(micro_batch_size: int) -> list[MicroBatch]:
 
 
 def scored_losses(model: Model, batches: list[MicroBatch]) -> torch.Tensor:
-    """Loss of every scored token of the step, [n]."""
+    """Return the loss of every scored token of the step, [n]."""
     return torch.cat([token_losses(model, batch)[batch.loss_mask > 0] for batch in batches])
 
 
@@ -73,7 +73,7 @@ def test_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig) -> 
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_logged_loss_is_the_sum_over_scored_tokens(phase: PhaseConfig) -> None:
-    """The schedule divides the loss that it is given in place; the logged one must not be the same tensor."""
+    """The schedule divides its loss in place; the logged loss must be another tensor."""
     batches = uneven_batches(1)
     config = tiny_config(train={"micro_batch_size": 1})
     result, _ = step_gradients(tiny_model(config, variance_ema=0.02), phase, batches, config)

@@ -1,4 +1,4 @@
-"""Each instant of a device's time counted once."""
+"""Tests that each instant of a device's time counts once."""
 
 import random
 
@@ -76,7 +76,6 @@ def test_answers_known_by_hand(name: str) -> None:
 
 
 def test_every_microsecond_is_counted_once() -> None:
-    """Against a count microsecond by microsecond."""
     draw = random.Random(0)
     names = ["gemm", "softmax", D2D, NCCL, H2D]
     intervals = []

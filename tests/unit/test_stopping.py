@@ -1,4 +1,4 @@
-"""Who asks a run to stop, when all ranks do it, and that nothing is lost in the middle of a validation."""
+"""Tests who asks a run to stop, when all ranks do, and that nothing is lost in the middle of a validation."""
 
 import dataclasses
 import itertools
@@ -69,12 +69,12 @@ def request_to_stop() -> Iterator[StopRequest]:
 
 
 class Ended(Exception):
-    """In place of the end of this process."""
+    """Replaces the end of this process."""
 
 
 @pytest.fixture
 def press(request_to_stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
-    """A signal to this process, `seconds` after the test began."""
+    """Send a signal to this process, `seconds` after the test began."""
 
     def end(code: int) -> None:
         raise Ended(code)
@@ -125,7 +125,7 @@ def test_ctrl_c_says_what_it_does(press, capfd):
     said = capfd.readouterr().err
     assert "interrupted: the step under way is finished and saved" in said
     assert "press Ctrl-C again to end at once" in said
-    press(signal.SIGINT, ONE_PRESS_SECONDS / 2)  # from who started this process, as from the terminal
+    press(signal.SIGINT, ONE_PRESS_SECONDS / 2)  # from the process's parent, as from the terminal
     assert capfd.readouterr().err == ""
 
 
@@ -163,7 +163,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's run
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_busy_main_thread_keeps_no_one_waiting(second: int) -> None:
-    """Nor do forked readers count, which get the signal, too."""
+    """Forked readers, which also get the signal, do not count."""
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY],
         stdout=subprocess.PIPE,
@@ -191,7 +191,7 @@ def test_children_do_not_get_the_signals_and_this_process_gets_them_later(reques
     show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     with children_keep_running():
         child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-        # To this thread: another one of the process, from an earlier test, would take it at any moment.
+        # The signal goes to this thread; otherwise a thread of an earlier test could receive it.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert request_to_stop.reason == 0
     assert request_to_stop.reason == signal.SIGTERM
@@ -286,7 +286,7 @@ def train_phase(
     resume_from: Path | None = None,
     monitor: dict[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], BaseException | SpikeFound | None]:
-    """The records of a run of `PHASE`, and what ended it."""
+    """Return the records of a run of `PHASE`, and what ended it."""
     torch.manual_seed(1)
     each = config(monitor)
     tokenizer = Tokenizer(each.data.tokenizer)
@@ -325,7 +325,7 @@ def stop_at(question: int) -> Callable[[], int]:
     return lambda: next(answers, int(signal.SIGTERM))
 
 
-# Before each step one question; the validation after step 2 asks before each of its sets and sources.
+# Each step asks once before it; the validation after step 2 asks before each of its sets and sources.
 @pytest.mark.parametrize(("question", "step", "in_validation"), [(1, 1, False), (2, 2, True), (3, 2, True)])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, question, step, in_validation):
     undisturbed, _ = train_phase(tmp_path / "undisturbed", lambda: 0)
@@ -383,7 +383,7 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
 
 
 def unhealthy(monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
-    """Every step's verdict is that it spikes, by this loss above a limit of 5; none is logged."""
+    """Make every step's verdict a spike, with this loss above a limit of 5; none is logged."""
     spikes, finite = math.isfinite(loss), math.isfinite(loss)
     row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
     train_step = trainer.train_step

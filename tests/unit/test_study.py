@@ -1,4 +1,4 @@
-"""Studies: the study file, what is finished, next and refused, and the files that are shipped."""
+"""Tests studies: the study file, finished and next jobs, errors, and the shipped files."""
 
 from __future__ import annotations
 

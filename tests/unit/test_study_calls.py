@@ -1,4 +1,4 @@
-"""A study in many short calls, on machines that keep nothing: what a call starts, and what goes on elsewhere."""
+"""Tests a study in many short calls on machines without storage: what a call starts, and what continues elsewhere."""
 
 import shutil
 import tarfile
@@ -34,7 +34,7 @@ from gsa_train.process import exit_codes
 from helpers.studies import load, unpack
 
 LIMIT = 1000
-"""Seconds; no job of these tests takes one."""
+"""Seconds; no job of these tests takes this long."""
 
 
 @pytest.fixture
@@ -52,7 +52,6 @@ def study(tmp_path: Path) -> Study:
 
 
 def finish(run: StudyRun, evaluated: bool = True) -> None:
-    """As a run leaves its folder."""
     (run.folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     (run.folder / "checkpoints" / "latest").write_text("step_00000010")
     (run.folder / "config.yaml").write_text(config_to_yaml(run.config))
@@ -113,7 +112,7 @@ def test_of_an_arm_beside_many_less_is_expected(tmp_path: Path) -> None:
 
 
 class Call:
-    """`launch/study.py`, its jobs shell scripts that only leave their results."""
+    """Runs `launch/study.py` with shell scripts as jobs, which only write results."""
 
     def __init__(self, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
         self.study, self.monkeypatch = study, monkeypatch

@@ -1,4 +1,4 @@
-"""What is made of a study's records: mean and spread, numbers at equal tokens and equal time, tables, page and cost."""
+"""Tests reports of a study's records: mean and spread, equal tokens and equal time, tables, page and cost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_few_arms_with_many_metrics_are_columns() -> None:
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
-    worse_text = {1: 30.0, 2: 40.0, 3: 50.0}  # what a seed does to all arms
+    worse_text = {1: 30.0, 2: 40.0, 3: 50.0}  # effect of a seed on all arms
     near: dict[int, float | None] = {
         1: 31.0,
         2: 39.5,
@@ -114,7 +114,7 @@ def test_training_time_counts_each_step_with_the_median_of_its_phase() -> None:
 
 @pytest.fixture
 def compared(tmp_path: Path) -> Study:
-    """Arm one takes 1 s a step, arm two 2 s; the loss falls by the step; one run of arm two is not finished."""
+    """Create a study: arm one takes 1 s per step, arm two 2 s; losses fall; one run of arm two is not finished."""
     metrics = [
         {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
         {"key": "loss", "equal_time": True},
@@ -139,7 +139,7 @@ def test_equal_tokens_equal_time_and_the_end(compared: Study) -> None:
     at_tokens, at_the_end, at_time, validation, unknown = results.columns
     assert at_tokens.values == {"one-seed1": 15.0, "one-seed2": 16.0, "two-seed1": 15.5}
     assert at_the_end.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 10.5}
-    # all have 10 s: of arm two these are 5 steps
+    # All have 10 s, which are 5 steps of arm two.
     assert at_time.values == {"one-seed1": 10.0, "one-seed2": 11.0, "two-seed1": 15.5}
     assert at_time.at == "at 10s of training"
     assert validation.values == {"one-seed1": 8.0, "one-seed2": 9.0, "two-seed1": 8.5}
@@ -216,7 +216,7 @@ def test_a_metric_of_an_evaluation_may_be_in_a_list(tmp_path: Path) -> None:
     assert (there.at, of_more.at, beyond.at) == ("evaluation end", "evaluation more", "evaluation end")
     assert [each.values["one-seed1"] for each in (there, of_more, beyond)] == [3.0, None, None]
     assert "No run has data.text.loss_by_position.7.loss (evaluation end)." in notes(read_results(study, {}))
-    for infinite in ("Infinity", math.inf):  # strict JSON; before, Python's own
+    for infinite in ("Infinity", math.inf):  # strict JSON, and Python's own from earlier versions
         content["data"]["text"]["loss_by_position"][1]["loss"] = infinite
         path.write_text(json.dumps(content))
         assert read_results(study, {}).columns[0].values["one-seed1"] == math.inf

@@ -1,4 +1,4 @@
-"""The runner of a study, its jobs small shell scripts: what it starts, stops, starts again and remembers."""
+"""Tests the runner of a study with small shell scripts as jobs: starts, stops, restarts and memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_reason_is_what_this_start_printed(study: Study) -> None:
         assert read_failures(study.folder) == {"one-seed1 train": reason}
 
 
-# What a run with an uncaught error leaves: rank 1 in between, torch's warning, and torchrun's own error.
+# An uncaught error of a run leaves: rank 1 in between, torch's warning, and torchrun's own error.
 ERROR = "ValueError: document_starts is given with indexer_pool 4; pass None"
 CRASHED = f"""\
 [rank0]: Traceback (most recent call last):
@@ -122,7 +122,7 @@ def test_the_reason_is_the_error_and_no_later_warning(printed: str, crashed: boo
 
 
 def test_jobs_run_side_by_side_each_on_its_own_gpu(study: Study) -> None:
-    meet = (  # each waits for the other: one after another they would never end
+    meet = (  # each waits for the other, so that one after another they would never end
         'mkdir -p "{folder}"; echo "$CUDA_VISIBLE_DEVICES" > "{folder}/gpu"; '
         'while ! [ -e "{folder}/../OTHER-seed1/gpu" ]; do sleep 0.02; done; ' + FINISH
     )
@@ -176,7 +176,7 @@ def test_ctrl_c_before_and_after_the_jobs_ends_in_a_line(
 
 
 def test_a_second_ctrl_c_ends_them_at_once(study: Study) -> None:
-    # If pytest is killed, the script ends: by then another process may have the number of its parent.
+    # If pytest is killed, the script ends, because another process may have its parent's number by then.
     has_parent = 'read -r _ _ _ parent _ < /proc/$$/stat && [ "$parent" = "$PPID" ]'
     script = f'trap "" TERM; while {has_parent}; do kill -INT $PPID; sleep 0.1; done'
     stubborn = scripted(study.runs[0], script)

@@ -1,4 +1,4 @@
-"""Arms that begin with the weights of other arms: their order, their refusals, what is packed, and what is counted."""
+"""Tests arms that begin with other arms' weights: order, errors, packing, and counts."""
 
 import dataclasses
 import tarfile
@@ -41,7 +41,6 @@ def of_arm(study: Study, arm: str) -> StudyRun:
 
 
 def save(run: StudyRun, step: int) -> None:
-    """What a checkpoint is known by."""
     folder = run.folder / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / "metadata.json").write_text("{}")
@@ -249,7 +248,7 @@ def test_tokens_time_and_curves_go_on_from_the_other_run_s(study: Study) -> None
     assert [x for x, _ in of_late.curve("loss", "seconds")] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
 
     at_tokens, at_time, largest = results.columns
-    # 7 steps' tokens are the most that whole and late have; base, with which late begins, has 6.
+    # whole and late share at most 7 steps' tokens; base, with which late begins, has 6.
     assert at_tokens.values == {"late-seed1": 6.0, "whole-seed1": 3.0, "base-seed1": None}
     assert at_time.values == {"late-seed1": 6.0, "whole-seed1": 3.0, "base-seed1": None}
     assert largest.values["late-seed1"] == 9.0

@@ -1,4 +1,4 @@
-"""What is submitted to Slurm: a whole script, from a source that is known."""
+"""Tests submissions to Slurm: a whole script, from a known source."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ def submit(
 ) -> subprocess.CompletedProcess[str]:
     """
     Args:
-        path: where git and sbatch are looked for
+        path: where to look for git and sbatch
     """
     command = [sys.executable, str(script / "launch/slurm/submit.py"), *words]
     environment = {**os.environ, "PATH": path}

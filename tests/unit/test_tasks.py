@@ -1,5 +1,5 @@
-"""Tasks between training steps: each request's log-likelihood matches a separate pass, on any number of replicas;
-training does not notice them, a stop in them loses nothing, and they keep to their share of the time."""
+"""Tests tasks between training steps: each request's log-likelihood equals a separate pass, on any replicas. Training
+does not change, a stop during tasks loses nothing, and tasks keep to their share of the time."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ PHASE = dataclasses.replace(SPARSE, steps=4)
 
 
 def random_requests() -> list[Request]:
-    """One has as many tokens as a sequence and its last label, one an EOS in the middle."""
+    """Return requests: one has a sequence's tokens and its last label, one has an EOS in the middle."""
     random = np.random.default_rng(3)
     lengths = [(17, 5), (9, 8), (4, 1), (12, 3), (2, 1), (6, 2), (7, 4)]
     requests = [
@@ -77,7 +77,7 @@ def model() -> Model:
 
 
 def alone(model: Model, request: Request) -> float:
-    """In a sequence that is filled up with something else after it."""
+    """Score a request in a sequence padded with other tokens."""
     block = torch.full((1, LENGTH + 1), 7, dtype=torch.int32)
     tokens, scored = request
     block[0, : len(tokens)] = torch.from_numpy(tokens)
@@ -152,7 +152,7 @@ def trained(
     resume_from: Path | None = None,
     **evaluate: Any,
 ) -> dict[str, Any]:
-    """Everything that a run writes in four steps, or up to a stop."""
+    """Return everything that a run writes in four steps, or up to a stop."""
     torch.manual_seed(1)
     config = run_config(tasks, **evaluate)
     tokenizer = Tokenizer(TOKENIZER)
@@ -244,7 +244,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_tasks(percent, pl
         assert torch.equal(found["weights"][name], weight), name
 
 
-# Before each step one question; at step 2 one in the validation, then one for each task.
+# Each step asks once before it; step 2 asks once in the validation, then once for each task.
 @pytest.mark.parametrize(("question", "due"), [(2, (True, True)), (3, (False, True)), (4, (False, True))])
 def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
     question: int, due: tuple[bool, bool], places: list[str], undisturbed: dict[str, Any], tmp_path: Path
@@ -263,7 +263,7 @@ def test_a_run_stopped_in_its_tasks_goes_on_as_if_it_had_not_been(
 
 
 def test_an_error_in_tasks_costs_no_step(places, undisturbed, tmp_path, monkeypatch):
-    """Where a step saves, too, it does so before its tasks."""
+    """A step that also saves does so before its tasks."""
     with monkeypatch.context() as patched:
         patched.setattr(Tasks, "on_tasks", Mock(side_effect=RuntimeError("no such continuation")))
         with pytest.raises(RuntimeError, match="no such continuation"):
@@ -309,7 +309,7 @@ def test_what_tasks_will_take(places: list[str]) -> None:
     assert clock.expected_seconds(tasks, config, single_rank()) == math.inf
     clock = TaskClock(
         train_seconds=30.0, train_steps=10
-    )  # a step of 3 s takes 1 s forward, over 4 sequences of 32
+    )  # A step of 3 s takes 1 s forward, over 4 sequences of 32.
     assert clock.expected_seconds(tasks, config, single_rank()) == pytest.approx(tokens / 32 / 4)
     on_gpu = dataclasses.replace(single_rank(), device=torch.device("cuda"))
     assert clock.expected_seconds(tasks, config, on_gpu) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Tasks of a model whose indexer scores groups of keys: its kernels take one document per sequence."""
+"""Tests tasks of a model whose indexer scores groups of keys: its kernels support one document per sequence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = tiny_config(
 
 
 def group_requests() -> list[Request]:
-    """Requests of 2 tokens up to a sequence and its last label; one has an EOS in the middle."""
+    """Return requests of 2 tokens up to a sequence and its last label; one has an EOS in the middle."""
     random = np.random.default_rng(4)
     lengths = [(33, 6), (17, 9), (18, 3), (2, 1), (25, 4)]
     requests = [Request(random.integers(1, 32, length).astype(np.int32), n) for length, n in lengths]

@@ -1,4 +1,4 @@
-"""The loop: its last saves, and what its clocks count."""
+"""Tests the training loop: its last saves, and its clocks."""
 
 import dataclasses
 import gc
@@ -41,7 +41,6 @@ from helpers.tiny_run import tiny_run
 
 
 def limit_files_to(size_bytes: int) -> None:
-    """The kernel refuses to let any file of this process grow beyond that."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
@@ -50,7 +49,6 @@ def run_of(
     checkpoint_config: CheckpointConfig,
     log: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[Run, PhaseRange, PhaseOptimizer]:
-    """After three steps."""
     config = tiny_config([SPARSE])
     model = tiny_model(config)
     optimizer = build_optimizer(model, SPARSE, config)
@@ -137,7 +135,7 @@ def test_steps_that_a_phase_does_not_log_count_for_none_of_the_next_one(monkeypa
     config = tiny_config(
         [first, second],
         logging={"every_steps": 1000},
-        train={"iterations_to_skip": [4]},  # the first phase's last one, which would be logged
+        train={"iterations_to_skip": [4]},  # the first phase's last step, which would be logged
     )
     model = tiny_model(config, variance_ema=0.02)
     records: list[dict[str, Any]] = []
@@ -190,7 +188,7 @@ class FailedStep(Exception):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("fails_at", [None, 4])
 def test_a_late_record_is_written_when_the_next_step_is_launched(late, fails_at, tmp_path, monkeypatch):
-    """And before a save, at the end of a phase, and when the next step fails."""
+    """A late record is also written before a save, at the end of a phase, and when the next step fails."""
     phase = dataclasses.replace(SPARSE, steps=6)
     config = tiny_config([phase], logging={"every_steps": 3})
     model = tiny_model(config, variance_ema=0.02)
@@ -251,7 +249,7 @@ def test_a_step_whose_numbers_are_nan_is_logged_and_left_out(part, monkeypatch):
 
     monkeypatch.setattr(trainer, "train_step", step)
     records: list[dict[str, Any]] = []
-    held = iter([0.0, 1e9, 0.0])  # an update that waited for copies: no more than there was training
+    held = iter([0.0, 1e9, 0.0])  # an update that waited for copies, limited by the training time
     saver = Mock(is_due=lambda step: False, ended=lambda now: [], take_held_seconds=held.__next__)
     run = tiny_run(config, model, sinks=Mock(log=records.append), saver=saver)
     optimizer = build_optimizer(model, phase, config)
@@ -288,7 +286,7 @@ def test_batches_left_out_are_told_of_also_after_a_range_that_a_start_before_has
 
 
 def test_a_rewind_is_in_the_log_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes long enough to be killed in, and the next start drops what the metrics say after the checkpoint."""
+    """A kill may come while it is read, and the next start drops metrics after the checkpoint."""
 
     class Killed(Exception):
         pass

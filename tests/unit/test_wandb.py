@@ -1,4 +1,4 @@
-"""W&B without a network: what is sent, what never is, and the workspace that shows it."""
+"""Tests W&B without a network: what is sent, what never is, and the workspace that shows it."""
 
 import importlib.util
 import json
@@ -65,7 +65,7 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
     (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
     with open_run(1, run_id) as sinks:
         assert sinks.wandb_run_id == run_id
-        sinks.log(step_record(2))  # runs again: not refused, as a repeated W&B step would be
+        sinks.log(step_record(2))  # runs again: not rejected, unlike a repeated W&B step
         sinks.log(event("checkpoint", 2, checkpoint_bytes=5))
         sinks.log(event("spike", 2, signal="loss", value=math.inf, threshold=2.0, action="log"))
         sinks.finish({"steps": 2})
@@ -77,9 +77,7 @@ def test_an_offline_run_keeps_its_id_after_a_resume_and_no_secret(tmp_path, monk
     in_both = (b"train/loss", b"s3://bucket/shards", b"tokens", b"config.yaml", b"train/phase_index")
     for folder, words in zip(folders, (in_both, (*in_both, reference, b"Spike")), strict=True):
         path = folder / f"run-{run_id}.wandb"
-        deadline = (
-            time.monotonic() + 60
-        )  # W&B's own process writes the file, some time after it said it finished
+        deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success.
         while missing := [word for word in words if word not in path.read_bytes()]:
             assert time.monotonic() < deadline, missing
             time.sleep(0.05)

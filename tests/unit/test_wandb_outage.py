@@ -1,4 +1,4 @@
-"""W&B's server hangs, refuses, fails, or goes away and comes back: training goes on, and its records can be sent."""
+"""Tests W&B's server hanging, refusing, failing, or leaving and returning: training continues, and records remain."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def server(monkeypatch):
     fake = FakeWandb()
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "fedcba98")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    wandb.teardown()  # the service of tests before knows another address
+    wandb.teardown()  # the service of earlier tests knows another address
     monkeypatch.setenv("WANDB_BASE_URL", fake.url)
     yield fake
     fake.close()
@@ -44,7 +44,7 @@ def said(caplog):
 
 
 def log_start(folder, steps, server, then="answer"):
-    """A start of the run `abc` that logs these steps, whose server answers otherwise from its end on."""
+    """Start the run `abc`, log these steps, and change how the server answers at its end."""
     wandb.teardown()  # the service ends with each start
     sink = open_wandb(LOGGING, folder, "test", {}, "abc", has_begun=True)
     for step in steps:
@@ -55,14 +55,13 @@ def log_start(folder, steps, server, then="answer"):
 
 
 def cut_last_record(folder):
-    """Cuts the previous start's record, as a kill does."""
-    wandb.teardown()  # its service has written all when it ends
+    wandb.teardown()  # its service has written everything when it ends
     newest = max(folder.glob("wandb/run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(newest, newest.stat().st_size - 10)
 
 
 def sync_as(line):
-    """Send what a line of the log says, as a user would type it, in a shell."""
+    """Send what a line of the log says, as a user would type it in a shell."""
     command = line[line.index("for start in ") :]
     environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
@@ -100,7 +99,7 @@ def test_a_name_that_is_looked_up_for_ever_has_the_same_limit(monkeypatch):
 
     def look_up(*_, **__):
         ended.wait()
-        # Known to who asked; an error that is not would end a later test.
+        # The caller knows this error; an unknown one would end a later test.
         raise socket.gaierror(-2, "Name not known")
 
     monkeypatch.setenv("NO_PROXY", "*")
@@ -143,7 +142,7 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
     for _ in range(2):
         sink.log(STEP, {"train/late": 0.5})
         sink.log({"event": "checkpoint", "step": 1, "phase": "sparse"}, {})
-    assert not sink._on_their_way[-1].done()  # its thread waits for the server, this one has not
+    assert not sink._on_their_way[-1].done()  # its thread waits for the server, unlike this one
     sink.close(0)
     assert "W&B has not taken the last records in 2 s" in said(caplog)[-1]
     server.does = "answer"
@@ -153,7 +152,7 @@ def test_a_server_that_hangs_ends_neither_steps_nor_the_run(server, tmp_path, ca
 
 @pytest.mark.nightly
 def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, caplog, monkeypatch):
-    """As W&B's own now and then does where the server hangs; its own limit is then not kept."""
+    """W&B's own service sometimes does this if the server hangs, and ignores its own limit."""
     sink = open_wandb(LOGGING, tmp_path, "test", {}, "abc")
     sink.log(STEP, {"train/loss": 0.5})
     for name, seconds in (("FINISH_SECONDS", 1.0), ("ANSWER_SECONDS", 0.5), ("SERVICE_END_SECONDS", 1.0)):
@@ -162,12 +161,13 @@ def test_a_service_that_answers_no_more_does_not_hold_the_end(server, tmp_path, 
     service.suspend()
     sink.close(0)
     assert "W&B has not taken the last records in 1 s" in said(caplog)[-1]
-    assert psutil.wait_procs([service], 100)[1] == []  # killed; how soon it is gone, the machine decides
+    assert (
+        psutil.wait_procs([service], 100)[1] == []
+    )  # killed; the time until it is gone depends on the machine
 
 
 @pytest.mark.nightly
 def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_path, caplog):
-    """W&B raises nothing there."""
     log_start(tmp_path, (1,), server, then=401)
     assert "W&B has refused the last records; to send them later: " in said(caplog)[-1]
     server.does = "answer"
@@ -176,7 +176,7 @@ def test_a_key_that_is_revoked_in_the_middle_costs_nothing_either(server, tmp_pa
 
 
 def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
-    """W&B tells their folders apart by a number after the id; one without a server has a name of its own."""
+    """W&B distinguishes their folders by a number after the id; a start without a server has its own name."""
     names = ["run-20261126_162634-abc-9", "run-20261126_162635-abc-1", "offline-run-20261126_162635-abc"]
     for place, name in enumerate([*names, "run-20261126_162636-abc"]):
         folder = tmp_path / "wandb" / name
@@ -190,7 +190,7 @@ def test_starts_within_one_second_are_named_in_their_order(tmp_path, caplog):
 
 
 def test_a_restart_names_the_starts_that_were_not_sent(server, tmp_path, caplog):
-    """One whole, one killed with the server away, one offline as it was away at the start, and two whole ones."""
+    """Starts: one whole, one killed with the server away, one offline as it was away at the start, two whole."""
     log_start(tmp_path, (1, 2), server)
     assert server.steps("abc") == [1, 2]
     log_start(tmp_path, (3, 4), server, then=403)

@@ -1,5 +1,5 @@
-"""What a run warns of: a model for GPUs on CPUs; text that leaves most queries no choice of keys; an indexer that
-selects no better than at random, once a phase and not while it is still learning."""
+"""Tests warnings of a run: GPU models on CPUs, text without a choice of keys, and indexers no better than random. The
+last warning comes once per phase, and not while the indexer is still learning."""
 
 import dataclasses
 import logging
@@ -67,13 +67,13 @@ def test_rank_0_warns_on_cpus(caplog, rank, device, warnings):
 
 
 def blocks(documents: list[int], filler: int = 0) -> torch.Tensor:
-    """One sequence of 16 tokens and the label of its last one; the documents' lengths have the EOS in them."""
+    """Create one sequence of 16 tokens and its last token's label; lengths include the EOS."""
     tokens = [token for length in documents for token in [*[7] * (length - 1), EOS]]
     return torch.tensor([[*tokens, *[FILLER] * filler]], dtype=torch.int32)
 
 
 def test_the_share_matches_the_text_as_it_is_packed() -> None:
-    short = blocks([6, 6, 5])  # two of 16 queries see more than 5 keys
+    short = blocks([6, 6, 5])  # two of 16 queries have more than 5 keys
     said = dense_queries_warning(CONFIG, [to_micro_batch(short, EOS, False)])
     assert said is not None
     assert said.startswith("only 15% of the queries see more than gsa.k_base = 5 keys of its document (of 13")
@@ -81,9 +81,11 @@ def test_the_share_matches_the_text_as_it_is_packed() -> None:
     assert dense_queries_warning(CONFIG, [to_micro_batch(short, EOS, True)]) is None  # 11 of 15
     assert dense_queries_warning(CONFIG, [to_micro_batch(blocks([17]), EOS, False)]) is None
     half = [to_micro_batch(each, EOS, False) for each in (blocks([17]), short)]
-    assert "46%" in (dense_queries_warning(CONFIG, half) or "")  # 13 of 28 that see two keys
+    assert "46%" in (dense_queries_warning(CONFIG, half) or "")  # 13 of 28 with two keys
     with_filler = to_micro_batch(blocks([12], filler=5), EOS, False)
-    assert dense_queries_warning(CONFIG, [with_filler]) is None  # 7 of 11; of all 16 it were less than half
+    assert (
+        dense_queries_warning(CONFIG, [with_filler]) is None
+    )  # 7 of 11; of all 16 it would be less than half
 
 
 def test_queries_that_attend_to_all_by_rule_count_as_dense() -> None:
@@ -121,7 +123,7 @@ def messages(
     phase: PhaseConfig = LONG_SPARSE,
     random: float = 0.2,
 ) -> list[str]:
-    """Warnings of a phase that begins after step 20 and logs each tenth step, with these recalls."""
+    """Return the warnings of a phase that begins after step 20 and logs every tenth step, with these recalls."""
     warning = BlindIndexerWarning()
     warning.begin_phase(phase, START)
     caplog.clear()
@@ -135,7 +137,7 @@ def messages(
 
 def test_it_is_said_once_after_the_warm_up_of_the_rate_and_some_steps(caplog):
     (said,) = messages(caplog, [0.21] * 28)
-    # 30 steps of warm-up and 100 more: steps 150, 160 and 170 are looked at.
+    # The warm-up has 30 steps, and 100 more follow: steps 150, 160 and 170 count.
     assert said.startswith(
         "step 170: the indexer selects hardly better than at random: recall 0.210, of random keys 0.200; 96% of its "
         "activations have no slope. Usual reasons: "

@@ -1,4 +1,4 @@
-"""Which rank is named for a run that hangs, and which for one that is slow."""
+"""Tests which rank is named for a hanging run, and which for a slow one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_slowest_rank_is_named() -> None:
 
 
 def test_who_waits_longest_is_not_who_is_named() -> None:
-    """It began to wait before the other, which is what it waits for, stood still."""
+    """The rank that waits longest began to wait before the other rank blocked."""
     ages = [Age(beat(), 0, 61), Age(beat(), 55, 57)]
     assert named(find_fault(ages, TIMEOUT)) == [1]
     ages = [Age(beat(), 0, 61), Age(beat(activity="reading text"), 0, 40)]
@@ -66,7 +66,7 @@ def test_where_all_are_at_one_place_all_are_named() -> None:
 
 
 def test_a_start_finds_the_hang_that_ended_the_one_before(tmp_path: Path) -> None:
-    """Also where rank 0 itself was frozen, and told nobody."""
+    """The start also finds a frozen rank 0, which told nobody."""
     assert newest_hang(tmp_path / "faults", 0.0) is None
 
     def report(name: str, text: str, at: float) -> None:
@@ -144,8 +144,6 @@ def test_a_step_is_timed_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DeviceEvent:
-    """Happens when the device's clock has come to it."""
-
     now = 0.0
 
     def __init__(self, enable_timing: bool) -> None:
@@ -162,7 +160,7 @@ class DeviceEvent:
 
 
 queue: list[float] = []
-"""Times at which the device comes to the next events."""
+"""Times at which the device reaches the next events."""
 
 
 def test_what_the_device_has_still_to_do_counts_at_the_next_reading(monkeypatch: pytest.MonkeyPatch) -> None:

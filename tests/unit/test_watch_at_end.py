@@ -1,4 +1,4 @@
-"""A hang at the end of a run is named, and ends with the exit code that the run has."""
+"""Tests that a hang at the end of a run is named, and ends with the run's exit code."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 from gsa_train.reliability.hang_watchdog import ALL_SAFE, REPORT, newest_hang
 from helpers.runs import run_script
 
-pytestmark = pytest.mark.nightly  # it waits for limits; test_watch.py and test_hang_limit.py have their rules
+pytestmark = pytest.mark.nightly  # it waits for limits; test_watch.py and test_hang_limit.py test the rules
 SCRIPT = Path(__file__).parents[1] / "helpers" / "frozen_at_end.py"
 
 
 def test_a_rank_that_freezes_at_the_end(tmp_path: Path) -> None:
-    """Without the watch the other one waits for it as long as a collective may take, here five minutes."""
+    """Without the watch the other rank waits for a collective's limit, here five minutes."""
     command = [str(SCRIPT), str(tmp_path / "cases")]
     on_cpus = {"CUDA_VISIBLE_DEVICES": ""}
     output = run_script(command, tmp_path / "log", ranks=1, launcher="python", environment=on_cpus)

@@ -1,4 +1,4 @@
-"""`checkpoint.initial_weights`: what a new run takes over from another one's checkpoint, and what it refuses."""
+"""Tests `checkpoint.initial_weights`: what a new run takes from another run's checkpoint, and errors."""
 
 import dataclasses
 import gc
@@ -67,13 +67,13 @@ Trained = Callable[[Config], tuple[Path, Model]]
 
 @pytest.fixture(autouse=True)
 def no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process with other tests, what a run leaves is to be collected."""
+    """Allow garbage collection of a run's objects, because other tests share the process."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Trained:
-    """Folder of a run that took one step, and its model."""
+    """Return the folder of a run that took one step, and its model."""
 
     def train_one(config: Config) -> tuple[Path, Model]:
         model = tiny_model(config)
@@ -141,7 +141,7 @@ def test_a_dense_model_gets_gates_and_an_indexer(trained: Trained, caplog: pytes
 
 
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
-    """Parameter -> fp32 weight, flat, of those that have one beside the model's."""
+    """Map parameters with a separate fp32 weight to this weight, flat."""
     names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
     return {
         names[id(part.parameter)]: part.tensors[MAIN_WEIGHT].clone()
@@ -153,10 +153,10 @@ def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Ten
 def saved_in_bf16(
     folder: Path, config: Config, spoil: bool = False
 ) -> tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint, its fp32 weights and its model's.
+    """Return a checkpoint, its fp32 weights and its model's.
 
     Args:
-        spoil: one of the fp32 weights is not the model's.
+        spoil: whether one of the fp32 weights differs from the model's.
     """
     model = tiny_model(config)
     optimizer = build_optimizer(model, config.phases[0], config)
@@ -173,7 +173,7 @@ def saved_in_bf16(
 
 
 def begun(checkpoint: Path, config: Config) -> dict[str, torch.Tensor]:
-    """With what the optimizer of the first phase begins, and the model's other weights, flat."""
+    """Return what the optimizer of the first phase begins with, and the model's other weights, flat."""
     model = start(checkpoint, config, NO_TOKENIZER)
     optimizer = build_optimizer(model, config.phases[0], config)
     load_initial_main_weights(checkpoint, model, optimizer, single_rank())
@@ -192,7 +192,7 @@ def test_fp32_weights_of_a_run_in_bf16(kind: str, tmp_path: Path) -> None:
     found = begun(checkpoint, tiny_config([SPARSE], train=BF16, parallel=KINDS[kind]))
     for name, main in mains.items():
         assert torch.equal(found[name], main), name
-    # In fp32 also what the first phase does not train.
+    # In fp32 this includes weights that the first phase does not train.
     found = begun(checkpoint, tiny_config([BASE], parallel=KINDS[kind]))
     for name, main in mains.items():
         assert torch.equal(found[name], main), name
@@ -241,8 +241,8 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only loading finds the reason, an optimizer's state of other weights. A folder that cannot be made is
-    told before anything is loaded."""
+    """Some errors are found only during loading, such as an optimizer's state of other weights. A folder that cannot be
+    made is reported before anything is loaded."""
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())
@@ -302,9 +302,9 @@ def test_what_does_not_fit(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_attention_has_been_thought_of() -> None:
-    """A new field that gives weights another meaning must not pass: it belongs in MEANING, or here."""
+    """A new field that changes the meaning of weights must be added to MEANING, or here."""
     shapes = {"indexer_dim", "indexer_temperature"}  # in the weights' sizes, or in their names
-    # how much is read
+    # How much is read.
     reads = {"adaptive_k", "k_base", "k_min", "k_max", "dense_below", "local_window", "selection_block"}
     reads |= {"indexer_pool"}
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}

@@ -1,4 +1,4 @@
-"""Source, comments and pages use the field's words: one meaning each, as the standard literature has them."""
+"""Tests that source, comments and pages use the field's terms, with one meaning each, as in the literature."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Folders and files whose sentences are held to the list. Add yours; a folder never leaves.
+# Folders and files that the list applies to. Add yours, and never remove a folder.
 COVERED = [
     "benchmarks",
     "configs",
@@ -41,7 +41,7 @@ ALLOWED += [
     ("tests/helpers/request_files.py", "of which"),
     *(("tests/unit/test_words.py", each) for each in REFUSED),
 ]
-# Words may be parted by a line break, and then by the mark of a comment or the quotes of two joined strings.
+# A line break, a comment mark or the quotes of two joined strings may separate the words.
 PATTERNS = {
     words: re.compile(
         r"(?<![a-zA-Z_])" + r"""[\s#>"']+f?["']?""".join(words.split()) + r"(?![a-zA-Z_])", re.I
@@ -51,7 +51,7 @@ PATTERNS = {
 
 
 def refused_words(path: str, text: str) -> list[str]:
-    """Returns one line for each refused word in ``text``: ``path:line: words: use ...``."""
+    """Return one line for each refused word in ``text``: ``path:line: words: use ...``."""
     return [
         f"{path}:{text.count(chr(10), 0, match.start()) + 1}: '{words}': use {REFUSED[words]}"
         for words, pattern in PATTERNS.items()

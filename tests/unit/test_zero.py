@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO in one process: its steps match megatron-core's optimizer, a step can be left out, and it
-leaves the model as it found it. More ranks: tests/distributed/test_many_layouts.py."""
+"""Tests DeepSpeed's ZeRO in one process: steps equal megatron-core's optimizer, and a step can be skipped. ZeRO leaves
+the model unchanged. tests/distributed/test_many_layouts.py uses several ranks."""
 
 import dataclasses
 import gc
@@ -38,7 +38,7 @@ from helpers.single_rank import (
 )
 from helpers.zero_of_a_large_model import leave_out_what_nobody_reads, settings_of_a_large_model
 
-# Other rates for gates and indexer, clipping and weight decay: each parameter group counts.
+# Gates and indexer have other rates, with clipping and weight decay, so that each parameter group counts.
 PHASES = [WARM_UP, dataclasses.replace(SPARSE, indexer_lr_mult=3.0, gate_lr_mult=2.0)]
 TRAIN = {"grad_clip": 0.5, "weight_decay": 0.1, "micro_batch_size": 1, "global_batch_size": 2}
 GSA = {"k_base": 16, "k_min": 16, "k_max": 16, "indexer_temperature": "learned"}
@@ -46,7 +46,6 @@ GSA = {"k_base": 16, "k_min": 16, "k_max": 16, "indexer_temperature": "learned"}
 
 
 def config_of(stage: int | None, offload: bool = False, recompute: str = "none") -> Config:
-    """In bf16, as on GPUs."""
     zero = {"strategy": "deepspeed", "zero_stage": stage, "offload_optimizer": offload}
     parallel: dict[str, Any] = {} if stage is None else zero
     train = {**TRAIN, "precision": "bf16", "recompute": recompute}
@@ -60,7 +59,7 @@ def cuts_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(config: Config, steps: int = 2) -> tuple[list[tuple[float, ...]], Model]:
-    """Loss, gradient norm, update norm and validation of each step of both phases, and the model at the end."""
+    """Return loss, gradient norm, update norm and validation of each step of both phases, and the final model."""
     model, records = tiny_model(config), []
     for number, phase in enumerate(PHASES):
         optimizer = build_optimizer(model, phase, config)
@@ -79,7 +78,7 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
     assert max(norm for _, norm, *_ in expected) > TRAIN["grad_clip"]  # clipping acts
     plain = {(name, type(value)) for each in reference.gpt.modules() for name, value in each.__dict__.items()}
     without = [(1, False, "none"), (2, False, "none"), (2, True, "none")]
-    # Parts of the attention's forward pass run in the backward pass, where DeepSpeed brings only what it expects.
+    # Parts of the attention's forward pass run in the backward pass, where DeepSpeed gathers only what it expects.
     for stage, offload, recompute in (
         *without,
         (3, True, "none"),
@@ -101,7 +100,7 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
 def numbers_of(
     action: str, model: Model, optimizer: PhaseOptimizer, config: Config, seed: int
 ) -> list[float]:
-    """What a training step, a validation, the next tokens of samples, or tasks give."""
+    """Return the results of a training step, a validation, the next tokens of samples, or tasks."""
     batches, blocks = random_batches(config, seed), random_blocks(config, seed)
     if "step" in action:
         result = take_step(model, optimizer, batches, config, 3e-3, seed, measures="measured" in action)
@@ -135,7 +134,7 @@ BASE = dataclasses.replace(SPARSE, train="base")
     ids=["sparse base", "warm-up", "sparse"],
 )
 def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
-    """DeepSpeed records in which order a pass uses the weights, and stops where a later one uses others."""
+    """DeepSpeed records the order in which a pass uses the weights, and stops if a later one uses others."""
     series, outside = [], set()
     for stage in (None, 3):
         config = config_of(stage)
@@ -155,12 +154,12 @@ def test_passes_of_every_kind_take_turns(phase: PhaseConfig) -> None:
     expected, found = series
     for action, numbers, others in zip(ACTIONS, found, expected, strict=True):
         assert numbers == pytest.approx(others, rel=1e-6, nan_ok=True), action
-    # No weight is read outside of its module but those announced: DeepSpeed brings such ones with every pass.
+    # Only announced weights are read outside of their module; DeepSpeed gathers these in every pass.
     assert outside == {id(bias) for each in indexers for bias in (each.score_bias, each.weight_bias)}
 
 
 def test_weights_on_their_way_are_waited_for() -> None:
-    """A forward pass without a backward pass leaves such ones, and a checkpoint or the next phase may follow."""
+    """A forward pass without a backward pass leaves some, and a checkpoint or the next phase may follow."""
     config = config_of(3)
     model = tiny_model(config)
     optimizer = build_optimizer(model, PHASES[1], config)
@@ -203,7 +202,7 @@ class LeavesOut(SpikeDetector):
     ],
 )
 def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> None:
-    """One step, a spike, one whose gradients are not finite, one more: as if those between had not been."""
+    """Steps: one, a spike, one with non-finite gradients, one more; those in between have no effect."""
     after = []
     for left_out in (False, True):
         config = config_of(stage, offload)
@@ -231,7 +230,7 @@ def test_a_step_that_is_left_out_changes_nothing(stage: int, offload: bool) -> N
         after.append((norms, named_weights(model)))
         del optimizer
         gc.collect()
-        assert [each() for each in held] == [None, None, None]  # nothing of it goes on taking memory
+        assert [each() for each in held] == [None, None, None]  # none of it keeps taking memory
     (norms, weights), (other_norms, other_weights) = after
     assert norms == other_norms
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -1,4 +1,5 @@
-"""Attends over key lists with fused gate G1, for contexts whose packed mask would be too large."""
+"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large. Key lists
+give, for each tile of neighbouring queries, the keys that any of them selects."""
 
 from dataclasses import replace
 
@@ -21,21 +22,21 @@ def gathered_attention(
     *,
     scratch_bytes: int = GATHERED_GRADIENT_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
+    """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    The work grows with the lists: each tile of queries gathers every listed key once. S_t must not be
-    empty, and whether it has causal keys of the document only is up to the lists. Query head h reads key-value head
-    h // (H / Hkv). Differentiable in q, k, v and gate_logits; the backward pass is deterministic. Any strides, the
-    last dimension contiguous.
+    The work grows with the length of the lists, because each tile of queries gathers every listed key once. No S_t may
+    be empty. The function does not check that the listed keys are causal and in the query's document. Query head h
+    reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the backward pass is
+    deterministic. The last dimension must be contiguous; other strides are free.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         v: [B, Lk, Hkv, D]
-        lists: S_t of q's queries, which stand from lists.query_start on
+        lists: S_t of the queries; the first query is at position lists.query_start
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
-        scratch_bytes: what the backward pass may take for partial sums, beside fp32 sums of the gradients of k and
-            v. Less memory costs time.
+        scratch_bytes: limit on the memory of partial sums in the backward pass, in addition to fp32 sums of the
+            gradients of k and v. Less memory costs time.
 
     Returns:
         out: [B, L, H, D], in the dtype and the memory order of q
@@ -55,7 +56,8 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_logits, lists, scratch_bytes):  # type: ignore[no-untyped-def]
         out, lse = gathered_forward(AttentionInputs(q, k, v, gate_logits), lists)
-        # Not on ctx: a loss that is still referenced keeps its nodes, but the backward pass frees what they save.
+        # The lists are not attributes of ctx: a loss that is still referenced keeps its nodes alive, but the backward
+        # pass frees what `save_for_backward` holds.
         ctx.save_for_backward(
             q, k, v, gate_logits, out, lse, *(getattr(lists, name) for name in _LIST_TENSORS)
         )
@@ -74,7 +76,7 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
-    """Raise ValueError for lists that are not of q's sequences."""
+    """Raise ValueError for lists that do not belong to the sequences of q."""
     batch, length = q.shape[:2]
     if lists.length != length:
         raise ValueError(f"lists are of {lists.length} tokens and q of {length}; pass lists of q's sequences")

@@ -17,7 +17,7 @@ ALL_OF_ONE_SEQUENCE = Geometry()
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What both passes of attention read."""
+    """Holds the inputs that both passes of attention read."""
 
     q: torch.Tensor
     """[B, L, H, D]"""
@@ -30,13 +30,13 @@ class AttentionInputs:
 
     @property
     def scale(self) -> float:
-        """Scale of the logits: 1 / sqrt(D)."""
+        """Return the scale of the logits: 1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """Inputs of both backward kernels, for the queries and for the keys."""
+    """Holds the inputs of both backward kernels, for the queries and for the keys."""
 
     grad: torch.Tensor
     """[B, L, H, D], of the output before its gate."""
@@ -50,7 +50,7 @@ class GradientInputs:
 
     @property
     def scale(self) -> float:
-        """Scale of the logits: 1 / sqrt(D)."""
+        """Return the scale of the logits: 1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
 
@@ -62,14 +62,14 @@ def checked_inputs(
     query_start: int | None,
     **integers: torch.Tensor | None,
 ) -> AttentionInputs:
-    """The inputs, if the kernels can take them.
+    """Return the inputs if the kernels support them.
 
     Args:
-        query_start: None for queries from anywhere, beside any number of keys
-        integers: by name the packed mask and the document starts, where there are some
+        query_start: None if the queries may be at any positions
+        integers: the packed mask and the document starts by name; each may be None
 
     Raises:
-        ValueError: the kernels cannot take them; it names the argument and the remedy.
+        ValueError: the kernels do not support an input; the message names the argument and the remedy.
     """
     check_shape("q", q, "[B, L, H, D]", (None, None, None, None))
     batch, length, heads, dim = q.shape

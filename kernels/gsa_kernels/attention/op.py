@@ -1,4 +1,4 @@
-"""Attends over the keys of a packed mask with fused gate G1, by the Triton kernels."""
+"""Computes attention over the keys of a packed mask with fused gate G1 by Triton kernels."""
 
 import torch
 
@@ -17,18 +17,18 @@ def masked_attention(
     geometry: Geometry = ALL_OF_ONE_SEQUENCE,
     gate_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], times sigmoid(gate), per head.
+    """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). Differentiable in q, k, v and gate_logits; the backward pass is
-    deterministic. Any strides, the last dimension contiguous.
+    Query head h reads key-value head h // (H / Hkv). The function is differentiable in q, k, v and gate_logits; the
+    backward pass is deterministic. The last dimension must be contiguous; other strides are free.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D], Lk = query_start + L
         v: [B, Lk, Hkv, D]
-        packed_mask: S_t, int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that query i
-            selects s, which is one of its causal keys. None: dense attention to all causal keys of the document.
-        geometry: its document starts and query start. Beside a packed mask, document starts only save work.
+        packed_mask: S_t, int32 [B, L, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that query i selects
+            key s, which is one of its causal keys. None: dense attention to all causal keys of the document.
+        geometry: document starts and query start. With a packed mask, document starts only save work.
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
 
     Returns:
@@ -46,14 +46,15 @@ def masked_attention(
 
 @torch.no_grad()
 def masked_log_sums(q: torch.Tensor, k: torch.Tensor, packed_mask: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H, S].
+    """Compute the log-sum-exp of `masked_attention` for S sampled queries, in any order, with repetitions: fp32 [B, H,
+    S].
 
     Args:
         q: [B, S, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D]
         packed_mask: int32 [B, S, ceil(Lk / 32)]: bit s % 32 of word s // 32 in row i says that key s counts for query i
     """
-    inputs = checked_inputs(q, k, k, None, None, packed_mask=packed_mask)  # values do not enter the sums
+    inputs = checked_inputs(q, k, k, None, None, packed_mask=packed_mask)  # the sums do not read the values
     return attention_forward(inputs, packed_mask, None, anywhere=True)[1]
 
 

@@ -1,4 +1,4 @@
-"""Exact attention over a selected set of keys (GSA, equations 11 and 12)."""
+"""Computes exact attention over a selected set of keys in plain torch (GSA, equations 11 and 12)."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from gsa_kernels.checks import check_mask, check_shape, compute_dtype
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """The attended values and, on request, statistics (all detached)."""
+    """Holds the attention output and optional statistics, which are detached."""
 
     out: torch.Tensor
     """[B, Lq, H, Dv], in the dtype of v."""
@@ -35,17 +35,17 @@ def sparse_attention(
     return_probs: bool = False,
     return_lse: bool = False,
 ) -> AttentionOutput:
-    """out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
+    """Compute out[t] = sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Query head h reads key-value head h // (H / Hkv). Dense attention has all causal keys in the
-    mask. A row whose mask is empty gives zeros.
+    Query head h reads key-value head h // (H / Hkv). For dense attention, pass a mask of all causal keys. A row with an
+    empty mask gives zeros.
 
     Args:
         q: [B, Lq, H, D]
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, Dv]
         mask: bool [B or 1, Lq, Lk], S_t
-        recall_among: bool [B or 1, Lq, Lk], the causal keys; with them the recall is also measured
+        recall_among: bool [B or 1, Lq, Lk], the causal keys; if given, the recall is measured
     """
     check_shape("q", q, "[B, Lq, H, D]", (None, None, None, None))
     batch, num_queries, heads, dim = q.shape
@@ -74,7 +74,7 @@ def sparse_attention(
 
 @torch.no_grad()
 def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """sum_h exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) on the mask, 0 elsewhere: the target of the indexer loss.
+    """Sum exp(q[t, h] . k[s] / sqrt(D) - lse[h, t]) over h on the mask, 0 elsewhere: the target of the indexer loss.
 
     Args:
         q: [B, Lq, H, D]
@@ -97,7 +97,7 @@ def head_sum_probs(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: to
 
 @torch.no_grad()
 def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """softmax_{s in S_t}(q[t] . k[s] / sqrt(D)), 0 off the mask: [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
+    """Compute softmax_{s in S_t}(q[t] . k[s] / sqrt(D)), 0 off the mask: [B, H, Lq, Lk] in fp32 (fp64 for fp64 inputs).
 
     Args:
         q: [B, Lq, H, D]
@@ -112,16 +112,16 @@ def attention_probs(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def _softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Over the mask, 0 off it and in rows whose mask is empty."""
-    # An empty row is normalised over all keys and then zeroed: finite, also in the backward pass.
+    """Compute the softmax over the mask; it is 0 off the mask and in rows with an empty mask."""
+    # A row with an empty mask is normalised over all keys and then zeroed. This keeps the backward pass finite, too.
     normalised_over = mask | ~mask.any(-1, keepdim=True)
     return logits.masked_fill(~normalised_over, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, Hkv, H / Hkv, Lq, Lk]"""
+    """Return the logits [B, Hkv, H / Hkv, Lq, Lk]."""
     kv_heads = k.shape[2]
-    # g: key-value head, r: query head within its group
+    # The einsum index g is the key-value head; r is the query head within its group.
     grouped = q.unflatten(2, (kv_heads, q.shape[2] // kv_heads))
     return torch.einsum("bqgrd,bkgd->bgrqk", grouped, k) * scale
 
@@ -132,7 +132,7 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
+    """Return exp(lse over the mask - lse over the causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
     log_mass_selected = logits.masked_fill(~(mask & causal), float("-inf")).logsumexp(-1)
     log_mass_causal = logits.masked_fill(~causal, float("-inf")).logsumexp(-1)
     recall = (log_mass_selected - log_mass_causal).exp()
@@ -140,5 +140,5 @@ def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> t
 
 
 def _heads_last(per_query: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, H / Hkv, Lq] -> [B, Lq, H]"""
+    """Transpose [B, Hkv, H / Hkv, Lq] to [B, Lq, H]."""
     return per_query.flatten(1, 2).transpose(1, 2)

@@ -1,8 +1,10 @@
-"""Backward of attention over selected keys, deterministic: one kernel per side, every sum in one program.
+"""Computes the backward pass of attention over selected keys, deterministically.
 
-With U the gradient of the gated output: dO = U * sigmoid(gate), delta = sum_d dO O = sum_d U out and
-dgate = U O sigmoid'(gate) = U out (1 - sigmoid(gate)). So the gated output serves for everything, and the
-ungated one is not kept.
+One kernel computes the gradient of q, another one the gradients of k and v. Each sum is computed by one program.
+
+Let U be the gradient of the gated output. Then dO = U * sigmoid(gate), delta = sum_d dO O = sum_d U out and dgate = U O
+sigmoid'(gate) = U out (1 - sigmoid(gate)). All three follow from the gated output, so the output before the gate is not
+saved.
 """
 
 import torch
@@ -24,7 +26,7 @@ def attention_backward(
     packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are from the forward pass."""
+    """Compute gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are saved results."""
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)
@@ -37,7 +39,7 @@ def attention_backward(
 def backward_rows(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gate_logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """What is needed once per query and head.
+    """Compute what the backward kernels need once per query and head.
 
     Returns:
         gradient of the ungated output [B, L, H, D], gradient of gate_logits [B, L, Hkv, H / Hkv, D] or None,
@@ -49,7 +51,7 @@ def backward_rows(
     grad_gate = empty_gradient(gate_logits) if gate_logits is not None else None
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = 8
-    # On one axis, for of the others a grid has at most 65535 programs.
+    # The first axis of the grid takes all programs, because the other axes are limited to 65535 programs.
     _rows_kernel[(triton.cdiv(length, rows) * batch * heads,)](
         grad,
         out,
@@ -110,7 +112,7 @@ def _rows_kernel(
         attended = u * tl.sigmoid(logits)
         target = grad_attended + rows[:, None] * stride_al + dims
         tl.store(target, attended.to(grad_attended.dtype.element_ty), mask=mask)
-        # 1 - sigmoid(x) = sigmoid(-x), which does not cancel where the gate is open.
+        # 1 - sigmoid(x) = sigmoid(-x); the right side does not cancel where the gate is open.
         by_gate = product * tl.sigmoid(-logits)
         target = grad_gate + rows[:, None] * stride_sl + dims
         tl.store(target, by_gate.to(grad_gate.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Computes the gradients of k and v: one program per tile of keys walks over the queries that attend to it."""
+"""Computes the gradients of k and v: one program per tile of keys loops over the queries that attend to it."""
 
 import torch
 import triton
@@ -23,25 +23,22 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def key_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """For the gradients of k and v."""
+    """Return the tile shape for the gradients of k and v."""
     if dtype == torch.float32:
         return Tiles(32, GRADIENT_KEYS[4], float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # The two gradients are half of a multiprocessor's registers: 128 of each of 256 threads. 64 KiB of k and v, and
-        # two stages of 32 KiB of q and of the output's gradient.
+        # The two gradients take half the registers of a multiprocessor: 128 of 256 in each thread. Shared memory holds
+        # 64 KiB of k and v, and two stages of 32 KiB each of q and of the output's gradient.
         return Tiles(64, GRADIENT_KEYS[2], 8, 2)
-    # A third stage would leave room for one program per multiprocessor only at head size 128.
+    # A third stage leaves room for only one program per multiprocessor at head size 128.
     return Tiles(64, GRADIENT_KEYS[2], 4, 3 if head_size <= 64 else 2)
 
 
 def backward_keys(
     inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of k and v: [B, Lk, Hkv, D].
-
-    The query heads of a key-value head may be divided into parts, one program each; their
-    gradients are added at the end.
-    """
+    """Compute the gradients of k and v: [B, Lk, Hkv, D]. The query heads of a key-value head may be divided into parts.
+    Each part has its own program, and a second kernel adds the gradients of the parts."""
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys, kv_heads = k.shape[1:3]
@@ -60,7 +57,7 @@ def backward_keys(
         targets = parts[0], parts[1]
     last_rows = None
     if document_starts is not None:
-        # Rows below last_rows[b, i] may see key block i: the later documents start after it.
+        # Rows below last_rows[b, i] may attend to key block i; the documents of later rows start after the block.
         ends = torch.arange(1, key_blocks + 1, device=q.device, dtype=torch.int32) * tiles.keys - 1
         ends = ends.expand(batch, key_blocks).contiguous()
         last_rows = torch.searchsorted(document_starts, ends, right=True, out_int32=True)
@@ -137,12 +134,12 @@ def _keys_kernel(
     KEYS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradients of one tile of keys of one key-value head, from GROUP / SPLITS query heads.
+    """One program computes the gradients of one tile of keys of one key-value head from GROUP / SPLITS query heads.
 
-    Works on transposed tiles [KEYS, QUERIES]: probabilities and their gradients are then left operands that
-    stay in registers. The first tiles of keys are causal keys of most queries and go first.
+    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands,
+    which stay in registers. The first tiles of keys run first, because most queries attend to them.
     """
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(0) // SPLITS % kv_heads
@@ -167,7 +164,7 @@ def _keys_kernel(
     if HAS_MASK:
         turned += batch64 * word_columns * num_keys
     first = tl.maximum(start - query_start, 0) // QUERIES * QUERIES
-    # Dense attention: rows from `below` on see the whole tile (of their own document).
+    # Dense attention: rows from `below` on attend to the whole tile, up to the limit of their document.
     below = tl.cdiv(tl.maximum(start + KEYS - query_start, 0), QUERIES) * QUERIES
 
     acc_k = tl.zeros([KEYS, D], tl.float32)
@@ -214,7 +211,7 @@ def _sum_parts_kernel(
     parts, grad_k, grad_v, stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh,
     batches, length, kv_heads, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts [2, SPLITS, B, L, Hkv, D] of the gradients of k and v, in one fixed order."""
+    """Add the parts [2, SPLITS, B, L, Hkv, D] of the gradients of k and v in a fixed order."""
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     head = tl.program_id(1) % kv_heads
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -242,11 +239,11 @@ def _pull_to_keys(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc_v += P^T dO and acc_k += dS^T Q over queries first .. last; first is a multiple of QUERIES."""
+    """Add P^T dO to acc_v and dS^T Q to acc_k, over queries first .. last; first is a multiple of QUERIES."""
     head_rows = (batch.to(tl.int64) * heads + head) * length
-    own_rows = columns - query_start  # of the queries at the positions of these keys
+    own_rows = columns - query_start  # rows of the queries at the positions of these keys
     if HAS_MASK:
-        # Word [row // 32 + j, columns] of the tile; a row's offset is 64-bit, and a scalar.
+        # This is word [row // 32 + j, columns] of the tile. The offset of a row is a 64-bit scalar.
         base = turned + tl.cast(first // 32, tl.int64) * num_keys
         word0, word1, word2, word3 = load_words(
             base + columns, num_keys, valid, word_columns - first // 32, QUERIES, EVEN

@@ -1,4 +1,4 @@
-"""Computes the gradient of q: one program per tile of queries walks over the keys."""
+"""Computes the gradient of q: one program per tile of queries loops over the keys."""
 
 import torch
 import triton
@@ -21,12 +21,12 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """For the gradient of q."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and of v: 64 keys would leave no
-        # second stage, and 64 queries one warpgroup with 248 registers.
+        # Shared memory holds 128 KiB of q and of the output's gradient, and two stages of 16 KiB each of k and of v. A
+        # tile of 64 keys would leave no second stage. A tile of 64 queries would have one warpgroup with 248 registers
+        # per thread.
         return Tiles(128, 32, 8, 2)
     return Tiles(64, 64, 4, 3) if head_size <= 64 else Tiles(128, 64, 8, 3)
 
@@ -34,7 +34,7 @@ def query_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 def backward_queries(
     inputs: GradientInputs, packed_mask: torch.Tensor | None, document_starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Gradient of q: [B, L, H, D]"""
+    """Compute the gradient of q: [B, L, H, D]."""
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
     num_keys = k.shape[1]
@@ -92,8 +92,8 @@ def _queries_kernel(
     HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of one tile of queries of one head. The last tiles go first."""
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """One program computes the gradient of one tile of queries of one head. The last tiles run first."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
@@ -159,7 +159,7 @@ def _pull_to_queries(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc += sum over keys first .. last of dS K; first is a multiple of KEYS."""
+    """Add dS K to acc, summed over keys first .. last; first is a multiple of KEYS."""
     local = tl.arange(0, QUERIES) * stride_wl
     if HAS_MASK:
         word0, word1, word2, word3 = load_words(
@@ -167,7 +167,7 @@ def _pull_to_queries(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # Mask words of the next tile, so that nothing waits for them.
+            # The mask words of the next tile are loaded now, so that the next iteration does not wait for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

@@ -1,7 +1,5 @@
-"""Sums attention probabilities over heads and over each block of queries.
-
-The sums are the target of the indexer loss when a block shares one selection.
-"""
+"""Sums attention probabilities over heads and over each block of queries. The sums are the target of the indexer loss
+when a block shares one selection."""
 
 import torch
 import triton
@@ -36,18 +34,18 @@ def block_sum_probs_rows(
     geometry: Geometry,
     packed_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_t sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the queries r b <= t < (r + 1) b of each row r.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads h and the queries t of each block.
 
-    For the keys s <= r b of each row r of `rows`, which all were there when the block selected, and of them those that
-    t attended to; 0 elsewhere. Sums run in a fixed order. Queries are counted from `query_start`.
+    Row r of `rows` is the block of the queries r b <= t < (r + 1) b. The sums cover the keys s <= r b, which existed
+    when the block selected, and only the pairs in which t attends to s. All other entries are 0. Sums run in a fixed
+    order. Queries are counted from `query_start`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from attention to the same keys: each head's row sums to 1
-        geometry: its selection_block is b, one of limits.SELECTION_BLOCKS from 16 on; the last block may be short
-        packed_mask: int32 [B, L, ceil(Lk / 32)], what the queries attended to; None: all causal keys of their document
-
+        lse: fp32 [B, H, L], from attention to the same keys, so that each head's row sums to 1
+        geometry: its selection_block is b, one of limits.SELECTION_BLOCKS of at least 16; the last block may be short
+        packed_mask: int32 [B, L, ceil(Lk / 32)], the keys of each query; None: all causal keys of its document
     Returns:
         fp32 [B, rows.count, Lk], without gradient
     """
@@ -123,8 +121,8 @@ def _block_probs_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: KEYS keys of ROWS blocks, or of one block that takes BLOCK / QUERIES tiles of queries."""
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """One program computes KEYS keys of ROWS blocks, or of one block in BLOCK / QUERIES tiles of queries."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
@@ -172,7 +170,7 @@ def _block_probs_kernel(
                 if HAS_DOCUMENTS:
                     first_keys = tl.load(document_starts + queries, mask=valid, other=0)
                 hit = causal_hit(query_start + queries, columns, first_keys, HAS_DOCUMENTS)
-            # Masked after the sum: the logit of a key that is not attended to may overflow, and inf is dropped here.
+            # The mask is applied after the sum, because the exponential of a masked key may overflow to infinity.
             probs = tl.where(hit & valid[:, None], probs, 0.0)
             total += tl.sum(tl.reshape(probs, [ROWS, QUERIES // ROWS, KEYS]), axis=1)
         total = tl.where(columns[None, :] <= query_start + rows[:, None] * BLOCK, total, 0.0)

@@ -1,4 +1,4 @@
-"""Computes attention over selected keys: flash attention with a packed mask, and gate G1 in the epilogue."""
+"""Computes attention over selected keys: flash attention with a packed mask; gate G1 is applied in the epilogue."""
 
 import torch
 import triton
@@ -26,11 +26,12 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1, tma=False)
     if head_size > 128:
-        # One program per multiprocessor: 64 KiB of q and two stages of 32 KiB of k and of v, of 227 KiB. 256 threads
-        # have 128 registers of the output each, and 32 of logits: with 128 threads there would be one warpgroup to a
-        # multiprocessor, and with 32 keys a product would wait for its operands (16 + 8 of 24 clocks, for 16).
+        # One program runs per multiprocessor. Of 227 KiB shared memory it takes 64 KiB for q and two stages of 32 KiB
+        # each for k and v. Each of 256 threads holds 128 registers of the output and 32 of logits. With 128 threads
+        # there would be one warpgroup per multiprocessor. With 32 keys the product would wait for its operands (16 + 8
+        # of 24 clocks, for 16).
         return Tiles(128, 64, 8, 2)
-    # Two programs per multiprocessor: one multiplies while the other takes its exponentials.
+    # Two programs run per multiprocessor: one multiplies while the other computes its exponentials.
     return Tiles(64, 64, 4, 3)
 
 
@@ -43,8 +44,8 @@ def attention_forward(
     """Launch the kernel on inputs that `masked_attention` has checked.
 
     Args:
-        anywhere: the queries are not the last of the sequence: all keys are read, and the packed mask alone says which
-            ones a query sees
+        anywhere: the queries may be at any positions. The kernel then reads all keys, and only the packed mask says to
+            which keys a query attends
 
     Returns:
         out: [B, L, H, D], gated if there are gate logits, in the memory order of q
@@ -57,7 +58,7 @@ def attention_forward(
     tma = use_tma(tiles, k, v)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    # Two heads of half as many queries: then the two rows that a thread has of a product share their bits.
+    # A tile has two heads of half the queries, so that the two rows of a product in one thread share their mask bits.
     paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
     in_tile = 2 if paired else 1
     grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
@@ -147,17 +148,16 @@ def _forward_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: ROWS rows, which are a tile of queries of HEADS heads, and all its keys. The last tiles see most and
-    go first.
-    """
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """One program computes ROWS rows, which are one tile of queries for HEADS heads, over all their keys. The last
+    tiles run first, because their queries have the most keys."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     QUERIES: tl.constexpr = ROWS // HEADS
     batch = tl.program_id(0) // (heads // HEADS)
     head = tl.program_id(0) % (heads // HEADS) * HEADS
     kv_head = head // GROUP
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
-    # The heads in turn for each eight queries.
+    # Rows alternate between the heads every eight queries.
     row = tl.arange(0, ROWS)
     local = row
     member = row * 0
@@ -176,7 +176,7 @@ def _forward_kernel(
         gate += batch64 * stride_gb + start64 * stride_gl + kv_head.to(tl.int64) * stride_gg
         gate += head64 % GROUP * stride_gh
         if GATE_FIRST:
-            # Long before they are needed, so that nothing waits for them.
+            # The gate logits are loaded early, so that the epilogue does not wait for them.
             gate_logits = _load_gate(gate, local, member, stride_gl, stride_gh, valid, D, EVEN)
     num_keys = query_start + length
     positions = query_start + rows
@@ -188,7 +188,7 @@ def _forward_kernel(
     first_keys = rows
     if HAS_DOCUMENTS:
         first_keys = tl.load(document_starts + batch64 * length + rows, mask=valid, other=0)
-        # Starts never decrease along the sequence: the tile's first row has the first causal key.
+        # Document starts never decrease along the sequence, so the first row of the tile has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // KEYS * KEYS
     last = tl.minimum(query_start + start + QUERIES, num_keys)
     if HAS_MASK:
@@ -201,7 +201,7 @@ def _forward_kernel(
     else:
         diagonal = (query_start + start) // KEYS * KEYS
 
-    # Two passes over one body: keys before the diagonal, then (dense attention only) those on it.
+    # Dense attention calls this function twice: for keys before the diagonal, then for keys on the diagonal.
     maximum, total, acc = _attend(
         q_tile, k, v, packed_mask, batch, kv_head, positions, start, first_keys, first, diagonal, maximum, total, acc,
         stride_kb, stride_kl, stride_kh, stride_vb, stride_vl, stride_vh, stride_wl,
@@ -217,12 +217,12 @@ def _forward_kernel(
             D, HEADS, ROWS, KEYS, False, HAS_DOCUMENTS, True, EVEN, TMA, PRECISION,
         )  # fmt: skip
 
-    # A row without any key, which a selection never has, gives 0 and not NaN.
+    # A row without keys, which no selection contains, gives 0 instead of NaN.
     total = tl.where(total == 0.0, 1.0, total)
     if HAS_GATE:
         if not GATE_FIRST:
             gate_logits = _load_gate(gate, local, member, stride_gl, stride_gh, valid, D, EVEN)
-        # sigmoid(x) / total, by one division.
+        # This computes acc * sigmoid(gate) / total with one division.
         acc = acc / (total[:, None] * (1.0 + tl.exp2(gate_logits.to(tl.float32) * -LOG2_E)))
     else:
         acc = acc * (1.0 / total)[:, None]
@@ -246,8 +246,8 @@ def _load_gate(gate, local, member, stride_gl, stride_gh, valid, D: tl.constexpr
 def _seen_keys(
     packed_mask, stride_wl, rows, num_keys, word_columns, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """From where, a multiple of KEYS, to where there are keys that a query of the tile sees. Those beside them would
-    add nothing, to the bit."""
+    """Return the range of keys, from a multiple of KEYS, that contains every key selected by the tile's queries. Keys
+    outside the range would not change a bit of the result."""
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1
     high = 0
@@ -270,7 +270,7 @@ def _attend(
     HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys first .. last (from a multiple of KEYS) to the running softmax of one tile."""
+    """Add the keys first .. last to the running softmax of one tile; first is a multiple of KEYS."""
     QUERIES: tl.constexpr = ROWS // HEADS
     queries = tl.arange(0, QUERIES)
     local = queries * stride_wl
@@ -281,7 +281,7 @@ def _attend(
         )
     for column in range(first, last, KEYS):
         if HAS_MASK:
-            # Mask words of the next tile, so that nothing waits for them.
+            # The mask words of the next tile are loaded now, so that the next iteration does not wait for them.
             ahead = column + KEYS
             if EVEN:
                 ahead = tl.minimum(ahead, num_keys - KEYS)

@@ -1,12 +1,12 @@
-"""Backward of attention over key lists: one walk over the lists gives the gradients of q, k and v.
+"""Computes the backward pass of attention over key lists: one loop over the lists gives the gradients of q, k and v.
 
-A program owns a tile of queries and writes their gradient of q. For each key in the tile's list it writes a partial
-row, dV then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of every key in the
-order of the tiles, so results are deterministic.
+Each program owns a tile of queries and writes its gradient of q. For each key in the tile's list the program also
+writes a partial row: dV, then dK. For one range of tiles at a time, `add_partials_by_key` sums the partial rows of
+every key in the order of the tiles. Results are therefore deterministic.
 
-Where lists are so long that the scratch memory has room for fewer tiles than the device has multiprocessors, several
-programs share a tile, each with a segment of its list. Each entry still has one partial row; the gradient of q is
-the sum over the segments, in their order.
+Long lists may leave scratch memory for fewer tiles than the device has multiprocessors. Several programs then share a
+tile, and each takes a segment of its list. Each list entry still has one partial row. The gradient of q is the sum over
+the segments in their order.
 """
 
 import torch
@@ -24,14 +24,14 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 def count_segments(programs: int, wanted: int, keys: int) -> int:
-    """Number of programs that share the list of a tile: the smallest number that fills the device best.
+    """Return how many programs share the list of a tile: the smallest number that fills the device best.
 
-    A launch takes as long as its waves of `wanted` programs; each program walks over one part of a list.
+    The time of a launch is proportional to its waves of `wanted` programs. Each program loops over one part of a list.
 
     Args:
-        programs: of the launch, if each has a list for itself
-        wanted: programs that run at a time
-        keys: of a list, about
+        programs: programs of the launch if each has a whole list
+        wanted: programs that run at the same time
+        keys: approximate length of a list
     """
     if programs >= wanted:
         return 1
@@ -40,13 +40,13 @@ def count_segments(programs: int, wanted: int, keys: int) -> int:
 
 
 def backward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
+    """Return the tile shape. Its field `queries` is an upper bound on the rows, which are queries times heads."""
     if dtype == torch.float32:
         return Tiles(32, 32, float_warps(head_size), 1)
     if head_size > 128:
-        # 64 KiB of q and of the output's gradient, two stages of 32 KiB of k and of v, 16 KiB of probabilities and
-        # their gradients: 208 of 227 KiB. 128 rows would leave no second stage. Fewer than 64 keys are no rows of
-        # Hopper's matrix instructions.
+        # Of 227 KiB shared memory, 64 KiB hold q and the output's gradient, two stages of 32 KiB each hold k and v, and
+        # 16 KiB hold probabilities and their gradients. A tile of 128 rows would leave no second stage. Hopper's matrix
+        # instructions need at least 64 rows, so a tile has at least 64 keys.
         return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3)
 
@@ -59,10 +59,10 @@ def gathered_backward(
     lists: KeyLists,
     scratch_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and the gate logits from the gradient of `out`; out and lse are from the forward pass.
+    """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    Memory beyond the results: the gradients of k and v in fp32, up to `scratch_bytes` of partial rows (at least one
-    tile's), and while a launch in segments runs up to `limits.segments_bytes`.
+    out and lse are the results of the forward pass. The pass needs memory for fp32 gradients of k and v, for up to
+    `scratch_bytes` of partial rows (at least one tile), and up to `limits.segments_bytes` while segments run.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape
@@ -81,10 +81,10 @@ def gathered_backward(
     if lists.host_counts is None and kept is not None and kept[0].num_rows <= rows:
         ranges = [kept[0]]
     else:
-        # One program has room on a multiprocessor: whole waves of them.
+        # A multiprocessor has room for one program, so a range fills whole waves.
         kept, ranges = None, split_tiles(lists, rows, count_multiprocessors(q.device))
     scratch_rows = max(each.num_rows for each in ranges)
-    # Where a range leaves room for them, several key-value heads go in one launch: short lists fill no device alone.
+    # If memory allows, one launch takes several key-value heads. One head with short lists does not fill the device.
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     together = max(n for n in divisors if n == 1 or n * scratch_rows <= rows)
     scratch = torch.empty(together * scratch_rows, 2 * head_size, dtype=q.dtype, device=q.device)
@@ -109,11 +109,11 @@ def _launch(
     part: int,
     partials: torch.Tensor,
 ) -> None:
-    """A range of tiles of one piece of `members` query heads of each of N adjacent kv heads.
+    """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: the piece of the first program; the programs of a kv head are consecutive
-        grad_q, partials: out: [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
+        part: the part of the first program; the programs of a key-value head are consecutive
+        grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     length, heads, head_size = q.shape[1:]
@@ -192,7 +192,7 @@ def _launch(
         )
 
 
-# What is in the data must not be compiled in: training would stop for seconds where a list's length is new.
+# Values from the data are not specialised, because each new list length would recompile and stop training.
 @triton.jit(
     do_not_specialize=["first_tile", "num_tiles", "first_part", "num_rows", "row_starts", "order", "segments"]
 )
@@ -208,10 +208,10 @@ def _backward_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SEGMENTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
 
-    SEGMENTED: a segment of the tile's list, and what it adds to the gradient of q goes, for `_add_segments_kernel`,
-    to grad_q: fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D].
+    With SEGMENTED the program takes a segment of the tile's list. It writes its share of the gradient of q to grad_q,
+    here fp32 [N, segments, num_tiles, MEMBERS * QUERIES, D]. `_add_segments_kernel` then adds the shares.
     """
     slot = tl.load(order + tl.program_id(0) % num_tiles)
     number_of_head = tl.program_id(0) // num_tiles
@@ -235,7 +235,7 @@ def _backward_kernel(
     dims = tl.arange(0, D)[None, :]
     token64, head64 = token.to(tl.int64)[:, None], head.to(tl.int64)[:, None]
 
-    # Rows that do not exist are 0, and so is what they add to the gradients of the keys.
+    # Rows that do not exist are 0, so they add 0 to the gradients of the keys.
     pointers = q + batch64 * stride_qb + (token64 * stride_ql + head64 * stride_qh + dims)
     q_tile = tl.load(pointers, mask=valid[:, None], other=0.0)
     pointers = grad + batch64 * stride_ub + (token64 * stride_ul + head64 * stride_uh + dims)
@@ -253,8 +253,8 @@ def _backward_kernel(
     first_row = number_of_head.to(tl.int64) * num_rows + tl.load(row_starts + slot)
     target = partials + first_row * (2 * D)
     if SEGMENTED:
-        # From here on the list is this program's part of it: whole steps, or nothing where the list is short. The words
-        # stay, for they are found by what an entry is beyond full_count.
+        # From here on, the list is this program's segment: whole steps, or nothing where the list is short. The words
+        # are not shifted, because an entry finds its word by its distance from full_count.
         length_of_segment = tl.cdiv(tl.cdiv(count, KEYS), segments) * KEYS
         before = segment * length_of_segment
         keys += before
@@ -265,7 +265,7 @@ def _backward_kernel(
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)
     mine = tl.full([1], 1, tl.int32) << bit
-    # The keys of the next step are known before it begins: its gathers need not wait for them.
+    # The keys of the next step are loaded one step ahead, so that its gathers need not wait for them.
     key = tl.load(keys + step, mask=step < count, other=0)
     for start in range(0, count, KEYS):
         entries = start + step
@@ -285,13 +285,13 @@ def _backward_kernel(
         exists = (entries < count)[:, None]
         pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)
         by_v = tl.dot(tl.trans(probs.to(u_tile.dtype)), u_tile, input_precision=PRECISION)
-        if D > 128:  # the registers do not hold the results of all three products
+        if D > 128:  # the registers cannot hold the results of all three products
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
         by_k = tl.dot(tl.trans(by_logits), q_tile, input_precision=PRECISION) * scale
         if D > 128:
             tl.store(pushed + D, by_k.to(target.dtype.element_ty), mask=exists)
-        # Not accumulated by the product itself: that would still run while the next step's first one begins,
-        # and the compiler then waits for each matrix instruction by itself.
+        # The product does not accumulate into acc. An accumulating product would still run when the next step begins
+        # its first product, and the compiler would then wait for each matrix instruction separately.
         acc += tl.dot(by_logits, k_tile, input_precision=PRECISION) * scale
         if D <= 128:
             tl.store(pushed, by_v.to(target.dtype.element_ty), mask=exists)
@@ -311,7 +311,7 @@ def _add_segments_kernel(
     length, tiles_per_sequence, first_tile, num_tiles, first_part, order, segments,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of q for a tile of queries and one head, summed over the segments in order."""
+    """One program sums the gradient of q over the segments, in order, for a tile of queries and one head."""
     place = tl.program_id(0) // MEMBERS % num_tiles
     number_of_head = tl.program_id(0) // MEMBERS // num_tiles
     number = first_tile + tl.load(order + place)

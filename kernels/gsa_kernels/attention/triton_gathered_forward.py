@@ -1,4 +1,4 @@
-"""Computes attention over key lists: a program gathers the keys of a query tile for all heads of a group."""
+"""Computes attention over key lists: a program gathers the keys of a query tile for several heads of a group."""
 
 import torch
 import triton
@@ -13,20 +13,21 @@ _MAX_ROWS = 128
 
 
 def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """`queries` of a Tiles counts rows here, queries times heads, and is a bound."""
+    """Return the tile shape. Its field `queries` is an upper bound on the rows, which are queries times heads."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
     if head_size > 128:
-        # One program per multiprocessor: 128 registers of each thread hold the output. 64 KiB of q and three stages of
-        # 16 KiB of k and of v. With 64 keys the compiler waits for each matrix instruction by itself.
+        # One program runs per multiprocessor, because 128 registers of each thread hold the output. Shared memory holds
+        # 64 KiB of q and three stages of 16 KiB each of k and of v. With 64 keys the compiler waits for each matrix
+        # instruction.
         return Tiles(_MAX_ROWS, 32, 8, 3)
-    # 128 registers leave room for two programs per multiprocessor: one multiplies while the other takes its
-    # exponentials. On an H200 faster than one program with three stages, 128 keys or 4 warps.
+    # 128 registers leave room for two programs per multiprocessor: one multiplies while the other computes its
+    # exponentials. On an H200 this is faster than one program with three stages, 128 keys or 4 warps.
     return Tiles(_MAX_ROWS, 64, 8, 2, registers=128)
 
 
 def heads_per_program(group: int, queries: int, rows: int) -> int:
-    """How many query heads of one key-value head share a program: a power of two."""
+    """Return how many query heads of one key-value head share a program: a power of two."""
     return max(1, min(triton.next_power_of_2(group), rows // queries))
 
 
@@ -99,10 +100,10 @@ def _forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
+    """One program takes one tile of queries of MEMBERS heads. Row m is query m % QUERIES of member m // QUERIES.
 
-    The tiles of one key-value head run together, so that its keys stay in the cache; the last ones, which have
-    the longest lists, go first.
+    The tiles of one key-value head run together, so that its keys stay in the cache. The last tiles run first, because
+    they have the longest lists.
     """
     tile = tiles_per_sequence - 1 - tl.program_id(0) % tiles_per_sequence
     part = tl.program_id(0) // tiles_per_sequence
@@ -135,10 +136,10 @@ def _forward_kernel(
     acc = tl.zeros([MEMBERS * QUERIES, D], tl.float32)
     step = tl.arange(0, KEYS)
     mine = tl.full([1], 1, tl.int32) << bit
-    # The keys and words of the next step are known before it begins: its gathers need not wait for them.
+    # The keys and words of the next step are loaded one step ahead, so that its gathers need not wait for them.
     key = tl.load(keys + step, mask=step < count, other=0)
     loaded = load_entry_words(words, step, full_count, count, COPIES)
-    # One loop for both parts: one for each spills more registers, and was slower.
+    # One loop covers the full and the masked part of the list. Two loops spill more registers and were slower.
     for start in range(0, count, KEYS):
         ahead = start + KEYS + step
         next_key = tl.load(keys + ahead, mask=ahead < count, other=0)
@@ -158,7 +159,7 @@ def _forward_kernel(
         maximum = new_maximum
         key, loaded = next_key, next_loaded
 
-    # A row without any key, which a selection never has, gives 0 and not NaN.
+    # A row without keys, which no selection contains, gives 0 instead of NaN.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     if HAS_GATE:
@@ -174,10 +175,10 @@ def _forward_kernel(
 
 @triton.jit
 def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
-    """[entries, COPIES]: the word of each masked entry, 0 beyond the list.
+    """Load the word of each masked entry, 0 beyond the list: [entries, COPIES].
 
-    Loaded COPIES times over, as many words as the program has threads. The compiler moves a shorter vector's
-    load into the layout of the logits, where each thread would load and mask 16 words of its own.
+    Each word is loaded COPIES times, so that the load has an element for each thread. The compiler would move the load
+    of a shorter vector into the layout of the logits, where each thread would load and mask 16 words.
     """
     several = entries[:, None] + tl.zeros([1, COPIES], tl.int32)
     masked = (several >= full_count) & (several < count)
@@ -186,8 +187,6 @@ def load_entry_words(words, entries, full_count, count, COPIES: tl.constexpr):
 
 @triton.jit
 def entry_words(loaded, entries, full_count):
-    """The word of each entry, all bits in the full part, from `load_entry_words`.
-
-    A step later than that, for whatever is done to what was loaded waits for it.
-    """
+    """Return the word of each entry from the result of `load_entry_words`; entries of the full part have all bits set.
+    Call this one step after the load, because any operation on loaded words waits for the load."""
     return tl.max(tl.where((entries < full_count)[:, None], -1, loaded), 1)

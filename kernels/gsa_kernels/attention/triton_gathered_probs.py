@@ -1,7 +1,7 @@
 """Sums attention probabilities over heads for each entry of the key lists: the target of the indexer loss.
 
-A product has the entries as its rows and (head, query) as its columns, heads first. In the layout of such a
-product a thread has all heads of a query, so that summing over heads is adding registers.
+A matrix product has the entries as its rows and (head, query) as its columns, heads first. In the register layout of
+this product, one thread holds all heads of a query. The sum over heads therefore adds registers of one thread.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 class ProbsTiles(NamedTuple):
-    """How the kernel is cut and launched."""
+    """Holds the tile shape and launch options of the kernel."""
 
     entries: int
     members: int
@@ -31,9 +31,9 @@ def gathered_probs_tiles(head_size: int, dtype: torch.dtype) -> ProbsTiles:
     if dtype == torch.float32:
         return ProbsTiles(32, 1, 8, 1)
     if head_size > 128:
-        # Two stages of 32 KiB of q and 32 KiB of k: two programs per multiprocessor.
+        # Two stages hold 32 KiB of q and 32 KiB of k each, so that two programs fit a multiprocessor.
         return ProbsTiles(64, 2, 4, 2)
-    # Faster than 128 entries and 8 warps (docs/kernels.md, Tuning).
+    # This is faster than 128 entries and 8 warps (docs/kernels.md, Tuning).
     return ProbsTiles(64, 4, 4, 2)
 
 
@@ -47,17 +47,17 @@ def head_sum_probs_lists(
     *,
     selection_block: int = 1,
 ) -> torch.Tensor:
-    """sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) for every entry s and query t of these tiles.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for every entry s and query t of these tiles.
 
-    It is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
+    The sum is 0 where t does not attend to s. Entries at or beyond a tile's count are unspecified.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
-        lse: fp32 [B, H, L], of the attention over the same lists: each head's row then sums to 1
-        tiles: int32 [N], numbers of tiles; with `selection_block` > 1 of blocks
-        selection_block: queries that share a selection: 1, or a multiple of the tile. The tiles of a block share
-            their keys
+        lse: fp32 [B, H, L], from attention over the same lists, so that each head's row sums to 1
+        tiles: int32 [N], numbers of tiles; with `selection_block` > 1, numbers of blocks
+        selection_block: queries that share a selection: 1, or a multiple of the tile. All tiles of a block have the
+            same keys
 
     Returns:
         fp32 [B, N, max_count, queries]; with `selection_block` > 1 [B, N, max_count], summed over the queries of
@@ -102,7 +102,7 @@ def head_sum_probs_lists(
         D=head_size,
         QUERIES=lists.queries,
         ENTRIES=shape.entries,
-        # Else a loop over the tiles of queries: unrolled, it would hold all of them in shared memory, up to 128 KiB.
+        # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
         UNROLLED=triton.cdiv(group, members) * head_size <= 256,
         SUM_QUERIES=selection_block > 1,
         PRECISION=input_precision(q.dtype),
@@ -113,7 +113,8 @@ def head_sum_probs_lists(
 
 
 def count_tiles_per_block(lists: KeyLists, batch: int, length: int, selection_block: int) -> int:
-    """1 without blocks. Raises ValueError if the lists are not of `length` queries, or cut a block."""
+    """Return the tiles per block, 1 without blocks. Raises ValueError if the lists are not for `length` queries, or if
+    a tile crosses the end of a block."""
     if lists.length != length:
         raise ValueError(f"lists are of sequences of {lists.length}; pass lists of {length}")
     check_shape("lists.counts", lists.counts, "[B, T]", (batch, -(-length // lists.queries)))
@@ -135,7 +136,7 @@ def check_tile_numbers(tiles: torch.Tensor, lists: KeyLists) -> None:
 
 @triton.jit
 def load_entries(keys, words, key_start, word_start, entries, full, count):
-    """Keys, and membership words, of entries [ENTRIES] of a list; key 0 and word 0 at or beyond `count`."""
+    """Load keys and membership words of entries [ENTRIES] of a list; both are 0 at or beyond `count`."""
     inside = entries < count
     key = tl.load(keys + key_start + entries, mask=inside, other=0)
     masked = inside & (entries >= full)
@@ -149,11 +150,11 @@ def _sum_of_heads(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[entries, QUERIES]: the probabilities of MEMBERS query heads, summed."""
+    """Return the probabilities of MEMBERS query heads, summed: [entries, QUERIES]."""
     head = kv_head * GROUP + member
     valid = (member < GROUP) & (query < length)
     q_tile = tl.load(q_rows + head.to(tl.int64)[:, None] * stride_qh, mask=valid[:, None], other=0.0)
-    # Infinite for heads that are not there: their probabilities are 0.
+    # The log-sum-exp of a head that does not exist is infinite, so its probabilities are 0.
     lse_of = lse + (batch * (KV_HEADS * GROUP) + head) * length + query
     lse2 = tl.load(lse_of, mask=valid, other=float("inf")) * LOG2_E
     logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -171,7 +172,7 @@ def _gathered_probs_kernel(
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr, UNROLLED: tl.constexpr, SUM_QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(max_count / ENTRIES), N, B): ENTRIES entries against the queries of a tile, or of a block."""
+    """One program takes ENTRIES entries and the queries of a tile or block. Grid: (ceil(max_count / ENTRIES), N, B)."""
     batch = tl.program_id(2).to(tl.int64)
     unit = tl.program_id(1)
     tile = tl.load(tiles + unit) * tiles_per_unit
@@ -217,7 +218,7 @@ def _gathered_probs_kernel(
                 tl.load(counts + list_index + part),
             )
             hit = ((word[:, None] >> rows[None, :]) & 1) != 0
-            # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+            # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
             total = tl.where(hit & (start + rows < length)[None, :], total, 0.0)
             if SUM_QUERIES:
                 sums += tl.sum(total, 1)

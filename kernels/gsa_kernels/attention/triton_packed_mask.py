@@ -1,4 +1,4 @@
-"""Transposes the packed mask: from one bit per key, by query, to one bit per query, by key."""
+"""Transposes the packed mask: rows of queries with a bit per key become rows of keys with a bit per query."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ _WORDS = tl.constexpr(8)
 
 
 def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> torch.Tensor:
-    """The same selection for a program that owns keys and walks over queries.
+    """Return the same selection in the form that a program needs when it owns keys and loops over queries.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L: bit s % 32 of [b, i, s // 32] says that query i,
@@ -32,8 +32,8 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """32 queries by 8 words: 256 keys, each with one word at the end. The last query of block i has its own key in
-    word i + first_diagonal."""
+    """One program transposes 32 queries by 8 words, which are 256 keys; each key gets one word. The key of the last
+    query in block i is in word i + first_diagonal."""
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
@@ -41,12 +41,12 @@ def _transpose_kernel(
     row = query_block * 32 + bit
     keys = tl.program_id(0) * _WORDS * 32 + tl.arange(0, _WORDS * 32)
     result = tl.zeros([_WORDS * 32], tl.int32)
-    # Keys after all of the queries are selected by none of them: not read, but written.
+    # No query selects a key after all queries. These keys are written but not read.
     if tl.program_id(0) * _WORDS <= query_block + first_diagonal:
         pointers = packed_mask + batch * stride_wb + row.to(tl.int64)[:, None] * stride_wl + column[None, :]
         tile = tl.load(pointers, mask=(row < length)[:, None] & (column < columns)[None, :], other=0)
         chosen = (tile[:, :, None] >> bit[None, None, :]) & 1
-        # Distinct bits: their sum is their union, and bit 31 comes out as the sign.
+        # The bits are distinct, so their sum is their union. Bit 31 becomes the sign.
         result = tl.reshape(tl.sum(chosen << bit[:, None, None], 0), [_WORDS * 32])
     target = turned + (batch * tl.num_programs(1) + query_block) * num_keys + keys
     tl.store(target, result, mask=keys < num_keys)

@@ -26,16 +26,17 @@ from gsa_kernels.types import Geometry
 def probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1, tma=False)
-    # A product over 256 channels is twice as many instructions, whose operands' places are held in registers.
+    # A product over 256 channels has twice the instructions, and registers hold the addresses of their operands.
     return Tiles(64, 128 if head_size <= 128 else 64, 4, 3)
 
 
 def shared_probs_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Three programs share a multiprocessor: one multiplies while another waits for its exponentials."""
+    """Return tiles with which three programs share a multiprocessor: while one multiplies, others wait for
+    exponentials."""
     tiles = probs_tiles(head_size, dtype)
     if dtype == torch.float32:
         return tiles
-    # Each program has 64 of the 227 KiB of shared memory: heads of 256 in two stages.
+    # Each program has 64 of the 227 KiB of shared memory. Heads of size 256 fit in two stages only.
     return tiles._replace(registers=168, stages=3 if head_size <= 128 else 2)
 
 
@@ -51,17 +52,17 @@ def head_sum_probs_rows(
     dtype: torch.dtype = torch.float32,
     fill: bool = True,
 ) -> torch.Tensor:
-    """sum_h exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) for s in S_t, 0 elsewhere; for the queries t of `rows`.
+    """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads for s in S_t, 0 elsewhere, for the queries t of
+    `rows`.
 
     Args:
         q: [B, L, H, D]
         k: [B, Lk, Hkv, D], Lk = query_start + L
-        lse: fp32 [B, H, L], from `masked_attention` with the same packed mask: each head's row sums to 1
+        lse: fp32 [B, H, L], from `masked_attention` with the same packed mask, so that each head's row sums to 1
         rows: counted in queries, not positions
         packed_mask, geometry: as in `masked_attention`
-        dtype: of the result, fp32 or fp16; the sum is always taken in fp32
-        fill: False leaves unwritten what is no causal key of any query of a tile; `masked_indexer_loss` does not
-            read it
+        dtype: dtype of the result, fp32 or fp16; the sum always runs in fp32
+        fill: False does not write keys that are causal for no query of a tile; `masked_indexer_loss` does not read them
 
     Returns:
         [B, rows.count, Lk], without gradient
@@ -132,8 +133,8 @@ def _probs_kernel(
     HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of the result, summed over all heads."""
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """One program computes one tile of the result, summed over all heads."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     batch = tl.program_id(2)
     batch64 = batch.to(tl.int64)
@@ -153,7 +154,7 @@ def _probs_kernel(
     if seen:
         heads: tl.constexpr = KV_HEADS * GROUP
         lse_rows = lse + batch64 * heads * length + rows
-        # One head ahead: the compiler pipelines the tiles of a product alone, and this one would be waited for.
+        # The log-sum-exp is loaded one head ahead, because the compiler pipelines only the operands of a product.
         next_lse = tl.load(lse_rows, mask=valid, other=0.0)
         for kv_head in range(KV_HEADS):
             k_tile = load_rows(
@@ -180,7 +181,7 @@ def _probs_kernel(
             if HAS_DOCUMENTS:
                 first_keys = tl.load(document_starts + rows, mask=valid, other=0)
             hit = causal_hit(query_start + rows, columns, first_keys, HAS_DOCUMENTS)
-        # Selected after the sum: an unselected key's logit may overflow, and inf is dropped here.
+        # The mask is applied after the sum, because the exponential of an unselected key may overflow to infinity.
         total = tl.where(hit, total, 0.0)
     out += (batch64 * num_rows + number) * num_keys
     target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * num_keys + columns[None, :])

@@ -1,8 +1,8 @@
 """Loads tiles, expands packed masks and chooses tile shapes for the attention kernels.
 
-A packed mask is int32 words [B, L, W], W = ceil(Lk / 32): bit (s % 32) of word s // 32 in row i is set when
-key s is in S_t of the query i at position t. Queries are the last L of Lk positions, so that the kernels know
-query_start = Lk - L from the shapes; `rows` and `length` are of the queries, `positions` and `num_keys` of the keys.
+A packed mask is int32 words [B, L, W], W = ceil(Lk / 32). Bit s % 32 of word s // 32 in row i is set if key s is in S_t
+of query i, at position t. The queries are the last L of Lk positions, so the kernels compute query_start = Lk - L from
+the shapes. `rows` and `length` count queries; `positions` and `num_keys` count keys.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gsa_kernels.devices import interpreted
 
-# Stands for minus infinity: finite, so that inf - inf never appears. A row's running maximum starts at FLOOR,
-# above every masked logit (MASKED): before the row's first key its probabilities are exactly 0.
+# MASKED is the logit of a masked key. It is finite, so that inf - inf never appears. The running maximum of a row
+# starts at FLOOR, which is above MASKED. Before the first key of a row its probabilities are therefore exactly 0.
 MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut and launched."""
+    """Holds the tile shape and launch options of a kernel."""
 
     queries: int
     keys: int
@@ -35,27 +35,28 @@ class Tiles(NamedTuple):
 
 
 def count_multiprocessors(device: torch.device) -> int:
-    """1 for a device that is interpreted."""
+    """Return the number of multiprocessors; 1 for an interpreted device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def float_warps(head_size: int) -> int:
-    """Warps for a tile of 32 queries and 32 keys in fp32: four have no registers for products over 256 channels."""
+    """Return warps for an fp32 tile of 32 queries and 32 keys: four lack the registers for products over 256
+    channels."""
     return 8 if head_size > 128 else 4
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """fp32 products are exact fp32 ("ieee"); the argument does not matter to bf16 and fp16."""
+    """Return the precision of products: exact fp32 ("ieee"), which has no effect on bf16 and fp16."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def is_even(num_queries: int, num_keys: int, tile: int) -> bool:
-    """Whether no tile is cut, on either side."""
+    """Return whether tiles divide both the queries and the keys."""
     return num_queries % tile == 0 and num_keys % tile == 0
 
 
 def use_tma(tiles: Tiles, *tensors: torch.Tensor) -> bool:
-    """The copy engine wants 16-byte aligned bases and strides, and Hopper."""
+    """Return whether the kernel loads tiles by TMA, which needs Hopper and 16-byte aligned bases and strides."""
     if not tiles.tma:
         return False
     if not interpreted() and torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
@@ -67,7 +68,7 @@ def use_tma(tiles: Tiles, *tensors: torch.Tensor) -> bool:
 
 
 def tile_source(tensor: torch.Tensor, rows: int, tma: bool) -> torch.Tensor | TensorDescriptor:
-    """What a kernel gets for a [B, L, H, D] tensor that it reads by tiles [rows, D]."""
+    """Return the kernel argument for a [B, L, H, D] tensor that the kernel reads in tiles [rows, D]."""
     return TensorDescriptor.from_tensor(tensor, [1, rows, 1, tensor.shape[-1]]) if tma else tensor
 
 
@@ -86,11 +87,11 @@ def load_rows(
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[ROWS, D]: rows start .. start + ROWS of one head; rows beyond the length are 0."""
+    """Load rows start .. start + ROWS of one head: [ROWS, D]; rows beyond the length are 0."""
     if TMA:
         return source.load([batch, start, head, 0]).reshape([ROWS, D])
     else:  # noqa: RET505 (the compiler reads what follows a return)
-        # The 64-bit part is a scalar: the tile's own offsets fit 32 bits and are calculated once.
+        # The 64-bit part is a scalar. The offsets within the tile fit 32 bits and are computed once.
         base = source + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
         base += tl.cast(start, tl.int64) * stride_l
         rows = tl.arange(0, ROWS)
@@ -103,14 +104,14 @@ def load_rows(
 
 @triton.jit
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """The WIDTH / 32 words of each row of a tile, as four vectors [ROWS]; only the first WIDTH / 32 are used.
+    """Load the WIDTH / 32 words of each row of a tile into the first of four vectors [ROWS].
 
-    Vectors and not one [ROWS, packed_mask] tile: they have fewer elements than the program has threads, so that the
-    compiler loads them straight into the layout of the logits instead of exchanging them through shared memory.
+    Four vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads, so
+    the compiler loads it directly into the layout of the logits, without an exchange through shared memory.
 
     Args:
-        pointers: [ROWS], to the first word of each row; the next one is `step` further
-        valid: bool [ROWS], and `left` packed_mask to the end of the rows: what there is to read, if not EVEN
+        pointers: [ROWS], to the first word of each row; the next word is `step` elements further
+        valid: bool [ROWS], the rows to read if not EVEN; `left` is the number of words to the end of the rows
     """
     word0 = _load_word(pointers, valid & (left > 0), EVEN)
     word1, word2, word3 = word0, word0, word0
@@ -132,11 +133,11 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
-    """[ROWS] words -> bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
+    """Expand words [ROWS] to bool [ROWS, WIDTH]: bit c % 32 of word c // 32, for WIDTH = 32, 64 or 128.
 
-    In the layout of a product, bits 1 and 2 of a thread's column numbers come from its lane and the rest are
-    known at compile time. So the shift is taken in two parts: the first is one instruction per word, the
-    second folds into the test, and choosing the word folds away.
+    In the register layout of a product, bits 1 and 2 of a thread's column numbers come from its lane. The other bits
+    are known at compile time. The shift therefore has two parts: the first is one instruction per word, and the second
+    folds into the test. The choice of the word folds away.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]
@@ -156,7 +157,7 @@ def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
 
 @triton.jit
 def causal_hit(rows, columns, first_keys, HAS_DOCUMENTS: tl.constexpr):
-    """bool [ROWS, COLUMNS] of dense attention: first_keys[row] <= column <= row, in positions."""
+    """Return bool [ROWS, COLUMNS] of dense attention: first_keys[row] <= column <= row, in positions."""
     hit = columns[None, :] <= rows[:, None]
     if HAS_DOCUMENTS:
         hit = hit & (columns[None, :] >= first_keys[:, None])

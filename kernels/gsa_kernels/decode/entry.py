@@ -1,7 +1,8 @@
-"""`enter_token` (see entry_reference.py) in one launch, for decoding: between the joined projection and the selection.
+"""Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
+decoding.
 
-For several sequences, or with norms of q and k; joined.py has the product in it. Launched early on Hopper; the rule
-that makes it safe is in row_product/op.py.
+This launch serves several sequences, or layers with norms of q and k. joined.py fuses the product for the other cases.
+On Hopper the launch starts early; row_product/op.py explains why that is safe.
 """
 
 import torch
@@ -22,10 +23,10 @@ def enter_token(
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """Arguments and result as of the reference; bf16 or fp32, all of one dtype.
+    """Arguments and result are as in the reference, all in bf16 or all in fp32.
 
     Raises:
-        ValueError: a shape, a size or a dtype is none that the kernel takes.
+        ValueError: the kernel does not support a shape, size or dtype.
     """
     check_shape("projected", projected, "[B, N]", (None, None))
     batch = projected.shape[0]
@@ -87,7 +88,7 @@ def enter_token(
 
 
 def check_entry_cache(sizes: EntrySizes, cache: EntryCache, slot: torch.Tensor, batch: int) -> None:
-    """Shapes of what `enter_token` writes to, and of the indexer's heads."""
+    """Check the shapes of the tensors that `enter_token` writes, and of the indexer's heads."""
     kv_heads = sizes.k // sizes.head_dim
     check_shape("cache.k", cache.k, "[B, Hkv, Lk, D]", (batch, kv_heads, None, sizes.head_dim))
     check_shape("cache.v", cache.v, "[B, Hkv, Lk, D]", tuple(cache.k.shape))

@@ -1,4 +1,4 @@
-"""Turns the joined projection of one new token per sequence into attention's inputs and cache entries: plain torch."""
+"""Turns the joined projection of one new token per sequence into attention inputs and cache entries, in plain torch."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from gsa_kernels.row_product.reference import Norm, row_product
 
 
 class EntrySizes(NamedTuple):
-    """Columns of the joined projection, in their order, and what they consist of."""
+    """Lists the columns of the joined projection in their order, and the sizes they consist of."""
 
     q: int
     """H * D"""
     k: int
-    """Hkv * D, the same as for v."""
+    """Hkv * D, the same for v."""
     value_gate: int
     """Hkv * D, or 0 without gate G2."""
     gate: int
     """H * D, or 0 without gate G1."""
     index_heads: int
-    """HI, 0 without an indexer. The indexer's key, its queries and its head weights follow: (1 + HI) * DI + HI."""
+    """HI; 0 without an indexer. The last (1 + HI) * DI + HI columns are the indexer's key, queries and head weights."""
     head_dim: int
     """D"""
     index_dim: int
@@ -30,23 +30,23 @@ class EntrySizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns that are used; the projection may have more."""
+        """Return the number of columns that are used; the projection may have more."""
         return self.q + 2 * self.k + self.value_gate + self.gate + self.index_width
 
     @property
     def index_width(self) -> int:
-        """The indexer's share of the width."""
+        """Return how many of these columns belong to the indexer."""
         return (1 + self.index_heads) * self.index_dim + self.index_heads if self.index_heads else 0
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the new tokens' positions. Only the leading channels of a head, their width, turn."""
+    """Holds cosines and sines of the new tokens' positions. RoPE rotates only the first `channels` of a head."""
 
     cos: torch.Tensor
     """[B, channels]"""
     sin: torch.Tensor
     index_cos: torch.Tensor | None = None
-    """[B, channels] of the indexer; None: it is not rotated."""
+    """[B, channels] of the indexer; None: the indexer has no RoPE."""
     index_sin: torch.Tensor | None = None
     key_cos: torch.Tensor | None = None
     """[B, channels] of the indexer's key: with groups of keys, of the group's first. None: as of its queries."""
@@ -54,14 +54,14 @@ class Angles(NamedTuple):
 
 
 class AngleTable(NamedTuple):
-    """Angles of all positions, and the numbers of tokens: kernels look up the new tokens' angles themselves."""
+    """Holds the angles of all positions and the numbers of tokens, so that kernels look up the new tokens' angles."""
 
     values: torch.Tensor
     """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p, then the
     indexer's, with `keys_apart` then its key's; both channels of a pair have the same. So a sequence's new token has
     the row of its length."""
     lengths: torch.Tensor
-    """int32 [B], the new token included; at most the positions."""
+    """int32 [B], the number of tokens including the new one; at most the number of positions."""
     channels: int
     index_channels: int
     """0: the indexer is not rotated."""
@@ -80,27 +80,25 @@ class AngleTable(NamedTuple):
 
 
 class JoinedProduct(NamedTuple):
-    """All that a layer multiplies with its normalised input, and the norm."""
+    """Holds all weights that a layer multiplies with its normalised input, and the norm."""
 
     weight: torch.Tensor
-    """[N, d], rows as the columns of EntrySizes; N may be larger."""
+    """[N, d], with rows in the order of EntrySizes's columns; N may be larger."""
     norm: Norm
     bias: torch.Tensor | None = None
     """[N]"""
 
 
 class EntryCache(NamedTuple):
-    """The caches of one layer."""
-
     k: torch.Tensor
     """[B, Hkv, Lk, D]"""
     v: torch.Tensor
     rows: torch.Tensor | None
-    """[B, Lk, width]: the indexer's key, and where width has room for them its queries and head weights, then zeros."""
+    """[B, Lk, width]: the indexer's key, then, if width has room, its queries and head weights, then zeros."""
 
 
 class Entered(NamedTuple):
-    """What attention and selection take of the new tokens."""
+    """Holds what attention and selection need from the new tokens."""
 
     q: torch.Tensor
     """[B, H, D]"""
@@ -120,11 +118,12 @@ def enter_token(
     slot: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Entered:
-    """v times sigmoid(G2), norms of q and k, rotation; keys, values and the indexer's row go into the cache.
+    """Gate v by sigmoid(G2), apply norms and RoPE to q and k, and write keys, values and the indexer's row to the
+    cache.
 
     Args:
         projected: [B, at least sizes.width]
-        slot: int64 [1], where in the cache
+        slot: int64 [1], the index in the cache
         norms: RMSNorm weights [D] of q and k
     """
     heads, width = sizes.head_dim, sizes.index_dim
@@ -172,7 +171,7 @@ def enter_row(
     cache: EntryCache,
     slot: torch.Tensor,
 ) -> Entered:
-    """The joined product of x [B, d], and `enter_token`."""
+    """Compute the joined product of x [B, d], then call `enter_token`."""
     projected = row_product(x, product.weight, product.norm, product.bias)
     return enter_token(projected, sizes, table.angles(), cache, slot)
 
@@ -183,7 +182,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: of the first channels the pairs (i, i + channels / 2) turn."""
+    """Apply the rotary embedding to the pairs (i, i + channels / 2) of the first channels."""
     channels = cos.shape[-1]
     turned, passed = x[..., :channels].float(), x[..., channels:]
     first, second = turned.chunk(2, -1)

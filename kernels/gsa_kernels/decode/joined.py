@@ -1,7 +1,8 @@
-"""`enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
+"""Runs `enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
 
-Launched early on Hopper; the rule that makes it safe is in row_product/op.py. Or in several launches, a part of the
-rows each: what selection needs first, the rest beside kernels that leave the memory idle.
+On Hopper the launch starts early; row_product/op.py explains why that is safe. The work may also be divided into
+several launches by rows. The first launch then computes what selection needs. The others run beside kernels that leave
+memory bandwidth unused.
 """
 
 from typing import NamedTuple
@@ -19,26 +20,26 @@ HEADS, GATE, INDEX, INDEX_KEY = "heads", "gate", "index", "index key"
 
 
 class Part(NamedTuple):
-    """A part of the joined product's rows."""
+    """Describes which rows of the joined product a launch computes."""
 
     sections: tuple[str, ...]
-    """From HEADS (queries, keys, values), GATE (G1) and INDEX, which a layer may lack. INDEX_KEY is the part of INDEX
-    that later steps score. The rest, queries and head weights, serves steps that select: only for the first token
-    of a block."""
+    """Any of HEADS (queries, keys, values), GATE (G1) and INDEX; a layer may lack some. INDEX_KEY is the part of INDEX
+    that later steps score. The rest of INDEX, queries and head weights, is needed only when the first token of a block
+    selects."""
 
     into: Entered | None = None
-    """Where to write what attention and selection take; allocated if None, all of it."""
+    """Tensors for the results that attention and selection need; None allocates all of them."""
 
     beside: bool = False
-    """Run beside the kernel in front. That one must let the next one start only after its own wait, and must neither
-    write x nor read what this part writes."""
+    """Run beside the previous kernel. That kernel must let the next one start only after its own wait. It must not
+    write x and must not read what this part writes."""
 
     waits: bool = True
-    """False, with `beside`: do not wait for the kernel in front at the end either. Then the next kernel waits for that
-    one, too, by what it counts (rule 5 of row_product/op.py)."""
+    """False, with `beside`: do not wait for the previous kernel at the end either. The next kernel then also waits for
+    this launch, by a counter (rule 5 of row_product/op.py)."""
 
     restarts: torch.Tensor | None = None
-    """int32 [1]: a counter that becomes 0 when the kernels in front have ended; without `beside`."""
+    """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
 
 
 WHOLE = Part((HEADS, GATE, INDEX))
@@ -55,15 +56,15 @@ def enter_row(
     tiling: PairTiling = DEFAULT_TILING,
     part: Part = WHOLE,
 ) -> Entered:
-    """Arguments and result as of the reference; x [1, d], bf16 or fp32, all of one dtype. What is between the product
-    and the results is not rounded.
+    """Arguments and result are as in the reference; x is [1, d], all in bf16 or all in fp32.
+
+    Values between the product and the results are not rounded.
 
     Args:
-        sizes: an even index_dim
-        part: what to calculate now; the rest of the result is left as it is
+        part: what to compute; the rest of the result is not changed
 
     Raises:
-        ValueError: a shape, a size or a dtype is none that the kernel takes.
+        ValueError: the kernel does not support a shape, size or dtype.
     """
     check_shape("x", x, "[1, d]", (1, None))
     check_kernel_dtype("x", x)

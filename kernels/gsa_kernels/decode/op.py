@@ -1,13 +1,15 @@
-"""Decoding with Gated Sparse Attention: one new query per sequence against a cache of keys, values and indexer keys.
+"""Decodes with Gated Sparse Attention: one new query per sequence against a cache of keys, values and indexer keys.
 
-Four launches: scores, two for the selection, attention. The host reads nothing back, and with `out` given nothing
-is allocated, so that a call can be captured in a CUDA graph and replayed while `cache.lengths`, a device tensor, grows;
-the grids cover the whole cache. The definitions are `decode_top_k` and `decode_attention`. Results are deterministic.
+A step takes four launches: scores, two for the selection, attention. The host reads nothing back, and if the caller
+passes `out`, nothing is allocated. A CUDA graph can therefore capture a call and replay it while `cache.lengths`, a
+device tensor, grows. The grids cover the whole cache. `decode_top_k` and `decode_attention` define the results, which
+are deterministic.
 
-On Hopper kernels are in place before the one in front of them ends, and wait for it: the rule is in row_product/op.py.
-The scores kernel does so after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before the
-wait; with `cache.settled` also, except for each sequence's newest token, the indexer's keys or, where it is kept,
-the selection, and the keys and values that it and the window name.
+On Hopper each kernel starts before the previous one ends, and then waits for it; row_product/op.py has the rules. The
+scores kernel starts early after a caller's kernel only with `cache.in_chain`. `lengths` and `starts` are read before
+the wait. With `cache.settled`, the indexer's keys are also read before the wait, except for each sequence's newest
+token. If the selection is kept, it is read before the wait instead, with the keys and values of the selection and the
+window.
 
 With `selection_block` b a selection serves the b tokens of an aligned block: it is made when the block's first
 token (position t, t % b == 0) is decoded. Rows at other positions keep what `cache.selection` holds, so a batch whose
@@ -53,10 +55,8 @@ def decode_step(
     gate_logits: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_select`, then `decode_attend`: their arguments, and the latter's result.
-
-    The geometry's window is at least its selection_block, so that the tokens since the selection are attended to.
-    """
+    """Run `decode_select`, then `decode_attend`, with the same arguments, and return its result. The geometry's window
+    is at least its selection_block, so that the tokens since the selection are attended to."""
     if indexer.keys.shape[:2] != cache.k.shape[:2]:
         raise ValueError(
             f"indexer.keys is {tuple(indexer.keys.shape)} and cache.k {tuple(cache.k.shape)}; pass caches of one "
@@ -79,12 +79,12 @@ def decode_select(
     """Write each sequence's k_t keys of highest indexer score, ties to the lower index, into `cache.selection`. With
     groups of `pool` > 1 keys it is the k_t // pool groups of highest score before the query's own.
 
-    Exact for the scores this call calculates, which it leaves in `cache.workspace.scores` and which differ from
-    the reference by rounding only.
+    The selection is exact for the scores of this call, which differ from the reference only by rounding. They remain in
+    `cache.workspace.scores`.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
-            [B, L_max, DI], the cache, those tokens' included; bf16 or fp32
+            [B, L_max, DI], the cache, including these tokens; bf16 or fp32
         cache: its selection is overwritten; its workspace is for at least B sequences of L_max tokens
         variance_ema: 0-d fp32, the layer's frozen moving average
         selection_block: b; rows whose position is no multiple of b keep their selection
@@ -142,17 +142,17 @@ def decode_attend(
     out: torch.Tensor | None = None,
     pool: int = 1,
 ) -> torch.Tensor:
-    """Attention of each sequence's new token over its selection and its last `local_window` keys, times G1.
+    """Attend from each sequence's new token to its selection and its last `local_window` keys, and multiply by G1.
 
     With groups of `pool` > 1 keys also over its own group. A key that is in several of these counts once. Query head h
     reads key-value head h // (H / Hkv).
 
     Args:
         q: [B, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
-        cache: the new token's key and value included
-        local_window: keys, the query's own included
+        cache: includes the new token's key and value
+        local_window: number of keys, including the query's own
         gate_logits: [B, H, D], G1 before its sigmoid
-        out: [B, H, D], where to write; allocated if None
+        out: [B, H, D], where to write; None allocates a tensor
 
     Returns:
         out: [B, H, D] in the dtype of q; zeros where the length is 0
@@ -169,7 +169,7 @@ def _attend(
     out: torch.Tensor | None,
     behind_selection: bool,
 ) -> torch.Tensor:
-    """Arguments as in `decode_attend`. behind_selection: the kernel in front is the selection's, not the caller's."""
+    """Run `decode_attend`. behind_selection: the previous kernel is the selection's, not the caller's."""
     k, v, workspace = cache.k, cache.v, _workspace(cache)
     check_shape("q", q, "[B, H, D]", (None, None, None))
     batch, heads, dim = q.shape
@@ -226,7 +226,7 @@ def _checked_groups(
 
 
 def _check_floats(tensors: dict[str, torch.Tensor]) -> None:
-    """All have the dtype of the first."""
+    """Check that all tensors have the dtype of the first."""
     first = next(iter(tensors))
     wanted = tensors[first].dtype
     check_kernel_dtype(first, tensors[first])
@@ -250,7 +250,7 @@ def _workspace(cache: LayerCache) -> DecodeWorkspace:
 
 
 def _check_cache(first: torch.Tensor, cache: LayerCache, others: Mapping[str, torch.Tensor]) -> None:
-    """The layout of `lengths` and of the selection; and that all tensors are on one device."""
+    """Check the layout of `lengths` and of the selection, and that all tensors are on one device."""
     batch, lengths, indices = first.shape[0], cache.lengths, cache.selection.indices
     check_shape("lengths", lengths, "[B]", (batch,))
     if lengths.dtype != torch.int32 or not lengths.is_contiguous():

@@ -1,4 +1,4 @@
-"""Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected ones.
+"""Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
 Composed of the operations of the prefill, on its last row: `indexer_scores`, `score_moments`, `adaptive_budget`,
 `select_top_k` and `sparse_attention`. Cache entries from `lengths` on may hold anything, NaN too. With groups of p keys
@@ -21,7 +21,7 @@ from gsa_kernels.types import BudgetRule, Indexer
 
 @dataclass(frozen=True)
 class DecodeTopK:
-    """What one query per sequence selects, and from what."""
+    """Holds what one query per sequence selects, and the scores and statistics that decide it."""
 
     scores: torch.Tensor
     """[B, L_max], unspecified from the sequence's length on; with groups of p keys [B, ceil(L_max / p)]."""
@@ -39,14 +39,14 @@ class DecodeTopK:
 def decode_top_k(
     indexer: Indexer, lengths: torch.Tensor, rule: BudgetRule, variance_ema: torch.Tensor, pool: int = 1
 ) -> DecodeTopK:
-    """The k_t keys of highest indexer score among the first `lengths`, ties to the lower index.
+    """Select the k_t keys with the highest indexer scores among the first `lengths` keys; ties go to the lower index.
 
     With groups of p > 1 keys: the k_t // p groups of highest score among those before the query's own.
 
     Args:
         indexer: queries [B, 1, HI, DI] and head weight logits [B, 1, HI] of the tokens at position lengths - 1; keys
             [B, L_max, DI], the cache
-        lengths: int [B], tokens of each sequence, the new one included; 0 for an unused slot
+        lengths: int [B], tokens of each sequence, including the new one; 0 for an unused slot
         variance_ema: 0-d, the layer's frozen moving average
         pool: p
     """
@@ -91,10 +91,10 @@ def decode_attention(
     pool: int = 1,
     output_gate_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the token at lengths - 1 over its selection and the last `local_window` keys, gated by G1.
+    """Attend from the token at lengths - 1 to its selection and the last `local_window` keys, gated by G1.
 
-    With a selection per block of queries, `selected` belongs to the block's first query, whose keys all
-    precede it, and the window, the query's own, covers what came after.
+    If blocks of queries share a selection, `selected` belongs to the block's first query, and the query's own window
+    covers the keys after it.
 
     Args:
         q: [B, H, D]
@@ -143,6 +143,6 @@ def _own_group(lengths: torch.Tensor, pool: int) -> torch.Tensor:
 
 
 def _causal(lengths: torch.Tensor, batch: int, max_length: int) -> torch.Tensor:
-    """bool [B, L_max]: the sequence's tokens."""
+    """Return bool [B, L_max]: the sequence's tokens."""
     check_shape("lengths", lengths, "[B]", (batch,))
     return torch.arange(max_length, device=lengths.device) < lengths[:, None]

@@ -1,7 +1,7 @@
-"""Attention of one query per sequence over selected keys and its local window, split along the keys.
+"""Computes attention of one query per sequence over selected keys and its local window, split along the keys.
 
-The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys; the
-last one of a head to finish joins the parts, in their fixed order, and applies gate G1.
+The query heads of one key-value head are the rows of a product. Each program attends to one part of the keys. The last
+program of a head to finish joins the parts in their fixed order and applies gate G1.
 """
 
 from typing import NamedTuple
@@ -18,28 +18,27 @@ from gsa_kernels.triton_constants import LOG2_E
 
 
 class Tile(NamedTuple):
-    """Keys a program has at a time."""
+    """Describes how many keys a program takes at a time."""
 
     keys: int
     warps: int
     stages: int
 
 
-# Parts that fit in one tile have all of their keys and values under way at once. Measured on an H200.
+# If parts fit in one tile, all their keys and values load at once. Measured on an H200.
 ONE_TILE = (Tile(64, 4, 1), Tile(128, 4, 1))
 LONG_TILE = Tile(64, 4, 2)
 FLOAT_TILE = Tile(32, 4, 1)
 SETTLED_TILE = Tile(128, 8, 1)
-"""Where keys are loaded before the wait, for all but short parts: what does not fit the first tile comes after it.
-Eight warps hold it in registers."""
+"""Tile for keys that are loaded before the wait, except in short parts. Keys beyond the first tile follow the wait.
+Eight warps hold the tile in registers."""
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
-"""For heads of 256: eight warps hold 64 keys and values in 64 registers per thread. Longer parts use tiles in two
-stages."""
+"""Tiles for heads of 256: eight warps hold 64 keys and values in registers. Longer parts use tiles in two stages."""
 KEPT_TILE = Tile(64, 4, 1)
-"""The same where a step that keeps its selection has parts of its own. Measured on an H200."""
+"""The same tile for a step that keeps its selection and has its own parts. Measured on an H200."""
 STRIP = 16
-"""Neighbouring slots of one part. Parts take strips in turns, so that which slots a part has does not depend on how
-many there are: their indices are asked for beside the count."""
+"""Neighbouring slots of one part. Parts take strips in turns, so that the slots of a part do not depend on the number
+of selected keys. Their indices therefore load at the same time as this number."""
 
 
 def attend_to_indices(
@@ -52,9 +51,11 @@ def attend_to_indices(
     out: torch.Tensor,
     chain: tuple[bool, bool],
 ) -> None:
-    """Arguments as in `decode_attend`, checked by it. `chain`: whether to start before the kernel in front has ended,
-    and whether that one is the selection's: then q and the gate, which older kernels wrote, are read before the wait.
-    After another kernel of a settled cache it is the selection, keys and values that are.
+    """Launch the kernel with the arguments of `decode_attend`, which has checked them.
+
+    `chain` tells whether to start before the previous kernel ends, and whether that kernel is the selection's. After
+    the selection, q and the gate are read before the wait, because older kernels wrote them. After another kernel and
+    with a settled cache, the selection, keys and values are read before the wait.
     """
     chained, behind_selection = chain
     settled = cache.settled and not behind_selection
@@ -110,7 +111,7 @@ def attend_to_indices(
 def _cut(
     cache: LayerCache, workspace: DecodeWorkspace, q: torch.Tensor, keys: int, settled: bool
 ) -> tuple[int, Tile]:
-    """Parts of each key-value head, of together up to `keys` keys, and their tile."""
+    """Return the number of parts for each key-value head, which together cover up to `keys` keys, and their tile."""
     part = triton.cdiv(keys, workspace.splits * STRIP) * STRIP
     more = workspace.kept_splits > workspace.splits and part > KEPT_TILE.keys
     if more and settled and cache.in_chain and q.dtype == torch.bfloat16 and q.shape[2] <= 128:
@@ -119,7 +120,7 @@ def _cut(
 
 
 def _tile(q: torch.Tensor, part: int, settled: bool) -> Tile:
-    """For parts of up to `part` keys."""
+    """Return the tile for parts of up to `part` keys."""
     if q.dtype == torch.float32:
         return FLOAT_TILE
     if q.shape[2] > 128:
@@ -176,19 +177,19 @@ def _attend_kernel(
     IN_CHAIN: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
-    """One program: one part of the keys of one key-value head of one sequence.
+    """One program takes one part of the keys of one key-value head of one sequence.
 
-    In a chain the next kernel may start when the wait is over; else, where the caller's kernel is in front, when the
-    keys have been attended to.
+    With IN_CHAIN the next kernel may start after this kernel's wait. Otherwise, if the previous kernel is the caller's,
+    the next kernel may start after the keys have been attended to.
     """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    # What the kernel in front does not write is loaded while it still runs.
+    # Tensors that the previous kernel does not write are loaded while it still runs.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), max_length), 0)
     if CHAINED and not (BEHIND_SELECTION or SETTLED):
         gdc_wait()
-    # Slots: the top-k, masked inside the window, then the window.
+    # Slots are the top-k, masked inside the window, then the window.
     lane = tl.arange(0, KEYS)
     slot = (lane // STRIP) * (STRIP * SPLITS) + split * STRIP + lane % STRIP
     dims = tl.arange(0, D)
@@ -253,7 +254,7 @@ def _attend_kernel(
         top = _selected_keys(indices_ptr, slot, count, POOL)
     else:
         if CHAINED and BEHIND_SELECTION:
-            # The selection's kernels have waited for all before them, and so for who wrote q.
+            # The selection's kernels have waited for all earlier kernels, including the one that wrote q.
             gdc_wait()
             if IN_CHAIN:
                 gdc_launch_dependents()
@@ -283,7 +284,7 @@ def _attend_kernel(
         tl.store(partial_max_ptr + mine, maximum, mask=row_ok)
         tl.store(partial_sum_ptr + mine, total, mask=row_ok)
         tl.store(partial_out_ptr + mine[:, None] * D + dims[None, :], acc, mask=row_ok[:, None])
-        tl.debug_barrier()  # all threads have stored before one of them announces it
+        tl.debug_barrier()  # all threads have stored their results before one thread announces them
         if tl.atomic_add(arrivals_ptr + head, 1) == SPLITS - 1:
             tl.store(arrivals_ptr + head, 0)  # for the next call
             sum_all, out_all = _join_parts(
@@ -303,7 +304,7 @@ def _selected_keys(indices_ptr, slot, end, POOL: tl.constexpr):
 
 @triton.jit
 def _keys_of_slots(slot, top, count, slots, window_first):
-    """int64 positions, and whether the slot has one that is attended to."""
+    """Return int64 positions, and whether the slot's key is attended to."""
     of_top = slot < count
     hit = (slot < slots) & ((of_top == 0) | (top < window_first))
     return tl.where(of_top, top, window_first + slot - count).to(tl.int64), hit
@@ -311,7 +312,7 @@ def _keys_of_slots(slot, top, count, slots, window_first):
 
 @triton.jit
 def _attend_to_tile(q_tile, k_tile, v_tile, hit, maximum, total, acc, scale_log2, PRECISION: tl.constexpr):
-    """The softmax's running maximum and sum, and the output, with the keys that are hit."""
+    """Update the softmax's running maximum and sum and the output with the keys that are hit."""
     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     logits = tl.where(hit[None, :], logits, MASKED)
     new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
@@ -333,12 +334,12 @@ def _join_parts(
     BLOCK_G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """(sum of probabilities [BLOCK_G], unnormalised output [BLOCK_G, D]) of one key-value head, from its parts."""
+    """Join the parts of one key-value head: (sum of probabilities [BLOCK_G], unnormalised output [BLOCK_G, D])."""
     rows = tl.arange(0, BLOCK_G)
     row_ok = rows < GROUP
     dims = tl.arange(0, D)
-    # All loads before the first use: one wait for the memory. They go past the first-level cache, which does not
-    # see other programs' stores. Triton has no starred tuples: these grow by addition.
+    # All loads come before the first use, so that the program waits for memory once. They bypass the first-level cache,
+    # which does not see other programs' stores. Tuples grow by addition, because Triton has no starred tuples.
     maxima = ()
     sums = ()
     outs = ()
@@ -375,10 +376,10 @@ def _store_gated(
     D: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D]; out_ptr: of the group's first head."""
+    """Store acc [ROWS, D] / total [ROWS], times the sigmoid of `gate` [ROWS, D], at out_ptr, the group's first head."""
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, D)[None, :]
-    # A sequence without keys gives 0 and not NaN.
+    # A sequence without keys gives 0 instead of NaN.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if HAS_GATE:
         out = out * tl.sigmoid(gate)

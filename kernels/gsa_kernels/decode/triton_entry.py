@@ -1,4 +1,4 @@
-"""One program for each query head, for each key-value head, and for the indexer, of each sequence."""
+"""Runs `enter_token` with one program per sequence for each query head, each key-value head and the indexer."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def launch_entry(
     out: tuple[torch.Tensor, torch.Tensor | None],
     chained: bool,
 ) -> None:
-    """Arguments as in `enter_token`, checked by it. `out`: q and the indexer's queries."""
+    """Launch the kernel with the checked arguments of `enter_token`. `out`: q and the indexer's queries."""
     q, index_queries = out
     batch = projected.shape[0]
     heads, kv_heads, dim = sizes.q // sizes.head_dim, sizes.k // sizes.head_dim, sizes.head_dim
@@ -113,7 +113,7 @@ def _entry_kernel(
     BLOCK_W: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: one head, or the indexer."""
+    """One program takes one head, or the indexer."""
     if CHAINED:
         gdc_launch_dependents()
     unit = tl.program_id(0)
@@ -169,14 +169,14 @@ def _entry_kernel(
 
 @triton.jit
 def _partner(dims, CHANNELS: tl.constexpr):
-    """The channel that turns with each; channels that do not turn are their own."""
+    """Return the channel that rotates with each channel; channels that do not rotate are their own partners."""
     half: tl.constexpr = CHANNELS // 2
     return tl.where(dims < half, dims + half, tl.where(dims < CHANNELS, dims - half, dims))
 
 
 @triton.jit
 def _turned_head(head_ptr, norm_ptr, dims, other, cos, sin, eps, D: tl.constexpr):
-    """fp32 [D]: normalised if there is a norm, and rotated. sin: negative for the first of a pair."""
+    """Return a head, fp32 [D], normalised if there is a norm, and rotated. sin is negative for the first of a pair."""
     head = tl.load(head_ptr + dims).to(tl.float32)
     partner = tl.load(head_ptr + other).to(tl.float32)
     if norm_ptr is not None:
@@ -214,7 +214,7 @@ def _enter_index(
     BLOCK_W: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The indexer's key, queries and head weights, which are consecutive at `index_ptr`."""
+    """Write the indexer's key, queries and head weights, which are consecutive at `index_ptr`."""
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     cos = tl.full([BLOCK_D], 1.0, tl.float32)
@@ -241,7 +241,7 @@ def _enter_index(
     tl.store(row_ptr + dims, key, mask=dim_ok)
     if WIDTH > DI:
         tl.store(row_ptr + DI + places, queries, mask=mask)
-        # The head weights, and zeros after them.
+        # This writes the head weights and the zeros after them.
         columns = tl.arange(0, BLOCK_W)
         start: tl.constexpr = (1 + HI) * DI
         weights = tl.load(index_ptr + columns, mask=(columns >= start) & (columns < start + HI), other=0.0)

@@ -1,7 +1,7 @@
 """Computes the joined projection of one row and then `enter_token` on its result, in one launch.
 
-A program takes pairs of the weight's rows: two channels that turn with each other, a value and its gate, or just two
-rows. So no program needs another one's result. The rest is as in row_product/triton_product.py.
+A program takes pairs of the weight's rows. A pair is two channels that rotate together, a value and its gate, or just
+two rows. Therefore no program needs the result of another one. The rest is as in row_product/triton_product.py.
 """
 
 from typing import NamedTuple
@@ -16,44 +16,42 @@ from gsa_kernels.row_product.triton_product import load_piece, load_rows, pieces
 
 
 class PairTiling(NamedTuple):
-    """How a launch cuts the weight."""
+    """Describes how a launch divides the weight."""
 
     pairs: int
     """Pairs of rows that a program multiplies at a time, a power of two."""
     programs: int
-    """At most: they take tiles in turns, and ask for a tile while they multiply the one before."""
+    """Largest number of programs, which take tiles in turns and load the next tile while they multiply."""
 
 
 DEFAULT_TILING = PairTiling(2, 528)
 """Measured on an H200 for the product alone."""
 
 _WARPS, _MOST_REGISTERS = 4, 128
-"""Warps per program, registers per thread: 528 programs are at once on the 132 multiprocessors of an H100 or H200."""
+"""Warps per program and registers per thread, so that 528 programs run at once on an H100 or H200."""
 
 
 class Sections(NamedTuple):
-    """What to calculate."""
-
     heads: bool
     """Queries, keys and values."""
     gate: bool
     """G1"""
     index_key: bool
     index_queries: bool
-    """And head weights; with the indexer's key."""
+    """Queries and head weights of the indexer; only with the indexer's key."""
 
 
 class Launch(NamedTuple):
     tiling: PairTiling
     sections: Sections
     chained: bool
-    """Start before the kernel in front has ended."""
+    """Start before the previous kernel ends."""
     beside: bool
-    """And wait for it at the end only."""
+    """Start early and wait only at the end."""
     waits: bool
-    """With `beside`: wait at all."""
+    """With `beside`: whether to wait at all."""
     restarts: torch.Tensor | None
-    """int32 [1], which becomes 0."""
+    """int32 [1], which is set to 0."""
 
 
 def launch_joined(
@@ -66,7 +64,7 @@ def launch_joined(
     out: Entered,
     launch: Launch,
 ) -> None:
-    """Arguments as in `enter_row`, checked by it."""
+    """Launch the kernel with the arguments of `enter_row`, which has checked them."""
     tiling, sections, chained, beside, waits, restarts = launch
     columns = x.shape[1]
     first, second = pieces(columns)
@@ -128,15 +126,15 @@ def launch_joined(
 
 
 def _index_rows(sizes: EntrySizes, wanted: Sections) -> int:
-    """Rows of the indexer's key, and of its queries if they are wanted."""
+    """Return the rows of the indexer's key, plus its queries if they are wanted."""
     if not (sizes.index_heads and wanted.index_key):
         return 0
     return (1 + sizes.index_heads * wanted.index_queries) * sizes.index_dim
 
 
 def _sections(sizes: EntrySizes, tile: int, wanted: Sections) -> tuple[int, int, int, int, int]:
-    """First tile of the values, of G1, of the indexer's key and queries, of its head weights; and the end. What is not
-    wanted has no tiles."""
+    """Return the first tile of the values, of G1, of the indexer's key and queries and of its head weights, and the
+    end. Sections that are not wanted have no tiles."""
     values = sizes.value_gate or sizes.k // 2
     ends = [0]
     for pairs in (
@@ -170,11 +168,11 @@ def _pairs_of(
     WEIGHTS_FROM: tl.constexpr,
     INDEX_ROWS: tl.constexpr,
 ):
-    """int32 [TILE]: first rows, second rows; the row at which the section ends; where a pair's cosine and sine are in
-    the table, and whether it turns.
+    """Return for each pair int32 [TILE]: first row, second row, the end of the section, table index of cosine and sine.
 
-    A section consists of units, here heads. The first `channels` channels of a unit turn in pairs (i, i + channels /
-    2); the others are paired in the same way. A value and its gate are as far from each other as there are values.
+    The last result tells whether the pair rotates. A section consists of units, here heads. The first `channels`
+    channels of a unit rotate in pairs (i, i + channels / 2); the other channels are paired in the same way. A value and
+    its gate are as many rows apart as there are values.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE
@@ -264,12 +262,12 @@ def _joined_kernel(
     BESIDE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """One program: the tiles start, start + programs, ... of TILE pairs of rows."""
+    """One program takes the tiles start, start + programs, ... of TILE pairs of rows."""
     if CHAINED:
         gdc_launch_dependents()
     start = tl.program_id(0)
     step = tl.num_programs(0)
-    # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
+    # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     first, second, end, cos_at, sin_at, turns = _pairs_of(
         start, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
         VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
@@ -296,7 +294,7 @@ def _joined_kernel(
         if start == 0:
             tl.store(restarts_ptr, 0)
 
-    # Beside the kernel in front, past the first-level cache: nothing says that it has forgotten what was there before.
+    # Beside the previous kernel, loads bypass the first-level cache, which may still hold old values.
     CACHE: tl.constexpr = ".cg" if BESIDE else ""
     x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
     squares = tl.sum(x * x)
@@ -311,7 +309,7 @@ def _joined_kernel(
     GATES: tl.constexpr = VALUES + K + VALUE_GATE
     INDEX: tl.constexpr = GATES + GATE
     for tile in range(start, TILES, step):
-        if LOOPS:  # the next tile; beyond the last one nothing is read
+        if LOOPS:  # load the next tile; nothing is read beyond the last one
             next_first, next_second, next_end, cos_at, sin_at, turns = _pairs_of(
                 tile + step, TILE, Q, K, VALUE_GATE, GATE, D, HI, DI, CHANNELS, INDEX_CHANNELS, KEY_ANGLES,
                 VALUES_FROM, GATES_FROM, INDEX_FROM, WEIGHTS_FROM, INDEX_ROWS,
@@ -403,14 +401,14 @@ def _joined_kernel(
 
 @triton.jit
 def _put_in_heads(value, place, ok, ptr, stride_h, D: tl.constexpr):
-    """`place`: channels of all heads after each other."""
+    """`place` is the channel's index in all heads together."""
     ptrs = ptr + (place // D).to(tl.int64) * stride_h + place % D
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _put_turned(value, row, end, q_ptr, k_ptr, stride_kh, Q: tl.constexpr, D: tl.constexpr):
-    """Queries where they are read, keys into the cache."""
+    """Store queries where attention reads them, and keys in the cache."""
     tl.store(q_ptr + row, value.to(q_ptr.dtype.element_ty), mask=row < Q)
     _put_in_heads(value, row - Q, (row >= Q) & (row < end), k_ptr, stride_kh, D)
 
@@ -427,7 +425,7 @@ def _put_index(
     DI: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`place`: from the indexer's key on, then its queries and head weights, as in the cache's rows."""
+    """`place` counts from the indexer's key on, then its queries and head weights, as in the cache's rows."""
     WEIGHTS: tl.constexpr = (1 + HI) * DI
     rounded = value.to(rows_ptr.dtype.element_ty)
     ok = place < end

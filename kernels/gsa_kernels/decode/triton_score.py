@@ -1,9 +1,9 @@
-"""Indexer scores of one query per sequence: one pass over the cached keys, with moments and a histogram.
+"""Computes indexer scores of one query per sequence in one pass over the cached keys, with moments and a histogram.
 
-Counting every score is slow, because similar scores share a bin and a bin counts one at a time. So each program
-first scores the same few keys of the sequence, spread evenly, and derives a floor that more than k keys should
-reach; it counts only scores above the floor's bin. A floor that
-turns out to be above the k-th score makes the selection slower, not wrong.
+A histogram of all scores is slow, because similar scores share a bin, and a bin is incremented by one at a time. Each
+program therefore first scores the same few keys, spread evenly over the sequence. From them the program derives a floor
+that more than k keys should reach, and then counts only scores above the floor's bin. A floor above the k-th score
+makes the selection slower, but not wrong.
 """
 
 import torch
@@ -18,12 +18,14 @@ from gsa_kernels.indexer.triton_scores import fast_tanh
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
-_SAMPLES_ABOVE = tl.constexpr(6)  # beyond those expected: in random order, not one floor in 10^4 is too high
-_LEAST_HEADS = 8  # columns of the smallest product
+_SAMPLES_ABOVE = tl.constexpr(
+    6
+)  # more than expected: in random order, fewer than one floor in 10^4 is too high
+_LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
-_FLOAT_WARPS = 16  # exact products keep more in registers
+_FLOAT_WARPS = 16  # exact products keep more values in registers
 _COPIED_BYTES = 64 * 1024
-"""Most bytes of keys in flight to shared memory: several programs share a multiprocessor."""
+"""Largest number of bytes of keys in flight to shared memory, so that several programs share a multiprocessor."""
 
 
 def score_keys(
@@ -38,8 +40,9 @@ def score_keys(
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length, or with groups of
     keys as far as the query's own group.
 
-    Arguments as in `decode_select`, checked by it. `chained`: let the next kernel start early, and with
-    `cache.in_chain` start before the one in front has ended. Old keys of a settled cache are asked for before the wait.
+    The arguments are as in `decode_select`, which has checked them. `chained` lets the next kernel start early. With
+    `cache.in_chain` this kernel also starts before the previous one ends. With a settled cache, all keys but the newest
+    are loaded before the wait.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
@@ -81,7 +84,7 @@ def score_keys(
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
         SIGMOID=kernels_use_sigmoid(indexer.activation),
-        # The interpreter, which runs on the CPU, has no inline assembly.
+        # The interpreter runs on the CPU and does not support inline assembly.
         TANH=bf16 and queries.is_cuda,
         PRECISION="tf32" if bf16 else "ieee",
         CHAINED=chained,
@@ -141,13 +144,13 @@ def _score_kernel(
     length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
     first = chunk * CHUNK
     idle = (first >= length) | ((length - 1) % selection_block != 0)
-    # All programs wait, before any of them returns: later kernels rely on it (row_product/op.py).
+    # All programs wait before any of them returns, because later kernels rely on it (row_product/op.py).
     if CHAINED:
         if not SETTLED:  # noqa: SIM114 - decided when the kernel is compiled
             gdc_wait()
         elif idle:
             gdc_wait()
-    # What depends on no length comes beside it.
+    # Loads that do not depend on the length run at the same time as the load of the length.
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DI
     heads = tl.arange(0, BLOCK_H)
@@ -166,12 +169,12 @@ def _score_kernel(
     if idle:
         return
 
-    # The sample is a tile like the program's own tiles of keys. In a loop, so that Triton asks for all tiles before it
-    # uses the first: the floor is found while the own keys, which are what takes time, come.
+    # The sample is a tile like the program's own tiles of keys. The loop lets Triton load all tiles before it uses the
+    # first. The floor is then computed while the program's own keys load, which takes most of the time.
     lanes = tl.arange(0, SAMPLE)
     sampled = (lanes.to(tl.int64) * length // SAMPLE).to(tl.int32)
     end = length
-    if SETTLED:  # without the newest key, whose turn is after the wait
+    if SETTLED:  # without the newest key, which is handled after the wait
         end = length - 1
         sampled = tl.minimum(sampled, tl.maximum(end - 1, 0))
     has_newest = (end >= first) & (end < first + CHUNK)
@@ -201,7 +204,7 @@ def _score_kernel(
         scores = _score_tile(key_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
         ordered = order_key(scores)
         if tile == 0:
-            # The floor: about twice as many keys as the top-k may have are expected above it, and a few more.
+            # The floor is chosen such that about twice k_max keys, and a few more, are expected above it.
             above = tl.sum((ordered[None, :] > ordered[:, None]).to(tl.int32), axis=1)
             rank = 2 * SAMPLE * k_max // length + _SAMPLES_ABOVE
             floor_key = tl.min(tl.where(above < rank, ordered, INT_MAX))
@@ -209,7 +212,7 @@ def _score_kernel(
             origin = tl.sum(scores) / SAMPLE
         else:
             tl.store(scores_ptr + batch * columns + keys, scores, mask=valid)
-            # Integers: their sums do not depend on the order.
+            # The counts are integers, so that their sums do not depend on the order.
             bin = score_bin(ordered)
             slots = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
             tl.atomic_add(slots, 1, mask=valid & (bin > floor), sem="relaxed")
@@ -220,7 +223,7 @@ def _score_kernel(
         if has_newest:
             new_scores = _score_tile(new_tile, queries, weights, bias, scale, SIGMOID, TANH, PRECISION)
             score = tl.sum(tl.where(new_lanes == 0, new_scores, 0.0))
-            origin = tl.where(end == 0, score, origin)  # the only key: its variance is 0
+            origin = tl.where(end == 0, score, origin)  # if it is the only key, its variance is 0
             tl.store(scores_ptr + batch * columns + end, score)
             bin = score_bin(order_key(score))
             slot = histogram_ptr + batch * BINS + bin_slot(bin, BINS, BINS_PER_OCTAVE)
@@ -232,8 +235,8 @@ def _score_kernel(
     if chunk == 0:
         tl.store(list_counts_ptr + batch, 0)
         tl.store(plan_ptr + batch * 3, floor)
-    # About the sample's mean, at most sqrt(length / SAMPLE) standard deviations from the row's. With equal scores the
-    # mean is exactly the score, so that the variance is 0.
+    # Moments are relative to the sample's mean, which is at most sqrt(length / SAMPLE) standard deviations from the
+    # row's. If scores are equal, the mean is exactly the score, so that the variance is 0.
     count = tl.minimum(length - first, CHUNK).to(tl.float32)
     total_sum, squares_sum = tl.reduce((total, squares), 0, _add_pairs)
     mean = total_sum / count
@@ -246,14 +249,14 @@ def _score_kernel(
 
 @triton.jit
 def _load_queries(q_ptr, heads, dims, stride_qh, HI: tl.constexpr, DI: tl.constexpr):
-    """[BLOCK_D, BLOCK_H]"""
+    """Load the queries [BLOCK_D, BLOCK_H]."""
     ptrs = q_ptr + heads[None, :] * stride_qh + dims[:, None]
     return tl.load(ptrs, mask=(heads < HI)[None, :] & (dims < DI)[:, None], other=0.0)
 
 
 @triton.jit
 def _load_weights(weight_ptr, bias_ptr, heads, HI: tl.constexpr, SIGMOID: tl.constexpr):
-    """fp32 [BLOCK_H]: the heads' weights, after their sigmoid if there is one."""
+    """Load the heads' weights, fp32 [BLOCK_H], and apply their sigmoid if there is one."""
     weights = tl.load(weight_ptr + heads, mask=heads < HI, other=0.0).to(tl.float32)
     if SIGMOID:
         if bias_ptr is not None:
@@ -271,10 +274,10 @@ def _add_pairs(a, b, more_a, more_b):
 def _score_tile(
     keys, queries, weights, bias, scale, SIGMOID: tl.constexpr, TANH: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """fp32 [N] scores of keys [N, BLOCK_D] for queries [BLOCK_D, BLOCK_H], weights and bias [BLOCK_H]."""
+    """Score keys [N, BLOCK_D] for queries [BLOCK_D, BLOCK_H] with weights and bias [BLOCK_H]: fp32 [N]."""
     logits = tl.dot(keys, queries, input_precision=PRECISION) * scale + bias[None, :]
     if not SIGMOID:
-        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
         activated = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif TANH:  # sigmoid(z) = 1/2 + 1/2 tanh(z/2)
         activated = 0.5 + 0.5 * fast_tanh(logits * 0.5)

@@ -1,15 +1,14 @@
-"""Budget and exact top-k of one row of scores per sequence, written as ascending indices.
+"""Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-The scores above a floor were counted in a histogram as they were made. Every program finds the
-bin of the k-th score: it selects the keys in higher bins, and writes the few keys in that bin to a list. A second
-kernel searches that list for the exact cut, and writes the indices. Each program has one span of keys: it counts the
-preceding keys from the spans' totals and the list, so that no program waits for another. The list's order depends on
-timing, the result does not. Many equal scores, or a floor that was too high, make a long list, which costs time
-and nothing else.
+The score kernel counted the scores above a floor in a histogram. Every program finds the bin of the k-th score. The
+program selects the keys in higher bins and writes the few keys in that bin to a list. A second kernel searches the list
+for the exact cut and writes the indices. Each program has one span of keys. It counts the preceding keys from the
+spans' totals and the list, so that no program waits for another. The order of the list depends on timing, but the
+result does not. Many equal scores, or a floor that was too high, only make the list longer and the kernel slower.
 
-Each kernel lets the next one start when about half of its own work is done, but a kernel that runs beside it
-(`LayerCache.beside`) at once. At once is slower for the selection's own (docs/kernels.md,
-Tuning), likely because programs that wait hold registers, more of them on one multiprocessor than on another.
+Each kernel lets the next one start when about half of its own work is done. A kernel that runs beside it
+(`LayerCache.beside`) starts at once. For the selection's own kernels an immediate start is slower (docs/kernels.md,
+Tuning). The likely reason is that waiting programs hold registers, and multiprocessors hold different numbers of them.
 """
 
 import torch
@@ -21,17 +20,17 @@ from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeW
 from gsa_kernels.selection.triton_search import INT_MAX, INT_MIN, above_cut, order_key, row_budget
 from gsa_kernels.types import BudgetRule
 
-# Bins divide octaves evenly; they reach from 2^-20, below which all is bin 0, to 2^12.
+# Bins divide octaves evenly. They reach from 2^-20, below which all values are in bin 0, to 2^12.
 _BIN_SHIFT = tl.constexpr(23 - (BINS_PER_OCTAVE.bit_length() - 1))
 _FIRST_BIN = tl.constexpr((127 - 20) * BINS_PER_OCTAVE)
 _LAST_BIN = tl.constexpr(BINS - 1)
 _WARPS = 4
 _FEW_PROGRAMS = 128
-"""About the multiprocessors of an H200: with fewer programs, twice as many of half the size are faster."""
+"""About the number of multiprocessors of an H200. Below it, twice the programs of half the size are faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
-    """Keys of a program."""
+    """Return the number of keys per program."""
     return SPAN // 2 if batch * triton.cdiv(max_length, SPAN) <= _FEW_PROGRAMS else SPAN
 
 
@@ -45,7 +44,8 @@ def select_indices(
     chained: bool,
     pool: int,
 ) -> None:
-    """Fill the cache's selection from what `score_keys` left in the workspace; empty the histogram for the next call.
+    """Fill the cache's selection from the results of `score_keys` in the workspace; clear the histogram for the next
+    call.
 
     With groups of `pool` > 1 keys also write the mean key of the group of each sequence's newest token.
 
@@ -133,20 +133,20 @@ def count_candidates(length, max_length, POOL: tl.constexpr):
 
 @triton.jit
 def score_bin(key):
-    """Bin of an `order_key`; a higher bin holds higher scores."""
+    """Return the bin of an `order_key`; a higher bin holds higher scores."""
     return tl.minimum(tl.maximum((key >> _BIN_SHIFT) - _FIRST_BIN, 0), _LAST_BIN)
 
 
 @triton.jit
 def bin_above(key, floor):
-    """Bin of an `order_key`, where all bins up to the floor are one, number 0."""
+    """Return the bin of an `order_key`, with all bins up to the floor merged into bin 0."""
     bin = score_bin(key)
     return tl.where(bin > floor, bin, 0)
 
 
 @triton.jit
 def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
-    """Where a bin's count is. Neighbours, which share the scores, are lines apart, so that counting can overlap."""
+    """Return the place of a bin's count. Neighbouring bins are cache lines apart, so that counting can overlap."""
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 
@@ -182,7 +182,7 @@ def _find_bin_kernel(
     CHAINED: tl.constexpr,
     RELEASES_AT_ONCE: tl.constexpr,
 ):
-    """One program: the budget and its bin, and of one span the keys above it (counted) and in it (listed)."""
+    """One program computes the budget and its bin; in one span it counts keys above the bin and lists keys in it."""
     span = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     length = count_candidates(tl.load(lengths_ptr + batch), max_length, POOL)
@@ -197,7 +197,7 @@ def _find_bin_kernel(
     if (first >= length) | ((length - 1) % selection_block != 0):
         return
 
-    # Everything is asked for before the first use: one wait for the memory.
+    # All loads come before the first use, so that the program waits for memory once.
     positions = first + tl.arange(0, SPAN)
     valid = positions < length
     scores = tl.load(scores_ptr + batch * columns + positions, mask=valid, other=0.0)
@@ -213,7 +213,7 @@ def _find_bin_kernel(
     origin = tl.load(means_ptr + first_chunk)
     floor = tl.load(plan_ptr + batch * 3)
 
-    # Moments of the row from the moments of its chunks, about the first chunk's mean.
+    # The row's moments follow from the moments of its chunks, relative to the first chunk's mean.
     sizes = tl.where(in_row, tl.minimum(length - chunks * CHUNK, CHUNK), 0).to(tl.float32)
     distance = tl.where(in_row, means - origin, 0.0)
     mean = tl.sum(sizes * distance) / length.to(tl.float32)
@@ -221,8 +221,8 @@ def _find_bin_kernel(
     variance = tl.sum(squares) / length.to(tl.float32)
     k = row_budget(variance, ema_ptr, length, k_base, k_min, k_max, dense_below, MODE)
 
-    # The last bin such that it and those after it hold at least k scores; first its octave. Bin 0 is
-    # not counted: it holds what the others do not.
+    # Find the last bin such that this bin and all higher bins hold at least k scores; first find its octave. Bin 0 is
+    # not counted, because it holds all other scores.
     per_octave = tl.sum(in_bins, axis=0)
     from_octave = tl.sum(per_octave) - tl.cumsum(per_octave, axis=0) + per_octave
     octave = tl.maximum(tl.sum((from_octave >= k).to(tl.int32)) - 1, 0)
@@ -317,7 +317,7 @@ def _write_indices_kernel(
     list_keys_ptr += batch * columns
     list_positions_ptr += batch * columns
     slots = tl.arange(0, SPAN)
-    # The first SPAN entries, most often all there are, stay in registers.
+    # The first SPAN entries, usually the whole list, stay in registers.
     list_keys = tl.load(list_keys_ptr + slots, mask=slots < size, other=INT_MIN)
     list_positions = tl.load(list_positions_ptr + slots, mask=slots < size, other=INT_MAX)
 
@@ -374,11 +374,11 @@ def _write_mean_key(
 def _find_cut_in_list(
     keys, positions, keys_ptr, positions_ptr, size, wanted, threshold_bin, floor, length, TILE: tl.constexpr
 ):
-    """`find_cut` (see there) for the `wanted` best of a list, all of whose keys are in the bin `threshold_bin`.
+    """Run `find_cut` (see there) for the `wanted` best keys of a list, whose keys are all in the bin `threshold_bin`.
 
     Args:
-        keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX where it is shorter
-        keys_ptr, positions_ptr: to the whole list, `size` entries in any order
+        keys, positions: int32 [TILE], the start of the list; INT_MIN and INT_MAX after its end
+        keys_ptr, positions_ptr: pointers to the whole list, `size` entries in any order
     """
     low = tl.where(threshold_bin == 0, INT_MIN, (threshold_bin + _FIRST_BIN) << _BIN_SHIFT)
     bin = tl.maximum(threshold_bin, floor)  # bin 0 reaches up to the floor
@@ -387,12 +387,12 @@ def _find_cut_in_list(
     count = size
     count_high = size * 0
     interpolate = size > 0
-    # Invariant: count entries are >= low, count >= wanted; count_high entries are >= high, count_high < wanted.
+    # Invariant: count >= wanted entries are >= low; count_high < wanted entries are >= high.
     while (count > wanted) & (high != low + 1):
-        # Unsigned: the distance of two int32 keys may not fit in int32.
+        # The distance is unsigned, because the distance of two int32 keys may exceed int32.
         distance = (high - low).to(tl.uint32)
         between = (count - count_high).to(tl.float32)
-        # A little beyond, so that the far end moves.
+        # The target is slightly beyond `wanted`, so that the far end moves.
         beyond = 0.25 * tl.sqrt(between)
         target = tl.where(count - wanted > wanted - count_high, wanted + beyond, wanted - beyond)
         target = tl.minimum(tl.maximum(target, count_high + 0.25), count - 0.25)
@@ -409,16 +409,16 @@ def _find_cut_in_list(
         else:
             high = middle
             count_high = found
-        # Two rounds in a row halve the entries or the keys in between: at most 2 * 32 + 17 rounds.
+        # Each two successive rounds halve the entries or the keys in between, so there are at most 2 * 32 + 17 rounds.
         interpolate = (interpolate == 0) | ((count - count_high) * 2 <= between)
 
     last = count * 0 + INT_MAX
     if count > wanted:
-        # More entries equal the cut than fit: the lower positions, found the same way.
+        # More entries equal the cut than fit. The same search finds the lower positions.
         of_equal = wanted - count_high
         below = count * 0 - 1
         last = length - 1
-        # Invariant: fewer than `of_equal` of them are at positions <= below, at least `of_equal` <= last.
+        # Invariant: fewer than `of_equal` of these have positions <= below; at least `of_equal` have positions <= last.
         while last - below > 1:
             centre = below + ((last - below) >> 1)
             found = tl.sum(((keys == low) & (positions <= centre)).to(tl.int32))

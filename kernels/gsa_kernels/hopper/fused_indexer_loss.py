@@ -1,7 +1,8 @@
-"""Attention over selected keys whose backward pass also computes the indexer's gradients.
+"""Computes attention over selected keys; its backward pass also computes the indexer's gradients.
 
-A separate loss recomputes the probabilities of attention, a product of queries and keys of all heads. The backward pass
-computes them for the gradient of q anyway, and passes their sums over heads to the loss, tile by tile.
+A separate loss would recompute the attention probabilities by a product of queries and keys for all heads. The backward
+pass computes these probabilities anyway for the gradient of q. It passes their sums over heads to the loss, tile by
+tile.
 """
 
 from collections.abc import Callable
@@ -28,20 +29,20 @@ from gsa_kernels.types import FusedLoss, Geometry, Selection
 
 
 class Settings(NamedTuple):
-    """What is no tensor."""
+    """Holds all arguments that are not tensors of the autograd function."""
 
     loss_scale: torch.Tensor
     """fp32 of one element."""
     activation: Literal["sigmoid", "relu"]
     geometry: Geometry
-    """Without the document starts, which are a tensor."""
+    """Without the document starts, which are passed as a tensor."""
     loss_chunk_bytes: int
     on_rows: Callable[[torch.Tensor], None] | None
 
 
 def can_fuse_indexer_loss(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `attention_with_indexer_loss` takes q [B, L, H, D] and k [B, Lk, Hkv, D]: bf16, a multiple of
-    four heads for each of k's, on Hopper or in the interpreter."""
+    """Return whether `attention_with_indexer_loss` supports q [B, L, H, D] and k [B, Lk, Hkv, D]. The requirements are
+    bf16, a multiple of four query heads per key-value head, and Hopper or the interpreter."""
     return (
         q.dtype == torch.bfloat16 and q.shape[2] // k.shape[2] % FUSED_LOSS_HEADS == 0 and on_hopper(q.device)
     )
@@ -57,23 +58,21 @@ def attention_with_indexer_loss(
     gate_logits: torch.Tensor | None = None,
     row_chunk_bytes: int = FUSED_LOSS_CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`masked_attention`, whose backward pass adds the gradients of loss.scale * `masked_indexer_loss` over the same
-    packed mask.
+    """Compute `masked_attention`; its backward pass adds the gradients of loss.scale * `masked_indexer_loss`.
 
-    The target is the sum over the heads of q, so all heads have to be there. It is fp16, each four heads rounded by
-    themselves. Deterministic.
+    Both use the same packed mask. The target sums over the heads of q, so q must have all heads. The target is fp16,
+    and the sum of each four heads is rounded separately. The function is deterministic.
 
     Args:
-        q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` says of q and k whether they
-            will do
-        selection: a packed mask, perhaps with the log-sum of the scores over it
-        loss: its `on_rows` is called in the backward pass with the KL of each row, fp32 [B, R], which is calculated
-            for this only
-        row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes a query; the loss takes about as much again, of
-            a shared selection little. At least one tile of rows is calculated at a time
+        q, k, v, geometry, gate_logits: as in `masked_attention`; `can_fuse_indexer_loss` must accept q and k
+        selection: a packed mask, optionally with the log-sum of the scores over it
+        loss: its `on_rows` is called in the backward pass with the KL of each row, fp32 [B, R], which is computed only
+            if `on_rows` is set
+        row_chunk_bytes: size of a chunk of the target, H B Lk / 2 bytes per query. The loss needs about the same amount
+            again, but little for a shared selection. A chunk has at least one tile of rows.
 
     Returns:
-        As `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
+        As in `masked_attention`: out [B, L, H, D] and lse fp32 [B, H, L]
     """
     packed_mask, starts, indexer = selection.packed_mask, geometry.document_starts, loss.indexer
     if packed_mask is None:
@@ -99,7 +98,7 @@ def attention_with_indexer_loss(
     check_at_least("row_chunk_bytes", row_chunk_bytes, 1)
     if starts is not None:
         starts = starts.contiguous()
-    # The loss counts four bytes for each row and key, and has two for each part and query.
+    # The loss counts four bytes per row and key. The target has two bytes per part and query.
     loss_chunk_bytes = max(2 * row_chunk_bytes // (q.shape[2] // FUSED_LOSS_HEADS) // block, 1)
     scale = loss.scale
     if not isinstance(scale, torch.Tensor):
@@ -114,8 +113,8 @@ def attention_with_indexer_loss(
 class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Four tensors of attention and six of the indexer, some of them None; packed mask, document starts and
-        log-sum; `Settings`."""
+        """Arguments: four tensors of attention, six of the indexer, packed mask, document starts, log-sum,
+        `Settings`."""
         *tensors, settings = arguments
         packed_mask, document_starts, _ = tensors[10:]
         out, lse = attention_forward(AttentionInputs(*tensors[:4]), packed_mask, document_starts)
@@ -147,8 +146,9 @@ class _AttentionWithLoss(torch.autograd.Function):
         with _traced("kl"):
             _, kl_rows, gradients = value_and_gradients(
                 indexer_of(of_indexer, settings.activation),
-                # Each head's probabilities sum to 1 over the attended set of its log-sum-exp. The later queries
-                # of a block attend to other keys than its first one, whose set counts: there the sum is not known.
+                # Each head's probabilities sum to 1 over the keys of its log-sum-exp. In shared selections the later
+                # queries of a block attend to other keys than the first query. The loss covers the keys of the first
+                # query, so the sum is then unknown.
                 Target(target_rows, float(q.shape[2]) if block == 1 else None),
                 Attended(packed_mask[:, ::block], log_sum, geometry),
                 SampledRows(0, ceil_div(q.shape[1], block)),
@@ -162,5 +162,5 @@ class _AttentionWithLoss(torch.autograd.Function):
 
 
 def _traced(name: str) -> AbstractContextManager[object]:
-    """A part of the backward pass in a profiler's trace, where the loss would count to attention; else nothing."""
+    """Mark a part of the backward pass in a profiler's trace, which would count the loss as attention."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

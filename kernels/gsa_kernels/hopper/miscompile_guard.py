@@ -1,13 +1,13 @@
-"""Kernels that Triton would compile to wrong sums: found in their intermediate code, and refused before they run.
+"""Finds kernels that Triton would compile to wrong sums in their intermediate code, and raises before they run.
 
-Triton 3.6 and 3.7 sum (`tt.reduce`) over an axis that several warps share by way of shared memory, and place each part
-by its warp's coordinate along the axis. They calculate it as if the bits of the warp's number that count one axis stood
-side by side (`delinearize` in its Utility.cpp, likewise for lanes). In the layouts that follow from reshaping a matrix
-product they need not: with bits for rows, heads, rows, all heads are written to one place, and the sum holds one of
-them and what the memory held before. Which layout a product gets depends on the GPU.
+Triton 3.6 and 3.7 sum (`tt.reduce`) over an axis that several warps share through shared memory. They place each
+partial sum by its warp's coordinate along the axis. `delinearize` in Triton's Utility.cpp computes this coordinate, and
+the coordinates of lanes. The computation assumes that the bits of the warp's number for one axis are adjacent. This is
+not always so in layouts that come from reshaping a matrix product. If the bits are for rows, heads, rows, all heads are
+written to one place. The sum then contains one head and old contents of the memory. The layout depends on the GPU.
 
-A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the two lanes' parts of each query
-and hard-codes where the sums go, which is right for one layout only.
+A second case is `store_sums` in hopper/triton_backward_target.py. Its assembly adds the parts of each query in two
+lanes and hard-codes the addresses of the sums, which is right for one layout only.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ TYPED_SUM = re.compile(
     re.escape(SUM) + r"[^\n]*<\{axis = (\d+) : i32.*?\}\) : \((tensor<[\dx]+\w+, (#[^\n]*?)>)(?:, tensor|\))",
     re.DOTALL,
 )
-"""Axis, type of the first operand, and its layout."""
+"""Matches axis, type of the first operand, and its layout."""
 
 STORED_SUM = re.compile(
     r'tt\.elementwise_inline_asm "[^"]*shfl\.sync\.bfly[^"]*".*? : (tensor<8x2x4x(\d+)x\w+, (#[^\n]*?)>),'
 )
-"""Type of the first operand, its columns, and its layout."""
+"""Matches type of the first operand, its columns, and its layout."""
 
 Layout = dict[str, list[list[int]]]
-"""For `register`, `lane` and `warp`: what each bit of its number adds to the coordinates."""
+"""Gives for `register`, `lane` and `warp` what each bit of the number adds to the coordinates."""
 
 STORED_LAYOUT: Layout = {
     "register": [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16]],
     "lane": [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]],
     "warp": [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
 }
-"""Layout of [8, 2, 4, 32] that `store_sums` relies on, as Hopper's products have it. 16 columns have no last bit."""
+"""Layout of [8, 2, 4, 32] on Hopper, which `store_sums` requires. 16 columns have no last bit."""
 
 
 def refuse_wrong_sums() -> None:
-    """From now on, each Triton kernel of this process is read when it is loaded for its first launch.
+    """Check every Triton kernel of this process when it is loaded for its first launch.
 
-    A launch raises RuntimeError where `wrong_sums` finds something; a warning says where a kernel's text, of another
-    Triton, cannot be read. Calling it again changes nothing.
+    A launch raises RuntimeError if `wrong_sums` finds something. If the kernel's text comes from another Triton version
+    and cannot be parsed, a warning says so. Calling this function again changes nothing.
     """
     triton.knobs.runtime.kernel_load_start_hook.add(_check_kernel)
 
 
 def wrong_sums(ttgir: str) -> list[str]:
-    """The types of all operands that would be summed wrongly, in Triton's notation.
+    """Return the types of all operands that would be summed wrongly, in Triton's notation.
 
     Args:
-        ttgir: the kernel in the dialect TritonGPU, as `CompiledKernel.asm` has it.
+        ttgir: the kernel in the TritonGPU dialect, from `CompiledKernel.asm`
     """
     layouts = {
         name: {part: _bases(body, part) for part in ("register", "lane", "warp")}
@@ -93,7 +93,7 @@ def _check_kernel(module: Any, function: Any, name: str, files: Mapping[str, str
 
 
 def _bases(body: str, part: str) -> list[list[int]]:
-    """`lane = [[0, 1], [2, 0]]` in the text of a layout."""
+    """Parse `lane = [[0, 1], [2, 0]]` in the text of a layout."""
     found = re.search(rf"\b{part} = (\[.*?\])(?:, \w+ =|$)", body)
     assert found is not None, body
     bases: list[list[int]] = ast.literal_eval(found.group(1))
@@ -101,8 +101,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """The layout by that name, or the slice of one; None if it follows from no linear one: those count one axis after
-    the other."""
+    """Return the named layout, or the slice of one. The result is None if the layout does not follow from a linear
+    layout, because such layouts count one axis after the other."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:
@@ -112,8 +112,11 @@ def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
 
 
 def _misplaces(layout: Layout, axis: int) -> bool:
-    """Whether a sum over the axis goes from warp to warp, and the coordinate of a warp or a lane along it is read off
-    other bits than its own; or whether the lanes to be added are not a power of 2 apart."""
+    """Return whether a sum over the axis is wrong in this layout.
+
+    This is so if the sum crosses warps, and the coordinate of a warp or lane along the axis is read from bits of
+    another axis. It is also so if the lanes to add are not a power of 2 apart.
+    """
     if not any(basis[axis] for basis in layout["warp"]):
         return _scattered([_axis_of(basis) for basis in layout["lane"]], axis)
     for part in ("warp", "lane"):
@@ -125,7 +128,7 @@ def _misplaces(layout: Layout, axis: int) -> bool:
 
 
 def _axis_of(basis: list[int]) -> int | None:
-    """None: a copy."""
+    """Return the axis of a basis vector; None for a copy."""
     return next((dim for dim, step in enumerate(basis) if step), None)
 
 

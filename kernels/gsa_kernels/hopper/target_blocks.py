@@ -1,9 +1,9 @@
 """Stores the target of the indexer loss in blocks of 32 queries by 32 keys, in the order of the registers.
 
-In the layout of a product a warp has eight rows, four lanes to each, and a lane the columns 2 lane, 2 lane + 1, and
-those 8, 16 and 24 further. A block has these eight values side by side: 16 bytes that a thread stores, and a thread
-loads. From rows of keys the loss would read them through shared memory, eight lanes in one bank (docs/kernels.md,
-Tuning).
+In the register layout of a product, a warp has eight rows, with four lanes per row. A lane has the columns 2 lane, 2
+lane + 1, and the columns 8, 16 and 24 further. A block stores these eight values side by side. Each thread therefore
+stores and loads 16 bytes. A layout in rows of keys would make the loss read through shared memory, with eight lanes in
+one bank (docs/kernels.md, Tuning).
 """
 
 import torch
@@ -11,25 +11,25 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(32)
-"""Queries and keys."""
+"""Queries, and keys, of a block."""
 
 KEY = tl.constexpr(32)
-"""Elements from one block of keys to the next, for each key."""
+"""Distance in elements from one block of keys to the next, per key."""
 
 
 def block_shape(rows: int, keys: int) -> tuple[int, int, int]:
-    """(row blocks, key blocks, 1024), even numbers: kernels take up to two blocks each way at a time, and mask none."""
+    """Return (row blocks, key blocks, 1024), in even numbers because kernels take up to two blocks unmasked."""
     size: int = BLOCK.value
     return 2 * triton.cdiv(rows, 2 * size), 2 * triton.cdiv(keys, 2 * size), size * size
 
 
 def empty_blocks(batch: int, parts: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised fp16 [batch, parts, row blocks, key blocks, 1024]."""
+    """Allocate uninitialised fp16 [batch, parts, row blocks, key blocks, 1024]."""
     return torch.empty((batch, parts, *block_shape(rows, keys)), dtype=torch.float16, device=device)
 
 
 def rows_of_blocks(blocks: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
-    """[batch, parts, row blocks, key blocks, 1024] -> [batch, parts, rows, keys]."""
+    """Convert [batch, parts, row blocks, key blocks, 1024] to [batch, parts, rows, keys]."""
     eights, row, lane, group, pair = range(4, 9)
     apart = blocks.unflatten(-1, (4, 8, 4, 4, 2))
     whole = apart.permute(0, 1, 2, eights, row, 3, group, lane, pair)
@@ -38,13 +38,13 @@ def rows_of_blocks(blocks: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
 
 @triton.jit
 def place_in_block(row, lane):
-    """Offset of the first of a lane's eight values in a row of the block."""
+    """Return the offset of the first of a lane's eight values in a row of the block."""
     return row * 32 + lane * 8
 
 
 @triton.jit
 def block_places(ROWS: tl.constexpr, KEYS: tl.constexpr, row_stride):
-    """[ROWS / 32, 32 KEYS]: all elements of a tile, in the order of memory."""
+    """Return the places of all elements of a tile in the order of memory: [ROWS / 32, 32 KEYS]."""
     tl.static_assert(
         ROWS // BLOCK * BLOCK == ROWS and KEYS // BLOCK * BLOCK == KEYS, "a tile has whole blocks"
     )
@@ -53,6 +53,6 @@ def block_places(ROWS: tl.constexpr, KEYS: tl.constexpr, row_stride):
 
 @triton.jit
 def tile_of_blocks(values, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """What is at `block_places` -> [ROWS, KEYS]."""
+    """Reorder the values at `block_places` to [ROWS, KEYS]."""
     parts = tl.reshape(values, [ROWS // BLOCK, KEYS // BLOCK, 4, 8, 4, 4, 2])
     return tl.reshape(tl.permute(parts, [0, 2, 3, 1, 5, 4, 6]), [ROWS, KEYS])

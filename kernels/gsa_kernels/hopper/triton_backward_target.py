@@ -1,7 +1,7 @@
 """Computes the gradient of q and, from the same probabilities, the target of the indexer loss (sums over heads).
 
-A program has four heads of one key-value head: a product's 128 rows are 32 queries of each head. It sums these heads
-over registers and lanes. The loss then adds the parts of the key-value heads.
+A program has four heads of one key-value head. The 128 rows of a product are 32 queries for each of the four heads. The
+program sums these heads over registers and lanes. The loss then adds the parts of the key-value heads.
 """
 
 import torch
@@ -24,11 +24,12 @@ from gsa_kernels.limits import FUSED_LOSS_HEADS
 from gsa_kernels.triton_constants import LOG2_E
 
 TILES = _Tiles(32, 64, 8, 3, registers=232)
-"""Queries, of each head. `store_sums` counts on 64 keys. The limit is more than is used: without any, ptxas saves
-registers, and the second product has to wait for the exponentials of the first."""
+"""Tile with 32 queries of each head. `store_sums` requires 64 keys. The register limit exceeds the use: without a
+limit, ptxas saves registers, and the second product waits for the exponentials of the first."""
 
 WIDE_TILES = _Tiles(32, 32, 8, 2)
-"""For heads of 256: 128 KiB of q and of the output's gradient, and two stages of 16 KiB of k and v, out of 227 KiB."""
+"""Tile for heads of 256. Of 227 KiB shared memory, 128 KiB hold q and the output's gradient, and two stages of 16 KiB
+each hold k and v."""
 
 
 def backward_queries_with_target(
@@ -38,11 +39,12 @@ def backward_queries_with_target(
     grad_q: torch.Tensor,
     rows: range,
 ) -> torch.Tensor:
-    """Write grad_q[:, rows] of [B, L, H, D], and give the target of these queries.
+    """Write grad_q[:, rows] of [B, L, H, D], and return the target of these queries.
 
     Returns:
-        fp16 [B, H / 4, row blocks, key blocks, 1024] (target_blocks.py): of each four heads the sum of p[t, s] for s in
-        S_t, 0 elsewhere. Unwritten where no query of 32 has a causal key in a tile of 64.
+        fp16 [B, H / 4, row blocks, key blocks, 1024] (target_blocks.py): for each four heads the sum of p[t, s] for s
+        in
+        S_t, 0 elsewhere. Tiles of 64 keys without a causal key of 32 queries are not written.
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale
     batch, length, heads, head_size = q.shape
@@ -93,7 +95,7 @@ def backward_queries_with_target(
     return target
 
 
-# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+# Row ranges vary from launch to launch. Specialising on them would only compile more variants.
 @triton.jit(do_not_specialize=["row_start", "row_stop"])
 def _queries_with_target_kernel(
     q, k, v, grad, delta, lse2, packed_mask, document_starts, grad_q, target,
@@ -108,8 +110,8 @@ def _queries_with_target_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, IN_LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of queries of HEADS heads. The last tiles go first."""
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """One program computes one tile of queries of HEADS heads. The last tiles run first."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     parts = heads // HEADS
     batch = tl.program_id(0) // parts
@@ -119,8 +121,8 @@ def _queries_with_target_kernel(
     start = row_start + tile * QUERIES
     batch64, start64 = batch.to(tl.int64), start.to(tl.int64)
 
-    # A thread has rows i and i + 8 of each 16 rows of a product, and the lanes of its second half have the rows 4
-    # further: these are the four heads of one query.
+    # A thread has rows i and i + 8 of each 16 rows of a product. The lanes of its second half have the rows 4 further.
+    # These rows are the four heads of one query.
     stacked = tl.arange(0, HEADS * QUERIES)
     own = stacked // 16 * 4 + stacked % 4
     member = stacked % 16 // 4
@@ -137,10 +139,10 @@ def _queries_with_target_kernel(
     num_keys = query_start + length
     first = 0
     if HAS_DOCUMENTS:
-        # Starts never decrease along the sequence: the tile's first row has the first causal key.
+        # Document starts never decrease along the sequence, so the first row of the tile has the first causal key.
         first = tl.load(document_starts + batch64 * length + start) // (2 * BLOCK) * (2 * BLOCK)
     last = tl.minimum(query_start + start + QUERIES, num_keys)
-    if KEYS == BLOCK:  # the loss reads two blocks of keys wherever a query has a key in one
+    if KEYS == BLOCK:  # the loss reads two blocks of keys if a query has a key in one of them
         last = tl.cdiv(last, 2 * BLOCK) * (2 * BLOCK)
 
     rows = tl.arange(0, QUERIES)
@@ -154,7 +156,7 @@ def _queries_with_target_kernel(
         packed_mask + first // 32, 1, readable, word_columns - first // 32, KEYS, EVEN
     )
     for column in range(first, last, KEYS):
-        # Mask words of the next tile, so that nothing waits for them.
+        # The mask words of the next tile are loaded now, so that the next iteration does not wait for them.
         ahead = column + KEYS
         if EVEN:
             ahead = tl.minimum(ahead, num_keys - KEYS)
@@ -177,7 +179,7 @@ def _queries_with_target_kernel(
         probs = tl.where(tl.reshape(of_heads, [HEADS * QUERIES, KEYS]), probs, 0.0)
         by_logits = probs * (by_probs - row_delta[:, None])
         acc = tl.dot(by_logits.to(k_tile.dtype), k_tile, acc)
-        # After the last product was issued, which runs meanwhile.
+        # The sums run after the last product is issued, and overlap with it.
         if IN_LANES:
             pairs = tl.sum(tl.reshape(probs, [QUERIES // 4, 2, 8, KEYS]), 1)
             halves = tl.permute(tl.reshape(pairs, [QUERIES // 4, 2, 4, 2, KEYS // 2]), [0, 1, 2, 4, 3])
@@ -207,8 +209,8 @@ def _load(pointers, valid, EVEN: tl.constexpr):
 
 @triton.jit
 def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """[QUERIES / 4, 2, 4, KEYS / 2]: where a thread stores the first of its sums, for each of them. Lanes 0 .. 15
-    store the first half of a query's keys, the others the second: two blocks, or the halves of one."""
+    """Return where a thread stores the first of its sums: [QUERIES / 4, 2, 4, KEYS / 2]. Lanes 0 .. 15 store the first
+    half of a query's keys and the other lanes the second half: two blocks, or the halves of one."""
     tl.static_assert(QUERIES == BLOCK and (KEYS == BLOCK or KEYS == 2 * BLOCK), "a tile is one or two blocks")
     row = tl.arange(0, QUERIES // 4)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
@@ -218,10 +220,10 @@ def _places(target, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 
 
 def _assembly(values: int) -> str:
-    """Assembly of `store_sums` for 4 or 8 values per lane of each half. Operands: results that nothing reads, 4 bytes
-    for each four values; the places; low; high.
+    """Return the assembly of `store_sums` for 4 or 8 values per lane of each half.
 
-    Stores of 8 bytes: one of 16 waits for all sums, and is slower.
+    The operands are unused results (4 bytes for each four values), the places, low and high. Stores have 8 bytes: a
+    store of 16 bytes waits for all sums and is slower.
     """
     results = values // 4
     places, low = results, results + values
@@ -263,11 +265,11 @@ _STORE_FEW_SUMS, _FEW_SUMS_OPERANDS = tl.constexpr(_assembly(4)), tl.constexpr(_
 
 @triton.jit
 def store_sums(places, low, high):
-    """Add what two lanes have of a query, 16 lanes apart, and store it as fp16; each stores one half of the keys: eight
-    values of one block, or four.
+    """Add the values of a query in two lanes, 16 lanes apart, and store the sum as fp16.
 
-    All columns of a thread at a time, 0, 1, 8, 9 (16, 17, 24 and 25) from its first one on: `miscompile_guard.py`
-    refuses a kernel in which a thread has others.
+    Each lane stores one half of the keys: eight values of one block, or four. All columns of a thread are stored
+    together, which are 0, 1, 8, 9 (16, 17, 24 and 25) from its first column on. `miscompile_guard.py` raises an error
+    for a kernel in which a thread has other columns.
 
     Args:
         places: from `_places`

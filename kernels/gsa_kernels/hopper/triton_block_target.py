@@ -1,5 +1,5 @@
-"""The target of a shared selection: sums of the queries' targets over each block of queries and over the parts of the
-heads (target_blocks.py)."""
+"""Sums the queries' targets over each block of queries and over the parts of the heads (target_blocks.py). The sums are
+the target of the loss if a block shares one selection."""
 
 import torch
 import triton
@@ -10,23 +10,22 @@ from gsa_kernels.limits import ceil_div
 from gsa_kernels.types import Geometry
 
 _TILES = 4
-"""Blocks of keys of one program: 8 KiB of each part and 32 queries, in one piece."""
+"""Blocks of keys per program: 8 KiB of each part and 32 queries, in one piece."""
 _WRITTEN = tl.constexpr(64)
-"""Keys whose target is written together, from the one with the first causal key of 32 queries on."""
+"""Keys whose target is written together, starting with the tile of the first causal key of 32 queries."""
 
 
 def sum_over_query_blocks(
     target: torch.Tensor, queries: range, num_keys: int, geometry: Geometry
 ) -> torch.Tensor:
-    """What the loss of a shared selection takes.
+    """Return the target of the loss of a shared selection.
 
     Args:
         target: fp16 [B, parts, row blocks, key blocks, 1024], of `queries`, from `backward_queries_with_target`
-        queries: from the first query of a block on, to the last one of a block or of the sequence
-        num_keys: Lk
+        queries: from the first query of a block to the last query of a block or of the sequence
 
     Returns:
-        fp32 [B, blocks of `queries`, Lk]; 0 at keys that the block's first query does not see
+        fp32 [B, blocks of `queries`, Lk]; 0 at keys that are not causal for the block's first query
     """
     batch, parts = target.shape[:2]
     block, starts = geometry.selection_block, geometry.document_starts
@@ -77,14 +76,15 @@ def _sum_kernel(
     ROW_BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Grid (keys, rows, B): TILES blocks of keys; ROWS rows of 32 queries, or one of ROW_BLOCKS times 32."""
+    """One program sums TILES blocks of keys for ROWS rows of 32 queries, or one row of ROW_BLOCKS times 32. Grid:
+    (keys, rows, B)."""
     batch = tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(1) * ROWS
     key_block = tl.program_id(0) * TILES
     size: tl.constexpr = BLOCK * BLOCK
     tile = key_block + tl.arange(0, TILES)
     places = tl.arange(0, TILES)[:, None] * size + tl.arange(0, size)[None, :]
-    # Position of the last row's first query. Later keys are in no row's target.
+    # This is the position of the last row's first query. Later keys are in no row's target.
     last_leader = query_start + first_query + (first_row + ROWS - 1) * SHARING
     total = tl.zeros([TILES, size], tl.float32)
     target += batch * stride_b + key_block.to(tl.int64) * size
@@ -101,7 +101,7 @@ def _sum_kernel(
                 at = target + part * stride_part + row_block.to(tl.int64) * stride_row
                 total += tl.load(at + places, mask=written[:, None], other=0.0).to(tl.float32)
 
-    # A block has the keys of a row by lane, group of eight and pair.
+    # A block orders the keys of a row by lane, group of eight and pair.
     parts = tl.reshape(total, [TILES, ROWS, BLOCK // ROWS, 4, 4, 2])
     sums = tl.permute(tl.sum(parts, 2), [1, 0, 3, 2, 4])
     sums = tl.reshape(sums, [ROWS, TILES * BLOCK])

@@ -1,8 +1,8 @@
-"""The heads of a row tile side by side: device code of the loss's kernels for halves with matrix units.
+"""Stacks the heads of a row tile side by side: device code of the loss kernels for 16-bit types with matrix units.
 
-A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the layout of a product
-every thread then has all heads of its rows, so that a score needs no exchange between threads; and a step has three
-products to wait for, where head by head it had sixteen.
+A tile of all heads is [HEADS, BM, BN], from one product of [HEADS * BM, DI] with the keys. In the register layout of
+this product every thread has all heads of its rows. Threads therefore need not exchange data to compute a score. A step
+waits for three products, where a loop over heads would wait for sixteen.
 """
 
 # mypy: disable-error-code="assignment"
@@ -15,14 +15,14 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_stacks import unstack
 
 TINY = tl.constexpr(1e-37)
-"""Stands for a target of 0 in a logarithm. A normal number."""
+"""Replaces a target of 0 in a logarithm. It is a normal number."""
 
 
 @triton.jit
 def load_stacked_weights(
     weight_logits, weight_bias, slots, exists, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
 ):
-    """[HEADS, BM]; 0 where there is no row or head."""
+    """Load weights [HEADS, BM]; 0 where there is no row or head."""
     logits = tl.load(weight_logits + slots, mask=exists, other=0.0).to(tl.float32)
     if BIASED:
         heads = tl.arange(0, slots.shape[0])
@@ -32,7 +32,7 @@ def load_stacked_weights(
 
 @triton.jit
 def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASED: tl.constexpr):
-    """[HEADS, 1, 1]"""
+    """Load biases [HEADS, 1, 1]."""
     heads = tl.arange(0, HEADS)
     if BIASED:
         biases = tl.load(score_bias + heads, mask=heads < HI, other=0.0).to(tl.float32)
@@ -43,14 +43,14 @@ def load_stacked_biases(score_bias, HI: tl.constexpr, HEADS: tl.constexpr, BIASE
 
 @triton.jit
 def stacked_activations(queries, keys, biases, scale, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """a_j of all heads, [HEADS, BM, BN]."""
+    """Compute a_j of all heads, [HEADS, BM, BN]."""
     product = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     return activate(unstack(product, biases.shape[0]), scale, biases, KIND)
 
 
 @triton.jit
 def rounded_product(x, y, KIND: tl.constexpr):
-    """x * y, elementwise; rounded by itself, also where it is added to something, if the scores are TANH."""
+    """Return x * y elementwise. If the scores are TANH, the product is rounded even if it is added to something."""
     if KIND == TANH:
         z = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -62,18 +62,15 @@ def rounded_product(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def sum_of_heads(weights, a, KIND: tl.constexpr):
-    """sum_j weights_j * a_j, [BM, BN] of [HEADS, BM, 1] and [HEADS, BM, BN].
-
-    The first product is rounded by itself: of two to be added the compiler makes now one, now the other part of the
-    addition, and the last bit depends on it.
-    """
+    """Return sum_j weights_j * a_j, [BM, BN], from [HEADS, BM, 1] and [HEADS, BM, BN]. The first product is rounded
+    separately. Otherwise the compiler fuses either product into the addition, and the choice changes the last bit."""
     first = (tl.arange(0, weights.shape[0]) == 0)[:, None, None]
     return tl.sum(tl.where(first, rounded_product(weights, a, KIND), weights * a), 0)
 
 
 @triton.jit
 def exp2_of(x, KIND: tl.constexpr):
-    """2^x, elementwise; results below 2^-126 are 0 where the scores are approximate too."""
+    """Return 2^x elementwise; results below 2^-126 are 0 if the scores are approximate, too."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -85,10 +82,8 @@ def exp2_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def sum_in_lanes(x):
-    """[.., BM, BN] -> [.., BM, 4]: over the columns that a thread has of a product, without an exchange of lanes.
-
-    Four lanes share a row of a product, and the columns 8 i + 2 lane + {0, 1} are of one lane.
-    """
+    """Sum [.., BM, BN] to [.., BM, 4] over the columns that one thread holds, without an exchange between lanes. Four
+    lanes share a row of a product, and one lane holds the columns 8 i + 2 lane + {0, 1}."""
     if len(x.shape) == 3:
         parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2])
         total = tl.sum(tl.sum(parts, 4), 2)
@@ -100,9 +95,10 @@ def sum_in_lanes(x):
 
 @triton.jit
 def as_held(x):
-    """[D, keys] of a product -> [D * keys], the eight values of a thread side by side: 16 bytes of halves to store.
+    """Reorder [D, keys] of a product to [D * keys] with the eight values of a thread side by side: 16 bytes to store.
 
-    Of 16 dimensions and 16 keys a lane has the rows i and i + 8 and the columns 2 lane, 2 lane + 1 and those 8 further.
+    Of 16 dimensions and 16 keys, a lane holds rows i and i + 8, columns 2 lane and 2 lane + 1, and the columns 8
+    further.
     """
     dims: tl.constexpr = x.shape[0]
     keys: tl.constexpr = x.shape[1]
@@ -112,14 +108,14 @@ def as_held(x):
 
 @triton.jit
 def held_by_key(x, KEYS: tl.constexpr):
-    """The inverse for 16 dimensions, transposed: [16 * KEYS] -> [KEYS, 16]."""
+    """Invert `as_held` for 16 dimensions and transpose: [16 * KEYS] -> [KEYS, 16]."""
     parts = tl.reshape(x, [KEYS // 16, 8, 4, 2, 2, 2])
     return tl.reshape(tl.permute(parts, [0, 3, 2, 5, 4, 1]), [KEYS, 16])
 
 
 @triton.jit
 def by_key_as_held(x):
-    """The inverse of `held_by_key`."""
+    """Invert `held_by_key`."""
     keys: tl.constexpr = x.shape[0]
     parts = tl.reshape(x, [keys // 16, 2, 4, 2, 2, 8])
     return tl.reshape(tl.permute(parts, [0, 5, 2, 1, 4, 3]), [16 * keys])
@@ -127,10 +123,8 @@ def by_key_as_held(x):
 
 @triton.jit
 def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.constexpr, BN: tl.constexpr):
-    """The BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys.
-
-    To be loaded one step ahead: where the compiler is to do that, as it does for keys and target, it loads them twice.
-    """
+    """Load the BN / 32 words of each row from `first_word` on: a tuple of [BM], one load per row and 32 keys. Call this
+    one step ahead. If the compiler pipelines these loads, as it does for keys and target, it loads them twice."""
     tile = ()
     for i in tl.static_range(BN // 32):
         if HAS_MASK:
@@ -146,12 +140,10 @@ def load_mask_words(packed_mask, row_index, rows, first_word, W, HAS_MASK: tl.co
 def expand_attended(
     tile_words, rows, cols, starts, HAS_MASK: tl.constexpr, HAS_STARTS: tl.constexpr, BN: tl.constexpr
 ):
-    """bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has none.
-
-    A packed mask has causal keys only.
-    """
+    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys. A packed
+    mask contains only causal keys."""
     if HAS_MASK:
-        # The shift in two parts, the second known at compile time: see the attention's `expand_words`.
+        # The shift has two parts, and the second is known at compile time: see the attention's `expand_words`.
         column = tl.arange(0, BN)
         for i in tl.static_range(BN // 32):
             bits = (tile_words[i][:, None] >> (column & 6)[None, :]) >> (column & 25)[None, :]
@@ -169,12 +161,12 @@ def expand_attended(
 
 @triton.jit
 def stable_kl_terms(log2_q, log2_p, p, g):
-    """q - p + p log(p / q), elementwise, without cancellation, for g = q - p; q where p is 0 and log2_p is the log of a
-    tiny number.
+    """Compute q - p + p log(p / q) elementwise without cancellation, for g = q - p.
 
-    Both sum to 1 over the attended set, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
-    p (exp(r) - 1 - r): positive and of second order. For |r| < 1/4 it is p x^2 times a polynomial in x = r / log 2, of
-    least largest relative error (1.4e-6, of both signs).
+    The result is q where p is 0 and log2_p is the log of a tiny number. p and q both sum to 1 over the attended set, so
+    adding q - p does not change the sum. In r = log(q / p) the term is p (exp(r) - 1 - r), which is positive and of
+    second order. If abs(r) < 1/4, the term is p x^2 times a polynomial in x = r / log 2. The polynomial has the
+    smallest maximal relative error (1.4e-6, of both signs).
     """
     x = log2_q - log2_p
     t = p * x
@@ -185,7 +177,7 @@ def stable_kl_terms(log2_q, log2_p, p, g):
 
 @triton.jit
 def log2_of_positive(x, KIND: tl.constexpr):
-    """log2 of x >= TINY. Elementwise; the hardware's own where the scores are approximate too."""
+    """Return log2 of x >= TINY elementwise, by the hardware's log2 if the scores are approximate, too."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

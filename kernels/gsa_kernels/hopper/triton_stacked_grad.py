@@ -1,4 +1,4 @@
-"""Second pass over a chunk of rows, the heads side by side: the bf16 form of triton_grad."""
+"""Runs the second pass over a chunk of rows with the heads side by side: the bf16 form of triton_grad."""
 
 import triton
 import triton.language as tl
@@ -84,11 +84,11 @@ def stacked_grad_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Grid and segments as in the first pass.
+    """Grid and segments are as in the first pass.
 
-    The gradients are the same to the bit whether there is a KL to calculate or not. For that nothing is left to the
-    compiler that it could do in two ways, a product and a sum by one instruction or by two. (With ReLU it is
-    calculated and stored in either case.)
+    The gradients have the same bits whether the KL is computed or not. Products and sums are therefore written such
+    that the compiler has no choice between one fused instruction and two. With ReLU the KL is always computed and
+    stored.
     """
     counts_kl: tl.constexpr = WITH_VALUE or KIND == RELU
     segment = tl.program_id(0)
@@ -127,7 +127,7 @@ def stacked_grad_kernel(
             )
         else:
             lse = tl.load(log_sum + row_index, mask=valid, other=0.0) * LOG2_E
-        # Rows without target get q = p = 0.
+        # Rows without a target get q = p = 0.
         inverse_sum = inverse_target_sum
         if not SUM_GIVEN:
             counted = target_sum > 0
@@ -137,10 +137,10 @@ def stacked_grad_kernel(
         slots, exists = stack_slots(row_index, valid, HI, HEADS)
         queries = load_stacked_queries(q_idx, row_index, valid, HI, HEADS, DI, BLOCK_D)
         weights = load_stacked_weights(weight_logits, weight_bias, slots, exists, HI, KIND, WEIGHT_BIAS)
-        # With tanh the derivative has a factor of 1/2. It is taken here, so that one set of weights serves both.
+        # With tanh the derivative has a factor of 1/2. Applying it here lets one set of weights serve both uses.
         factor: tl.constexpr = 2.0 if KIND == TANH else 1.0
         beta_log2 = tl.load(beta) * (LOG2_E / factor)
-        # It belongs to the whole scores: scores by tanh lack sum_j weight_j.
+        # The log-sum belongs to the whole scores. Scores by tanh lack the term sum_j weight_j.
         by_tanh: tl.constexpr = KIND != SIGMOID and KIND != RELU
         if by_tanh and log_sum is not None:
             lse -= factor * (tl.sum(weights, 0) * beta_log2)
@@ -182,7 +182,7 @@ def stacked_grad_kernel(
                 if SCORE_BIAS:
                     grad_z += sum_in_lanes(dz)
                 dz = stack(dz).to(keys.dtype)
-                # From registers, while dz goes to shared memory, where the other product has it from.
+                # dz comes from registers here, while it is stored to shared memory for the other product.
                 dq = tl.dot(dz, keys, dq, input_precision=PRECISION)
                 dk_t = tl.dot(tl.trans(queries), dz, input_precision=PRECISION)
                 tl.store(dk_tile + key * BLOCK_D + dk_places, as_held(dk_t.to(dk_parts.dtype.element_ty)))

@@ -1,4 +1,4 @@
-"""First pass over a chunk of rows, the heads side by side: the bf16 form of triton_stats."""
+"""Runs the first pass over a chunk of rows with the heads side by side: the bf16 form of triton_stats."""
 
 import triton
 import triton.language as tl
@@ -61,10 +61,8 @@ def stacked_stats_kernel(
     HAS_STARTS: tl.constexpr,
     SUM_GIVEN: tl.constexpr,  # the sum of the target is known: it is not read
 ):
-    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments without a causal key of any row write nothing.
-
-    Scores are in units of log 2, so that exp2 serves.
-    """
+    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B). Segments without a causal key of any
+    row write nothing. Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -93,7 +91,7 @@ def stacked_stats_kernel(
         part_stride = tl.cast(target_stride_part, tl.int64)
 
         k_sequence = k_idx + b.to(tl.int64) * L * DI
-        # Each of the four lanes that share a row has its own: see `sum_in_lanes`.
+        # Each of the four lanes that share a row has its own maximum: see `sum_in_lanes`.
         maximum = tl.full([BM, 4], NOT_A_SCORE, tl.float32)
         exp_sum = tl.zeros([BM, 4], tl.float32)
         target_sum = tl.zeros([BM, 4], tl.float32)
@@ -110,8 +108,8 @@ def stacked_stats_kernel(
                     load_target(target_at, part_stride, rows, key, L, attended, BN, PARTS, TARGET_IN_BLOCKS)
                 )
             scores = tl.where(attended, scores, NOT_A_SCORE)
-            # Lanes without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
-            # it by 0, and so do the merges of lanes and segments.
+            # Lanes without a key so far sum meaningless values at the maximum NOT_A_SCORE. The first real score
+            # multiplies them by 0, and so do the merges of lanes and segments.
             of_lanes = tl.reshape(scores, [BM, BN // 8, 4, 2])
             new_maximum = tl.maximum(maximum, tl.max(tl.max(of_lanes, 3), 1))
             terms = exp2_of(of_lanes - new_maximum[:, None, :, None], KIND)

@@ -1,4 +1,4 @@
-"""Indexer scores: how much each query wants each key (GSA, equation 7)."""
+"""Computes indexer scores, which rate how useful each key is for each query (GSA, equation 7)."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ def indexer_scores(
     weight_bias: torch.Tensor | None = None,
     activation: Literal["sigmoid", "relu"] = "sigmoid",
 ) -> torch.Tensor:
-    """Scores of every query against every key, causal or not.
+    """Compute the scores of every query against every key, causal or not.
 
     sigmoid (GSA):  I[t,s] = sum_j sigmoid(w[t,j] + c_j) * sigmoid(q[t,j] . k[s] / sqrt(DI) + b_j),
                     in (0, HI)
@@ -45,7 +45,7 @@ def indexer_scores(
         weights = torch.sigmoid(weights if weight_bias is None else weights + weight_bias.to(dtype))
 
     scores = torch.zeros(batch, num_queries, keys.shape[1], dtype=dtype, device=q_idx.device)
-    # Head by head, so that one [Lq, Lk] product is alive at a time.
+    # The loop over heads keeps only one [Lq, Lk] product in memory at a time.
     for head in range(heads):
         product = q_idx[:, :, head].to(dtype) @ keys.transpose(1, 2) * dim**-0.5
         if activation == "relu":

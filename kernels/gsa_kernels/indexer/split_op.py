@@ -1,4 +1,5 @@
-"""The indexer's one projection apart: queries, key and weights, batch first, rotated on the way. A kernel each way."""
+"""Splits the indexer's joint projection into queries, key and weights, batch first, and applies RoPE. The forward and
+the backward pass take one kernel each."""
 
 from typing import Any
 
@@ -19,13 +20,14 @@ def split_projection(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[L, B, columns] -> queries [B, L, heads, dim], keys [B, L, dim], weight logits [B, L, heads], contiguous.
+    """Split [L, B, columns] into queries [B, L, heads, dim], keys [B, L, dim] and weight logits [B, L, heads].
+
+    All results are contiguous.
 
     Args:
-        together: columns of the queries, the key, the weights, then any number of others, which get gradients of 0;
-            contiguous
-        cos, sin: fp32 [L, dim / 2], contiguous: the rotary embedding of queries and keys, which turns the two halves of
-            a head in pairs, in fp32; none if None. Without gradient
+        together: contiguous; columns of the queries, the key, the weights, then any others, whose gradients are 0
+        cos, sin: fp32 [L, dim / 2], contiguous, without gradient: the rotary embedding of queries and keys, applied in
+            fp32 to pairs from the two halves of a head; no rotation if None
     """
     check_shape("together", together, "[L, B, columns]", (None, None, None))
     check_at_least("heads", heads, 1)
@@ -121,7 +123,7 @@ def _copy_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some tokens of one sequence."""
+    """One program copies some tokens of one sequence."""
     sequence = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     exists = rows < length
@@ -157,7 +159,7 @@ def _copy_part(mixed, part, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BA
 def _rotate_part(
     mixed, part, cos, sin, exists, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
 ):  # fmt: skip
-    """(a, b) -> (a cos - b sin, b cos + a sin) for the elements of a head's halves; the other way round backwards."""
+    """Rotate the halves of a head, (a, b) -> (a cos - b sin, b cos + a sin); backward by the opposite angle."""
     HALF: tl.constexpr = DIM // 2
     columns = tl.arange(0, BLOCK)[None, :]
     mask = exists & (columns < WIDTH)

@@ -1,11 +1,11 @@
-"""Indexer scores on the GPU (GSA, equation 7): tiles of [queries, keys] in fp32, causal tiles only.
+"""Computes indexer scores on the GPU (GSA, equation 7) in fp32 tiles of [queries, keys], causal tiles only.
 
-The arithmetic limits this kernel, not the memory: per (query, key) pair it does HI sigmoids, so for bf16
-inputs sigmoid(z) is 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11).
-fp32 inputs get the exact sigmoid and IEEE products.
+Arithmetic limits the speed of this kernel, because each (query, key) pair takes HI sigmoids. For bf16 inputs the kernel
+therefore computes sigmoid(z) as 1/2 + 1/2 tanh(z / 2) with the hardware's tanh (relative error up to 2^-11). fp32
+inputs get the exact sigmoid and IEEE products.
 """
 
-# Tuples grow by addition, for Triton has no starred ones.
+# Tuples grow by addition, because Triton does not support starred expressions in tuples.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -24,11 +24,11 @@ from gsa_kernels.types import Geometry, Indexer
 
 
 class Tiles(NamedTuple):
-    """Shape of the work of one program."""
+    """Holds the shape of one program's work."""
 
     rows: int
     cols: int
-    per_program: int  # key tiles a program walks over, so that loading its queries costs little
+    per_program: int  # key tiles that a program loops over, so that loading its queries costs little
     warps: int
     stages: int
 
@@ -41,10 +41,8 @@ STACKED_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[2] // 64, warps=
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Checked and contiguous inputs of one indexer. Made by `score_inputs`.
-
-    Row r is the query at position query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride).
-    """
+    """Holds the checked and contiguous inputs of one indexer. `score_inputs` creates it. Row r is the query at position
+    query_start + r * query_stride; R = ceil((Lk - query_start) / query_stride)."""
 
     indexer: Indexer
     """With queries [B, R, HI, DI]."""
@@ -59,12 +57,12 @@ class ScoreInputs:
 
     @property
     def num_rows(self) -> int:
-        """R"""
+        """Return R."""
         return self.indexer.queries.shape[1]
 
     @property
     def num_keys(self) -> int:
-        """Lk"""
+        """Return Lk."""
         return self.indexer.keys.shape[1]
 
     @property
@@ -75,15 +73,15 @@ class ScoreInputs:
         return self.query_start + row * self.query_stride
 
     def rows_below(self, position: int) -> int:
-        """How many rows stand before a position at or after `query_start`."""
+        """Count the rows before a position, which is at or after `query_start`."""
         return -(-(position - self.query_start) // self.query_stride)
 
 
 def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
-    """Check dtypes, devices and what the kernels can do; make contiguous what the kernels read. Without gradients.
+    """Check dtypes, devices and limits; make the kernels' inputs contiguous. Without gradients.
 
     Row r of the indexer's queries and head weight logits is query r * selection_block of the L queries from
-    `query_start` on, R = ceil(L / selection_block); its keys have all Lk = query_start + L positions.
+    `query_start` on, and R = ceil(L / selection_block). The indexer's keys have all Lk = query_start + L positions.
     """
     queries, keys, stride = indexer.queries, indexer.keys, geometry.selection_block
     batch, rows, heads, dim = queries.shape
@@ -113,7 +111,7 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
         name: x.contiguous() for name, x in _tensors(indexer).items() if not x.is_contiguous()
     }
     return ScoreInputs(
-        replace(indexer, **strided) if strided else indexer,  # which would check all that it holds again
+        replace(indexer, **strided) if strided else indexer,  # `replace` repeats all checks of the indexer
         None if starts is None else starts[:, ::stride].contiguous(),
         stride,
         geometry.query_start,
@@ -121,10 +119,10 @@ def score_inputs(indexer: Indexer, geometry: Geometry) -> ScoreInputs:
 
 
 def check_indexer_dtypes(indexer: Indexer) -> None:
-    """Check dtypes for the kernels that compute scores, and that all tensors are on one device."""
+    """Check dtypes for the kernels that compute scores, and check that all tensors are on one device."""
     queries = indexer.queries
     for name, tensor in _tensors(indexer).items():
-        # fp64 weights or biases would be rounded to fp32 in silence.
+        # Without this check fp64 weights or biases would be rounded to fp32 without a message.
         check_kernel_dtype(f"indexer.{name}", tensor)
         if tensor.device != queries.device:
             raise ValueError(
@@ -137,7 +135,7 @@ def check_indexer_dtypes(indexer: Indexer) -> None:
 
 
 def _tensors(indexer: Indexer) -> dict[str, torch.Tensor]:
-    """What the scores are made of, without the biases that are None."""
+    """Return the tensors that determine the scores, without biases that are None."""
     names = ("queries", "keys", "head_weight_logits", "score_bias", "head_weight_bias")
     return {name: x for name in names if (x := getattr(indexer, name)) is not None}
 
@@ -155,15 +153,15 @@ def write_scores(
     key_stride: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
+    """Write out[b, r - row_start, s] = I[b, r, s] for row_start <= r < row_stop.
 
-    Written where row r sees key s, and on the rest of such tiles as far as out's last column;
-    elsewhere `out` keeps what it held.
+    The kernel writes every tile in which a row may select a key, up to the last column of `out`. Elsewhere `out` keeps
+    its old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
         key_stride: inputs.indexer.keys[:, s] is some key at s * key_stride <= position < (s + 1) * key_stride
-        wanted: int32 [B, row_stop - row_start]; tiles of rows in which all are 0 are left out
+        wanted: int32 [B, row_stop - row_start]; tiles of rows in which all values are 0 are skipped
     """
     batch, num_rows, _, dim = inputs.indexer.queries.shape
     rows, columns = row_stop - row_start, out.shape[2]
@@ -193,19 +191,19 @@ def write_scores(
 
 
 def can_stack(inputs: ScoreInputs) -> bool:
-    """Whether the product of all heads at once has a layout in which a thread has all heads of its rows."""
+    """Return whether one product can compute all heads in a layout in which a thread has all heads of its rows."""
     queries = inputs.indexer.queries
     return queries.dtype == torch.bfloat16 and queries.shape[2] in (2, 4) and on_hopper(queries.device)
 
 
 def score_tensors(inputs: ScoreInputs) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of one indexer, in the order in which kernels take them."""
+    """Return the tensors of one indexer in the order of the kernels' arguments."""
     x = inputs.indexer
     return (x.queries, x.keys, x.head_weight_logits, x.score_bias, x.head_weight_bias)
 
 
 def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
-    """Constants and launch options that every kernel which calculates scores shares."""
+    """Return constants and launch options for all kernels that compute scores."""
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
     bf16 = queries.dtype == torch.bfloat16
@@ -217,7 +215,7 @@ def score_options(inputs: ScoreInputs, tiles: Tiles) -> dict[str, int | str]:
         "BLOCK_COLS": tiles.cols,
         "TILES": tiles.per_program,
         "SIGMOID": kernels_use_sigmoid(inputs.indexer.activation),
-        # The interpreter, which runs on the CPU, has no inline assembly.
+        # The interpreter runs on the CPU and does not support inline assembly.
         "TANH": bf16 and queries.is_cuda,
         "PRECISION": "tf32" if bf16 else "ieee",
         "num_warps": tiles.warps,
@@ -236,7 +234,7 @@ def fast_tanh(x):
 def load_queries(
     q_ptr, tokens, row_ok, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr
 ):
-    """A tuple of the heads' queries, [BLOCK_ROWS, BLOCK_D] each; or all heads [HI * BLOCK_ROWS, BLOCK_D] at once."""
+    """Load the queries: a tuple of [BLOCK_ROWS, BLOCK_D] per head, or all heads together [HI * BLOCK_ROWS, BLOCK_D]."""
     if STACKED:
         queries = (load_stacked_queries(q_ptr, tokens, row_ok, HI, HI, DI, BLOCK_D),)
     else:
@@ -262,7 +260,7 @@ def load_weights(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """Per head the weights [BLOCK_ROWS] and the bias; and what every score starts from."""
+    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score."""
     weights = ()
     biases = ()
     base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
@@ -304,7 +302,7 @@ def tile_scores(
     PRECISION: tl.constexpr,
     STACKED: tl.constexpr,
 ):
-    """Scores [BLOCK_ROWS, BLOCK_COLS] of the keys from `col` on; every kernel gets the same bits.
+    """Compute scores [BLOCK_ROWS, BLOCK_COLS] of the keys from `col` on, with the same bits in every kernel.
 
     Args:
         key_ptr: the sequence's keys [length, DI]
@@ -328,13 +326,13 @@ def tile_scores(
             logits += biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
         else:
-            # NaN stays NaN: a plain maximum on a GPU returns the number.
+            # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
             activated = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores += weights[head][:, None] * activated
     return scores
 
 
-# Row ranges vary from launch to launch: specialising on them would only compile more variants.
+# Row ranges vary from launch to launch. Specialising on them would only compile more variants.
 @triton.jit(do_not_specialize=["query_start", "row_start", "row_stop", "num_rows", "length"])
 def _scores_kernel(
     q_ptr,
@@ -367,7 +365,7 @@ def _scores_kernel(
     PRECISION: tl.constexpr,
     STACKED: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
+    """One program scores BLOCK_ROWS queries against up to TILES tiles of BLOCK_COLS keys."""
     batch = tl.program_id(2).to(tl.int64)
     first_row = row_start + tl.program_id(1) * BLOCK_ROWS
     last_position = query_start + (tl.minimum(first_row + BLOCK_ROWS, row_stop) - 1) * STRIDE
@@ -386,7 +384,7 @@ def _scores_kernel(
             return
     if starts_ptr is not None:
         starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647) // KEY_STRIDE
-        # Tiles before every query's document are skipped too.
+        # Tiles before the first document of all queries are skipped, too.
         skipped = tl.maximum(tl.min(starts), first_col) // BLOCK_COLS * BLOCK_COLS
         first_col = tl.maximum(first_col, skipped)
         if first_col >= end_col:

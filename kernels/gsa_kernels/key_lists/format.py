@@ -1,7 +1,5 @@
-"""Key lists per tile (CSR): for each tile of adjacent queries the keys that any selects, with membership words.
-
-The format of the attention and loss kernels for long contexts, where a packed mask takes too much memory.
-"""
+"""Defines key lists (CSR): for each tile of adjacent queries, the keys that any of them selects, with membership words.
+The attention and loss kernels use this format for long sequences, whose packed mask would take too much memory."""
 
 from __future__ import annotations
 
@@ -17,35 +15,36 @@ from gsa_kernels.packed_mask import int32_words
 
 @dataclass
 class KeptHits:
-    """The lists turned round, as `find_key_hits` gives them for all tiles in rows of `max_count`: what the indexer loss
-    has made, attention's backward pass need not make again."""
+    """Keeps the transposed lists of all tiles, as `find_key_hits` returns them for rows of `max_count`. The indexer
+    loss computes them, and attention's backward pass reuses them."""
 
     of_all: Any = None
     """(TileRows, KeyHits) of triton_reduce_keys.py."""
 
     def take(self) -> Any:
-        """Once: the memory is free after the backward pass that has it."""
+        """Return them once; the memory is free after the backward pass that takes them."""
         kept, self.of_all = self.of_all, None
         return kept
 
 
 @dataclass(frozen=True)
 class KeyLists:
-    """Tile i of sequence b holds the queries i * queries <= t < (i + 1) * queries; the last tile may be short.
+    """Holds the lists. Tile i of sequence b has the queries i * queries <= t < (i + 1) * queries; the last may be
+    short.
 
-    Entry j of a tile, 0 <= j < counts[b, i], is the key keys[key_starts[b, i] + j]. Every query of the tile
-    attends to the first full[b, i] entries. To a later one attend the queries whose bit is set in
-    words[word_starts[b, i] + j - full[b, i]]: bit r stands for query i * queries + r.
+    Entry j of a tile, 0 <= j < counts[b, i], is the key keys[key_starts[b, i] + j]. Every query of the tile attends to
+    the first full[b, i] entries. Later entries are masked: a query attends to entry j if its bit is set in
+    words[word_starts[b, i] + j - full[b, i]]. Bit r belongs to query i * queries + r.
 
-    A key stands in a tile's list once. The full entries ascend, and so do the masked ones. A word may be 0. Tiles may
-    share their keys (one selection per block of queries): then their key_starts are equal.
+    A key occurs once in a tile's list. The full entries ascend, and so do the masked entries. A word may be 0. If a
+    block of queries shares one selection, its tiles share their keys and have equal key_starts.
     """
 
     keys: torch.Tensor
-    """int32 [entries]; what no tile points to is unspecified."""
+    """int32 [entries]; entries that belong to no tile are unspecified."""
 
     words: torch.Tensor
-    """int32 [masked entries], a uint32 each: bit 31 makes it negative. Bits of queries beyond L are unspecified."""
+    """int32 [masked entries], each holding a uint32. Bits of queries at or beyond L are unspecified."""
 
     key_starts: torch.Tensor
     """int64 [B, T]"""
@@ -66,36 +65,32 @@ class KeyLists:
     """L: queries of a sequence."""
 
     max_count: int
-    """A bound on `counts` that the host knows: what sizes buffers without waiting for the device."""
+    """An upper bound on `counts` that the host knows, so that it can size buffers without waiting for the device."""
 
     query_start: int = 0
-    """Position of the first query: query t stands at query_start + t. Keys are their positions."""
+    """Position of the first query: query t is at position query_start + t. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts` on the host, where they are known there: buffers then have the size of the lists and not of
-    T * max_count entries."""
+    """`counts` on the host, if known there, so that buffers have the size of the lists instead of T * max_count."""
 
     kept_hits: KeptHits = field(default_factory=KeptHits, compare=False, repr=False)
 
     @property
     def num_keys(self) -> int:
-        """Lk: the keys up to the last query's own."""
+        """Return Lk: the number of keys up to the last query."""
         return self.query_start + self.length
 
 
 def union_density(lists: KeyLists) -> float:
-    """Entries of lists sized by their data over the entries of dense causal attention: the share of a tile's causal
-    keys that any of its queries selects."""
+    """Divide the entries of the lists by the entries that lists of all causal keys would have."""
     batch, tiles = lists.counts.shape
     ends = lists.query_start + (torch.arange(1, tiles + 1) * lists.queries).clamp(max=lists.length)
     return lists.keys.numel() / (batch * int(ends.sum()))
 
 
 def key_lists_from_mask(mask: torch.Tensor, queries: int = TILE_QUERIES) -> KeyLists:
-    """The definition of the format, in plain torch: bool [B, L, Lk] -> lists without a full part.
-
-    The queries are the last L of Lk positions. Loops over the tiles: for tests.
-    """
+    """Build lists from bool [B, L, Lk] without a full part. This plain torch code defines the format. The queries are
+    the last L of Lk positions. The code loops over the tiles and is only for tests."""
     batch, length, num_keys = mask.shape
     check_mask("mask", mask, batch, length, max(num_keys, length))
     if queries not in TILE_SIZES:
@@ -124,10 +119,11 @@ def key_lists_from_mask(mask: torch.Tensor, queries: int = TILE_QUERIES) -> KeyL
 
 
 def mask_from_key_lists(lists: KeyLists) -> torch.Tensor:
-    """bool [B, L, Lk], the inverse of `key_lists_from_mask`. Loops over the tiles: for tests.
+    """Return bool [B, L, Lk], the inverse of `key_lists_from_mask`. The code loops over the tiles and is only for
+    tests.
 
     Raises:
-        ValueError: a tile names a key twice.
+        ValueError: a tile lists a key twice.
     """
     batch, tiles = lists.counts.shape
     length, queries = lists.length, lists.queries

@@ -1,9 +1,9 @@
-"""Key lists of a selection that blocks of queries share.
+"""Builds key lists of a selection that blocks of queries share.
 
-The queries of an aligned block attend to the top-k of the block's first query and to their own local windows.
-So the list of a block is: the top-k keys before every window, ascending, to which all its queries attend, and
-then all keys from the first query's window to the block's end, with membership words. Every block has the same
-room in the lists' memory, the most that its budget allows: nothing waits for the device.
+The queries of an aligned block attend to the top-k of the block's first query and to their own local windows. The list
+of a block starts with the top-k keys before all windows, in ascending order; all queries attend to them. All keys from
+the first query's window to the block's end follow, with membership words. Each block reserves memory for the most keys
+that its budget allows, so that the host need not wait for the device.
 """
 
 import torch
@@ -16,19 +16,20 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _ALIGNMENT = 32  # entries: 128 bytes
-# Words of a block's row and columns of its window per step; more words are slower (docs/kernels.md, Tuning).
+# Words of a block's row per step, and columns of its window per step. More words are slower (docs/kernels.md, Tuning).
 _WORDS, _COLUMNS = 256, 128
 
 
 def empty_block_lists(
     batch: int, length: int, most_keys: int, geometry: Geometry, device: torch.device
 ) -> KeyLists:
-    """Lists of all queries, in tiles of min(selection_block, 32), to be filled by `fill_block_lists`. The tiles of a
-    block share their keys.
+    """Create lists of all queries in tiles of min(selection_block, 32), for `fill_block_lists`.
+
+    The tiles of a block share their keys.
 
     Args:
         length: L
-        most_keys: of a block's top-k
+        most_keys: largest top-k of a block
     """
     queries = min(geometry.selection_block, TILE_QUERIES)
     blocks, tiles = ceil_div(length, geometry.selection_block), ceil_div(length, queries)
@@ -53,13 +54,13 @@ def empty_block_lists(
 def fill_block_lists(packed_mask: torch.Tensor, rows: range, lists: KeyLists, geometry: Geometry) -> None:
     """Fill the lists of some blocks from the top-k of their first queries.
 
-    A tile with a query of another document than the block's first has no full part, for this query does not see the
-    top-k.
+    If a tile contains a query of a later document than the block's first query, the tile has no full part, because this
+    query does not attend to the top-k.
 
     Args:
         packed_mask: int32 [B, rows, W], at most most_keys bits in a row; contiguous
         rows: the blocks
-        lists: from `empty_block_lists`
+        lists: created by `empty_block_lists`
     """
     selection_block, query_start = geometry.selection_block, geometry.query_start
     document_starts = None if geometry.document_starts is None else geometry.document_starts.contiguous()
@@ -88,7 +89,7 @@ def fill_block_lists(packed_mask: torch.Tensor, rows: range, lists: KeyLists, ge
         QUERIES=lists.queries,
         WORDS=_WORDS,
         COLUMNS=_COLUMNS,
-        POPC=packed_mask.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
+        POPC=packed_mask.is_cuda,  # the interpreter runs on the CPU and does not support inline assembly
         num_warps=8,
     )
 
@@ -98,9 +99,9 @@ def _window_room(geometry: Geometry, num_keys: int) -> int:
 
 
 def _rooms(max_count: int, geometry: Geometry, num_keys: int) -> tuple[int, int]:
-    """Room for a block's keys, and for a tile's words."""
+    """Return the reserved entries for a block's keys and for a tile's words."""
     keys = _aligned(max_count)
-    # Without documents only the window has words.
+    # Without documents only the keys of the window have words.
     return keys, _aligned(_window_room(geometry, num_keys)) if geometry.document_starts is None else keys
 
 
@@ -150,7 +151,7 @@ def _block_lists_kernel(
     COLUMNS: tl.constexpr,
     POPC: tl.constexpr,
 ):
-    """Grid (blocks from first_block on, B): one block of queries, long rows first."""
+    """One program fills the list of one block. Grid: (blocks from first_block on, B); long rows run first."""
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     block = first_block + local
     batch = tl.program_id(1).to(tl.int64)
@@ -166,8 +167,8 @@ def _block_lists_kernel(
     key_start = (batch * blocks + block) * key_room
     keys_ptr += key_start
 
-    # The top-k before the window: each word knows its keys' places from the bits before it. Words have few
-    # bits, on average k / (t / 32): all words at once store their lowest, then their next, and so on.
+    # This writes the top-k before the window. The bits before a word determine the places of its keys. Words have few
+    # bits, k / (t / 32) on average. All words therefore store their lowest bit at once, then their next bit, and so on.
     count = block * 0
     for word in range(visible_from // 32, (window_from + 31) // 32, WORDS):
         index = word + tl.arange(0, WORDS)
@@ -198,7 +199,7 @@ def _block_lists_kernel(
             if starts_ptr is not None:
                 row_starts = tl.load(starts_ptr + queries, mask=queries < length, other=0)
                 if tl.max(row_starts) > first:
-                    # Some queries are of a later document, and see nothing of the top-k.
+                    # Some queries belong to a later document and attend to none of the top-k.
                     full = block * 0
                     uniform = tl.sum((row_starts <= first).to(tl.int32) << member)
                     for entry in range(0, count, COLUMNS):

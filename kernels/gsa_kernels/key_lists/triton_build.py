@@ -1,8 +1,8 @@
 """Builds key lists from packed masks: transposes 32 by 32 bits and drops columns without a bit.
 
-The size of the lists depends on the data. So the keys of every piece of a tile are counted first, the host reads the
-sums, and the lists are filled into memory of exactly that size. `count_keys` does not wait: between it and
-its `wait()` the caller can give the device other work.
+The size of the lists depends on the data. The device therefore counts the keys of every piece of a tile first. The host
+reads the sums and allocates exactly this size, and the lists are filled. `count_keys` does not wait: until the caller
+calls `wait()` on its result, the device can do other work.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ import triton.language as tl
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
 
-_WORDS = 128  # of each row that a program turns: 4096 keys
+_WORDS = 128  # of each row that a program transposes: 4096 keys
 
 
 @dataclass(frozen=True)
 class CountedKeys:
-    """Adjacent tiles of queries whose keys are counted, perhaps not yet on the host."""
+    """Holds the key counts of adjacent tiles, which may not have reached the host yet."""
 
     packed_mask: torch.Tensor
-    """int32 [B, rows, W], the selection; must not change before `fill_lists` is enqueued."""
+    """int32 [B, rows, W], the selection; it must not change before `fill_lists` is enqueued."""
 
     first_diagonal: int
-    """The last query of tile i has its own key in word i + first_diagonal at the most."""
+    """Word i + first_diagonal contains, or follows, the last query's own key in tile i."""
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""
 
     host_counts: torch.Tensor
-    """int32 [B, tiles], on the host once `done` has happened"""
+    """int32 [B, tiles], on the host once the event `done` has occurred."""
 
     done: torch.cuda.Event | None
 
@@ -43,7 +43,7 @@ class CountedKeys:
 
 @dataclass(frozen=True)
 class FilledLists:
-    """The lists of adjacent tiles of queries. Fields as in `KeyLists`, starts from these tiles' first entry."""
+    """Holds the lists of adjacent tiles, with the fields of `KeyLists`; starts count from these tiles' first entry."""
 
     keys: torch.Tensor
     words: torch.Tensor
@@ -56,7 +56,7 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
     """Count, for each tile of 32 queries, the keys that any of them selects.
 
     Args:
-        packed_mask: int32 [B, rows, W]. What lies after the tile's last query is not read.
+        packed_mask: int32 [B, rows, W]. Bits after the tile's last query are not read.
         rows: the queries, from a multiple of 32 on
         query_start: position of query 0
     """
@@ -83,7 +83,7 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Without waiting: to be read once an event recorded after it has happened."""
+    """Copy without waiting; read the result after an event that is recorded after the copy."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -91,12 +91,12 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From the host, without waiting for what the device is doing."""
+    """Copy from the host without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def fill_lists(counted: CountedKeys) -> FilledLists:
-    """Enqueue the lists, once the counts are on the host."""
+    """Enqueue the kernels that fill the lists, after the counts have reached the host."""
     entries = int(counted.host_counts.sum())
     packed_mask, counts = counted.packed_mask, counted.counts
     batch, tiles, pieces = counts.shape
@@ -121,7 +121,7 @@ def fill_lists(counted: CountedKeys) -> FilledLists:
 
 
 def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
-    """One after the other, the tiles of a sequence of `length` queries."""
+    """Concatenate the tiles of a sequence of `length` queries."""
     starts, first = [], 0
     for tiles in filled:
         starts.append(tiles.starts + first)
@@ -146,7 +146,7 @@ def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> 
 
 @triton.jit
 def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_words, QUERIES: tl.constexpr):
-    """For each of the tile's queries the words at `index`, 0 after the tile's last query."""
+    """Load the words at `index` of each of the tile's queries, 0 after the tile's last query."""
     in_row = (index < num_words) & (index <= first_diagonal + tile)
     rows = ()
     for r in tl.static_range(QUERIES):
@@ -158,7 +158,7 @@ def _row_words(words_ptr, tile, batch, index, first_diagonal, num_rows, num_word
 
 @triton.jit
 def _union_size(rows, QUERIES: tl.constexpr):
-    """Bits that are set in any of the rows, per word."""
+    """Count the bits that are set in any of the rows, per word."""
     union = rows[0]
     for r in tl.static_range(1, QUERIES):
         union |= rows[r]
@@ -217,7 +217,7 @@ def _fill_kernel(
 
 @triton.jit
 def _turn(rows, SIZE: tl.constexpr):
-    """Bit r of the c-th result is bit c of rows[r]: a 32 x 32 transpose (Hacker's Delight, 7-3), elementwise."""
+    """Transpose 32 x 32 bits elementwise: bit r of result c is bit c of rows[r] (Hacker's Delight, 7-3)."""
     columns = ()
     for r in tl.static_range(SIZE):
         columns = columns + (rows[r].to(tl.uint32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
@@ -230,7 +230,7 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Swap the upper right and lower left blocks of each 2 WIDTH rows and columns. LOW: the lower columns' bits."""
+    """Swap the upper right and lower left blocks of each 2 WIDTH rows and columns. LOW has the lower columns' bits."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

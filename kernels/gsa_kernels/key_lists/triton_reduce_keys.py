@@ -1,11 +1,11 @@
-"""Sums over the tiles that name a key: from partial rows, one per entry of a tile's list, to rows per key.
+"""Sums partial rows, one for each entry of a tile's list, into one row per key.
 
-This computes the gradients of gathered keys without atomics: a kernel that walks over the lists
-stores one partial row per (tile, entry); `find_key_hits` lists for each key the partial rows that belong to it
-in ascending order of tiles; `add_partials_by_key` adds them in that order. So results repeat bit for bit.
+This computes the gradients of gathered keys without atomics. First, a kernel loops over the lists and stores one
+partial row per (tile, entry). `find_key_hits` then lists for each key its partial rows, in ascending order of tiles.
+`add_partials_by_key` adds them in that order, so results repeat bit for bit.
 
-Tiles of all sequences are numbered b * T + i here. A caller limits the memory of the partial rows by taking a
-range of tiles at a time.
+This file numbers the tiles of all sequences b * T + i. A caller limits the memory of the partial rows by taking a range
+of tiles at a time.
 """
 
 from dataclasses import dataclass
@@ -25,39 +25,40 @@ _ENTRIES = 1024
 
 @dataclass(frozen=True)
 class KeyHits:
-    """The partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
+    """Lists the partial rows of every key, for the tiles first_tile <= b * T + i < last_tile."""
 
     starts: torch.Tensor
     """int32 [B * Lk + 1]: key s of sequence b has the hits starts[b * Lk + s] .. starts[b * Lk + s + 1]."""
 
     rows: torch.Tensor
-    """int32 [num_rows], the first starts[-1] in use: the partial rows, for each key in the order of the tiles."""
+    """int32 [num_rows]: the partial rows of each key in the order of the tiles; the first starts[-1] are used."""
 
     num_rows: int
-    """Partial rows of all tiles, with those that no entry owns."""
+    """Partial rows of all tiles, including those without an entry."""
 
 
 @dataclass(frozen=True)
 class TileRows:
-    """A range of tiles, first <= b * T + i < last: entry j of tile i owns the partial row starts[i - first] + j."""
+    """Describes tiles first <= b * T + i < last; entry j of tile i has the partial row starts[i - first] + j."""
 
     first: int
     last: int
     starts: torch.Tensor
     """int64 [last - first]"""
     order: torch.Tensor
-    """int32 [last - first]: the tiles, counted from the first, the longest list in front."""
+    """int32 [last - first]: the tiles, counted from the first, longest list first."""
     num_rows: int
-    """Rows of all of them."""
+    """Partial rows of the range."""
 
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
-    """Ranges of adjacent tiles with about `max_rows` partial rows each, at least one tile. Does not wait.
+    """Split the tiles into ranges of about `max_rows` partial rows each, at least one tile, without waiting.
 
-    Tiles have as many rows as entries where the host knows their counts, else `max_count`.
+    A tile has as many rows as entries if the host knows its count, else `max_count`.
 
     Args:
-        multiple: of tiles in a range, as far as it holds that many: a launch then keeps all multiprocessors busy
+        multiple: a range has a multiple of this number of tiles, if `max_rows` allows; this keeps all multiprocessors
+            busy
     """
     if lists.host_counts is None:
         return _split_equal_tiles(lists, max_rows, multiple)
@@ -72,7 +73,7 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
         if first + multiple <= last < num_tiles:
             last -= (last - first) % multiple
         last = max(last, first + 1)
-        # Equal sizes: the last first.
+        # If all tiles have the same size, the last one runs first.
         orders[first:last] = (
             last - first - 1 - sizes[first:last].flip(0).argsort(stable=True, descending=True)
         )
@@ -93,10 +94,8 @@ def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileR
 
 
 def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[TileRows]:
-    """`split_tiles` where every tile has `max_count` rows: by numbers alone, with three launches for all ranges.
-
-    The last tile of a range goes first: of equal bounds it has the longest list.
-    """
+    """Run `split_tiles` if every tile has `max_count` rows: three launches compute all ranges. The last tile of a range
+    runs first, because it has the longest list."""
     num_tiles, size, device = lists.counts.numel(), lists.max_count, lists.counts.device
     fitting = max(max_rows // size if size > 0 else num_tiles, 1)
     step = fitting - fitting % multiple if fitting >= multiple else fitting
@@ -116,10 +115,8 @@ def _split_equal_tiles(lists: KeyLists, max_rows: int, multiple: int) -> list[Ti
 
 
 def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
-    """Turn the lists of a range of tiles round, on the device.
-
-    Costs 4 bytes per partial row for the result and B * Lk * tiles / 4 bytes while it runs.
-    """
+    """Transpose the lists of a range of tiles on the device. The result takes 4 bytes per partial row. The computation
+    needs B * Lk * tiles / 4 bytes of scratch memory."""
     batch, tiles_per_sequence = lists.counts.shape
     first_tile, num_rows = tile_rows.first, tile_rows.num_rows
     tiles = tile_rows.last - first_tile
@@ -131,8 +128,8 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
     device = lists.keys.device
     num_keys = batch * lists.num_keys
     columns = ceil_div(tiles, 32)
-    # Bit i % 32 of marks[s, i // 32]: tile i names key s. The number of bits before it (`before`: in earlier
-    # words) is its place among the hits of s.
+    # Bit i % 32 of marks[s, i // 32] says that tile i lists key s. The number of earlier bits is the tile's place among
+    # the hits of s. `before` counts the bits in earlier words.
     marks = torch.zeros(num_keys, columns, dtype=torch.int32, device=device)
     before = torch.empty_like(marks)
     starts = torch.zeros(num_keys + 1, dtype=torch.int32, device=device)
@@ -160,12 +157,12 @@ def find_key_hits(lists: KeyLists, tile_rows: TileRows) -> KeyHits:
 
 
 def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor) -> None:
-    """out[b, s, n] += the sum of the partial rows of key s, in fp32 and in the order of the tiles.
+    """Add to out[b, s, n] the sum of the partial rows of key s, in fp32 and in the order of the tiles.
 
     Args:
-        partials: [N, num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows that no entry
-            owns are not read.
-        out: fp32 [B, Lk, N, C], the last dimension contiguous. A key without hits is left alone.
+        partials: [N, num_rows, C], contiguous; C a power of two up to 1024; bf16 or fp32. Rows without an entry are not
+            read.
+        out: fp32 [B, Lk, N, C], the last dimension contiguous. Keys without hits do not change.
     """
     check_shape("partials", partials, "[N, num_rows, C]", (None, hits.num_rows, None))
     number, _, channels = partials.shape
@@ -180,7 +177,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
         )
     if not partials.is_contiguous():
         raise ValueError("partials has gaps; pass a contiguous tensor")
-    # One warp per key, four rows of 512 bytes at a time in flight: measured on an H200.
+    # Each key takes one warp with four rows of 512 bytes in flight, as measured on an H200.
     rows = max(1, min(32, 2048 // (channels * partials.element_size())))
     _add_kernel[(out.shape[0] * out.shape[1], number)](
         partials, hits.starts, hits.rows, out, *out.stride()[:3], out.shape[1], hits.num_rows,
@@ -190,7 +187,7 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
 
 @triton.jit
 def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES: tl.constexpr):
-    """A stretch of one tile's list: entry numbers, which of them exist, and their keys as b * Lk + s."""
+    """Load a part of one tile's list: entry numbers, whether the entries exist, and their keys as b * Lk + s."""
     tile = first_tile + tl.program_id(0)
     entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     valid = entries < tl.load(counts + tile)
@@ -210,7 +207,6 @@ def _mark_kernel(
 
 @triton.jit
 def _population(word):
-    """Number of bits set in each int32."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -251,7 +247,7 @@ def _add_kernel(
     partials, starts, rows, out, stride_ob, stride_ol, stride_on, length, num_rows,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one key, for one of the N."""
+    """One program sums one key for one of the N."""
     key = tl.program_id(0)
     number = tl.program_id(1).to(tl.int64)
     partials += number * num_rows * CHANNELS

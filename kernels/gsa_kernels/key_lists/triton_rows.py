@@ -1,4 +1,4 @@
-"""Makes the packed mask of some queries from key lists."""
+"""Computes the packed mask of selected queries from key lists."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _ENTRIES = 1024
 
 
 def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
-    """S_t of the queries t = rows[i] as a packed mask. Reads the lists of their tiles, once per query.
+    """Return S_t of the queries t = rows[i] as a packed mask. The kernel reads the lists of their tiles once per query.
 
     Args:
         rows: int64 [R], numbers of queries, 0 <= t < lists.length
@@ -51,7 +51,7 @@ def _words_kernel(
     keys, masks, key_starts, word_starts, full, counts, rows, words, tiles, columns,
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query, all entries of its tile. It alone writes to its row."""
+    """One program takes one query and all entries of its tile. No other program writes to its row."""
     row = tl.load(rows + tl.program_id(0))
     tile = tl.program_id(1) * tiles + row // QUERIES
     bit = (row % QUERIES).to(tl.int32)

@@ -1,7 +1,5 @@
-"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function.
-
-The loss is linear in its upstream gradient, a scalar per loss, so the forward pass also computes the gradients.
-"""
+"""Checks the inputs of both forms of the indexer loss, and scales their gradients in an autograd function. The loss is
+linear in its upstream gradient, which is one scalar. The forward pass therefore also computes the gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -14,11 +12,11 @@ from gsa_kernels.types import Indexer
 
 Gradients = tuple[torch.Tensor | None, ...]
 Calculate = Callable[[Indexer], tuple[torch.Tensor, torch.Tensor, Gradients]]
-"""-> the sum, the KL of each row, and the gradients of `tensors_of` the indexer."""
+"""Returns the sum, the KL of each row, and the gradients for `tensors_of` the indexer."""
 
 
 def tensors_of(indexer: Indexer) -> tuple[torch.Tensor | None, ...]:
-    """The six that may need a gradient, the inverse temperature on the queries' device."""
+    """Return the six tensors that may require a gradient, with the inverse temperature on the queries' device."""
     return (
         indexer.queries,
         indexer.keys,
@@ -30,7 +28,7 @@ def tensors_of(indexer: Indexer) -> tuple[torch.Tensor | None, ...]:
 
 
 def indexer_of(tensors: Sequence[torch.Tensor | None], activation: Literal["sigmoid", "relu"]) -> Indexer:
-    """The inverse of `tensors_of`."""
+    """Invert `tensors_of`."""
     queries, keys, head_weight_logits, score_bias, head_weight_bias, beta = tensors
     assert queries is not None
     assert keys is not None
@@ -40,7 +38,7 @@ def indexer_of(tensors: Sequence[torch.Tensor | None], activation: Literal["sigm
 
 
 def check_indexer(indexer: Indexer, query_start: int, selection_block: int) -> tuple[int, int, int]:
-    """B, R and L of inputs that the kernels can take; else raise ValueError."""
+    """Return B, R and L of inputs that the kernels support; else raise ValueError."""
     batch, num_rows = indexer.queries.shape[:2]
     num_keys = indexer.keys.shape[1]
     length = count_queries(query_start, num_keys, selection_block)
@@ -57,7 +55,7 @@ def check_indexer(indexer: Indexer, query_start: int, selection_block: int) -> t
 class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tensors_of` an indexer, its activation, and a `Calculate`."""
+        """Arguments: `tensors_of` an indexer, its activation, and a `Calculate`."""
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))
         ctx.mark_non_differentiable(rows)
@@ -78,7 +76,7 @@ class LossWithGradients(torch.autograd.Function):
 
 
 def scale_gradients(gradients: Gradients, factor: float | torch.Tensor) -> Gradients:
-    """Times the factor, 0-d: for each dtype one launch, for the small ones with the large."""
+    """Multiply by the factor, 0-d, with one launch per dtype for all gradients together."""
     scaled = list(gradients)
     present = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
     for dtype in dict.fromkeys(gradient.dtype for _, gradient in present):

@@ -1,7 +1,7 @@
-"""The indexer loss (GSA, equation 15) over key lists: the sparse phase of long contexts, nothing L x L.
+"""Computes the indexer loss (GSA, equation 15) over key lists, for sparse training on long sequences.
 
-Like `masked_indexer_loss`, one forward pass computes value and gradients, chunk of tiles by chunk of tiles, and the
-backward pass only scales. The target of a chunk comes from `head_sum_probs_lists`.
+No tensor has size L x L. As in `masked_indexer_loss`, one forward pass computes value and gradients in chunks of tiles,
+and the backward pass only scales them. `head_sum_probs_lists` computes the target of a chunk.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,9 @@ from gsa_kernels.sampling import systematic
 from gsa_kernels.types import Indexer, RowSample
 
 TargetTiles = Callable[[torch.Tensor], torch.Tensor]
-"""int32 [N] numbers of tiles -> fp32 [B, N, max_count, queries]: attention probabilities by entry and query, summed
-over the heads. With `selection_block` > 1: numbers of blocks -> [B, N, max_count], summed over their queries."""
+"""Maps int32 [N] numbers of tiles to fp32 [B, N, max_count, queries]: attention probabilities by entry and query,
+summed over the heads. With `selection_block` > 1: numbers of blocks -> [B, N, max_count], also summed over the block's
+queries."""
 
 
 def gathered_indexer_loss(
@@ -48,26 +49,26 @@ def gathered_indexer_loss(
     scratch_bytes: int = GATHERED_LOSS_BYTES,
     blocks: GatheredBlocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])), t = lists.query_start + row * selection_block.
+    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = lists.query_start + row * selection_block.
 
-    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of queries
-    `sum_over_blocks`. Gradients go to the tensors of the indexer; none to the target.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss, and `sum_over_blocks` defines the target of
+    a block. Only the tensors of the indexer get gradients.
 
-    Exactness and determinism as in `masked_indexer_loss`; only the order in which the gradients of the keys are
-    added, and so their last bits, depends on `scratch_bytes`.
+    Exactness and determinism are as in `masked_indexer_loss`, with one exception. The gradients of the keys are added
+    in an order that depends on `scratch_bytes`, which may change their last bits.
 
     Args:
         indexer: a row for the first query of each aligned block; lists.num_keys keys
-        target_tiles: gives the target of a chunk of tiles, or of blocks, at any positive scale; what it holds off the
-            attended set is ignored. Called once per chunk, without gradients.
+        target_tiles: computes the target of a chunk of tiles, or of blocks, at any positive scale. Values off the
+            attended set are ignored. It is called once per chunk, without gradients.
         lists: the attended set of every query; a row has the set of its query
         selection_block: 1, or a multiple of the lists' tile; the tiles of a block share their keys
-        rows: which rows are calculated, in whole tiles (or blocks); the same on every tensor-parallel rank
-        scratch_bytes: size of a chunk's scratch memory, about
+        rows: which rows are computed, in whole tiles (or blocks); the same on every tensor-parallel rank
+        scratch_bytes: approximate size of a chunk's scratch memory
         blocks: block shapes, for measurements
 
     Returns:
-        0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows left out
+        0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
     batch, num_rows, length = check_indexer(indexer, lists.query_start, selection_block)
     count_tiles_per_block(lists, batch, length, selection_block)
@@ -106,10 +107,10 @@ def _value_and_gradients(
     scratch_bytes: int,
     blocks: GatheredBlocks | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
-    """The sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
+    """Return the sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
 
     Args:
-        sample: the first tile (or block) of those that are taken, and the distance from one to the next
+        sample: the first tile (or block) of the sample, and the distance from one to the next
     """
     q_idx, k_idx, weight_logits = indexer.queries, indexer.keys, indexer.head_weight_logits
     score_bias, weight_bias, beta = indexer.score_bias, indexer.head_weight_bias, indexer.inverse_temperature
@@ -131,7 +132,7 @@ def _value_and_gradients(
     num_tiles = -(-num_rows // rows)
     first, every = sample
     tiles = torch.arange(min(first, num_tiles), num_tiles, every, dtype=torch.int32, device=q_idx.device)
-    # Rows that are left out have no gradient; without gradients only the KL of a row is written.
+    # Rows that are not computed have a gradient of 0. Without gradients only the KL of a row is written.
     allocate = torch.empty_like if with_gradients and every == 1 else torch.zeros_like
     fp32 = torch.float32
     outputs = GatheredOutputs(
@@ -148,7 +149,7 @@ def _value_and_gradients(
         _check_target(target, (batch, len(part), lists.max_count), rows, q_idx.device)
         run_gathered_chunk(inputs, outputs, target, part, chosen_blocks)
 
-    # fp64: tens of thousands of rows, some of both signs.
+    # The sum is fp64, because it has tens of thousands of rows, some of both signs.
     sums = outputs.row_results.sum((0, 1), dtype=torch.float64)
     tile_sums = outputs.tile_results.sum((0, 1), dtype=torch.float64)
     kl_rows = outputs.row_results[..., 0]

@@ -1,7 +1,7 @@
-"""The indexer loss (GSA, equations 14 and 15) and its gradients, by Triton kernels.
+"""Computes the indexer loss (GSA, equations 14 and 15) and its gradients by Triton kernels.
 
-The loss is linear in its upstream gradient, a scalar per loss. So one forward pass computes value and gradients, chunk
-of rows by chunk of rows, and the backward pass only scales: nothing of size L x L is kept.
+The loss is linear in its upstream gradient, which is one scalar. One forward pass therefore computes value and
+gradients in chunks of rows, and the backward pass only scales them. No tensor of size L x L is kept.
 """
 
 from collections.abc import Callable
@@ -34,49 +34,47 @@ from gsa_kernels.sampling import SampledRows, sample_rows
 from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
-"""Rows -> fp32 or fp16 [B, their count, Lk]: attention probabilities of these rows, summed over the heads and, with
-`selection_block`, over the queries of each row's block. Or [B, parts, their count, Lk], whose sum that is, or these in
-blocks, [B, parts, row blocks, key blocks, 1024] (target_blocks.py)."""
+"""Maps rows to fp32 or fp16 [B, count, Lk]: attention probabilities of these rows, summed over the heads and, with
+`selection_block`, over the queries of each row's block. The result may also be [B, parts, count, Lk], whose sum over
+parts is the target, or the parts in blocks, [B, parts, row blocks, key blocks, 1024] (target_blocks.py)."""
 
 ALL_ROWS = RowSample()
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target of the indexer loss, made chunk of rows by chunk of rows."""
+    """Holds the target of the indexer loss, which is computed in chunks of rows."""
 
     of_rows: TargetRows
-    """At any positive scale; what it holds off the attended set is ignored. Called once per chunk, without gradients.
-    """
+    """The target at any positive scale, called once per chunk without gradients. Values off the attended set are
+    ignored."""
     row_sum: float | None = None
-    """What each row sums to over the attended set, if that is known: `head_sum_probs_rows` gives one per head. An error
-    of 1e-5 of it changes the gradients by as much and the value by its square. Only the kernels for bf16 make use of
-    it, and of `Attended.log_sum`: the others calculate both."""
+    """Sum of each row over the attended set, if known: `head_sum_probs_rows` gives one per head. A relative error of
+    1e-5 changes the gradients by this amount and the value by its square. Only the bf16 kernels use this field and
+    `Attended.log_sum`; the others compute both."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """The attended set of each row of the indexer loss."""
+    """Holds the attended set of each row of the indexer loss."""
 
     packed_mask: torch.Tensor | None = None
     """int32 [B, R, ceil(Lk / 32)]: bit s % 32 of word s // 32 says that the row's query attends to key s. None: all
     causal keys of the document."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, R], log sum_{s in S_t} exp(beta I[t, s]) of the same inputs and beta, from `select_keys`; -inf for rows
-    that attend to nothing. With `Target.row_sum` it spares a pass."""
+    that attend to nothing. Together with `Target.row_sum` it saves one pass."""
     geometry: Geometry = ALL_OF_ONE_SEQUENCE
-    """Beside a packed mask, document starts only save work."""
+    """With a packed mask, document starts only save work."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is calculated."""
-
     gradients: bool
     value: bool = True
-    """Without it sum and KL are None; the gradients are the same to the bit."""
+    """False: the sum and the KL are None; the gradients have the same bits."""
     gradient_scale: torch.Tensor | None = None
-    """Factor of the gradients, fp32 of one element; 1 if None. It stays on the device."""
+    """Factor of the gradients, fp32 with one element; 1 if None. The host does not read it."""
 
 
 def masked_indexer_loss(
@@ -89,24 +87,24 @@ def masked_indexer_loss(
     row_chunk_bytes: int = LOSS_CHUNK_BYTES,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over the rows of KL(p_t || softmax_{s in S_t}(beta I[t, s])), t = query_start + row * selection_block.
+    """Sum KL(p_t || softmax_{s in S_t}(beta I[t, s])) over the rows, t = query_start + row * selection_block.
 
-    The definition is `indexer_scores`, `renormalise_target` and `indexer_kl`, and of the target of a block of queries
-    `sum_over_blocks`. Gradients go to the tensors of the indexer; none to the target.
+    `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss, and `sum_over_blocks` defines the target of
+    a block. Only the tensors of the indexer get gradients.
 
-    Scores are exact for fp32 inputs. For bf16 the products are accumulated in fp32 and sigmoid is the hardware's
-    approximation (about 1e-5 of a score). Repetitions give the same bits, whatever `row_chunk_bytes`.
+    Scores are exact for fp32 inputs. For bf16 the products accumulate in fp32, and sigmoid is the hardware's
+    approximation (about 1e-5 of a score). Results repeat bit for bit, whatever `row_chunk_bytes`.
 
     Args:
         indexer: its keys up to the last query's own; a row for the first query of each aligned block of
             `selection_block`
-        rows: which rows are calculated; the sample is the same on every tensor-parallel rank
-        queries_per_row: by which a sample counts; None: `selection_block`
+        rows: which rows are computed; the sample is the same on every tensor-parallel rank
+        queries_per_row: queries per row for the sample; None: `selection_block`
         row_chunk_bytes: size of a chunk of the target; scratch memory is about twice this
         blocks: block shapes, for measurements
 
     Returns:
-        0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows left out
+        0-d fp32; the KL of each row, fp32 [B, R], without gradient, NaN for rows that are not computed
     """
     geometry = attended.geometry
     batch, num_rows, length = check_indexer(indexer, geometry.query_start, geometry.selection_block)
@@ -142,8 +140,8 @@ def value_and_gradients(
     row_chunk_bytes: int,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients]:
-    """The sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer, which
-    `masked_indexer_loss` has checked. The inverse temperature is a tensor."""
+    """Return the sum over the sample, the KL of each row [B, R], and the sum's gradients for `tensors_of` the indexer.
+    `masked_indexer_loss` has checked the indexer. The inverse temperature is a tensor."""
     inputs = _inputs(indexer, target.row_sum, attended)
     batch, num_keys = inputs.k_idx.shape[:2]
     chosen = choose_blocks(inputs) if blocks is None else blocks
@@ -215,7 +213,7 @@ def _only_sampled(kl_rows: torch.Tensor, sample: SampledRows) -> torch.Tensor:
 
 
 def check_attended(attended: Attended, sizes: tuple[int, int, int, int]) -> None:
-    """Shapes and dtypes; `sizes` are B, R, L and Lk."""
+    """Check shapes and dtypes; `sizes` are B, R, L and Lk."""
     batch, num_rows, length, num_keys = sizes
     mask, starts, log_sum = attended.packed_mask, attended.geometry.document_starts, attended.log_sum
     if mask is not None:

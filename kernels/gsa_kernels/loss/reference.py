@@ -1,4 +1,4 @@
-"""The indexer loss: KL from the attention's probabilities to the softmax of the scores (eqs. 14, 15)."""
+"""Defines the indexer loss: the KL from attention probabilities to the softmax of the scores (eqs. 14, 15)."""
 
 import torch
 
@@ -6,7 +6,7 @@ from gsa_kernels.checks import check_at_least, check_mask, check_shape, compute_
 
 
 def sum_over_blocks(probs: torch.Tensor, block: int) -> torch.Tensor:
-    """Sum the rows of each aligned block of queries: the target of a selection the block shares.
+    """Sum the rows of each aligned block of queries: the target of a selection that the block shares.
 
     The sum is the average up to a factor, which `renormalise_target` removes.
 
@@ -24,10 +24,10 @@ def sum_over_blocks(probs: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def renormalise_target(probs: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """target[r, s] = probs[r, s] / sum_{s' in attended_r} probs[r, s'] on the attended set, 0 elsewhere.
+    """Return target[r, s] = probs[r, s] / sum_{s' in attended_r} probs[r, s'] on the attended set, 0 elsewhere.
 
     Args:
-        probs: [B, R, Lk], of any positive scale: a sum over heads or over a block serves as well
+        probs: [B, R, Lk], at any positive scale, for example a sum over heads or over a block
         attended: bool [B or 1, R, Lk]
 
     Returns:
@@ -46,9 +46,9 @@ def indexer_kl(
     attended: torch.Tensor,
     inverse_temperature: float | torch.Tensor = 1.0,
 ) -> torch.Tensor:
-    """KL(p || softmax_{s in attended}(beta * I)) = sum_s p log p - sum_s p log softmax(beta * I)_s.
+    """Compute KL(p || softmax_{s in attended}(beta * I)) = sum_s p log p - sum_s p log softmax(beta * I)_s.
 
-    Gradients go to `scores` and `inverse_temperature` only; entries off the attended set get exactly 0.
+    Only `scores` and `inverse_temperature` get gradients; entries off the attended set get exactly 0.
 
     Args:
         scores: I, [B, R, Lk]
@@ -68,11 +68,11 @@ def indexer_kl(
 
     p = torch.where(attended, target.detach().to(dtype), 0)
     logits = torch.where(attended, scores.to(dtype), 0) * inverse_temperature
-    # An empty row is normalised over all keys; its p is 0, so nothing of it reaches value or gradient.
+    # An empty row is normalised over all keys. Its p is 0, so it adds nothing to the value or the gradient.
     normalised_over = attended | ~attended.any(-1, keepdim=True)
     log_q = logits.masked_fill(~normalised_over, float("-inf")).log_softmax(-1)
-    # Both p and q sum to 1, so q - p may be added to p log(p / q). Each term is then positive and of second
-    # order in r = log(q / p): no cancellation where the two are close, as they are at the start.
+    # p and q both sum to 1, so q - p may be added to p log(p / q). Each term is then positive and of second order in r
+    # = log(q / p). Nothing cancels where the two are close, as they are at the start.
     counted = attended & (p.sum(-1, keepdim=True) > 0)
     log_q = torch.where(counted, log_q, 0)
     r = log_q - torch.where(p > 0, p, 1).log()

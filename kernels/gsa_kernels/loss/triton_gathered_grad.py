@@ -23,7 +23,7 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 @triton.jit
 def merge_segments(stats, segments, ROWS: tl.constexpr):
-    """log2-sum-exp2 of the scores and sum of the target of each row, over all segments of its tile."""
+    """Merge all segments of a row's tile: log2-sum-exp2 of the scores and sum of the target of each row."""
     row = tl.arange(0, ROWS)
     maximum = tl.full([ROWS], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([ROWS], tl.float32)
@@ -78,7 +78,6 @@ def gathered_grad_kernel(
     WEIGHT_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """Grid and segments as in the first pass."""
     segment = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(1) + tl.program_id(1)
@@ -109,7 +108,7 @@ def gathered_grad_kernel(
         lse, target_sum = merge_segments(
             row_stats + unit * num_segments * (3 * ROWS), tl.cdiv(count, SEGMENT), ROWS
         )
-        # The first pass stored 0 for rows past the last one, which attend to nothing either.
+        # The first pass stored 0 for rows after the last one, which attend to nothing, too.
         counted = target_sum > 0
         inverse_sum = tl.where(counted, 1.0 / tl.where(counted, target_sum, 1.0), 0.0)
         bits = row_bits(counted, ROWS)

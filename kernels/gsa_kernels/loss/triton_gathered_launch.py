@@ -1,4 +1,4 @@
-"""Block shapes, scratch memory and launches of the indexer loss kernels over key lists for one chunk of tiles."""
+"""Chooses block shapes, allocates scratch memory and launches the loss kernels over key lists for a chunk of tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from gsa_kernels.loss.triton_gathered_stats import gathered_stats_kernel
 from gsa_kernels.loss.triton_launch import FP32_WARPS, scratch
 
 _MIN_COLUMNS = 16
-"""Least columns of a product on the matrix units."""
+"""Smallest number of columns of a product on the matrix units."""
 _WIDTH = 128 * 64
 """Elements of the queries of a tile: four heads of 64."""
 
 
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """Block shapes: entries per step and per program, warps. `segment` is a multiple of the entries."""
+    """Holds block shapes: entries per step and per program, warps. `segment` is a multiple of the entries."""
 
     stats_entries: int
     stats_warps: int
@@ -35,7 +35,7 @@ class GatheredBlocks:
 
 @dataclass(frozen=True)
 class GatheredInputs:
-    """What every chunk of tiles reads; all contiguous, shapes as in `gathered_indexer_loss`."""
+    """Holds what every chunk of tiles reads; all contiguous, shapes as in `gathered_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -62,27 +62,24 @@ class GatheredInputs:
 
 @dataclass(frozen=True)
 class GatheredOutputs:
-    """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
+    """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     row_results: torch.Tensor
-    """[B, R, 1 + 2 HI] fp32: KL; by head d/d beta (to be summed), d/d w_j."""
+    """[B, R, 1 + 2 HI] fp32: KL; per head d/d beta (to be summed), d/d w_j."""
 
     tile_results: torch.Tensor
     """[B, T, HI] fp32: d/d b_j, summed over the rows of each tile."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
-    """fp32 [B, Lk, BLOCK_D], added to: the caller starts it at 0."""
+    """fp32 [B, Lk, BLOCK_D]. Kernels add to it, so the caller initialises it to 0."""
 
     dw: torch.Tensor | None
 
 
 def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
-    """Block shapes that fit registers and shared memory.
-
-    Those for bf16 are the fastest of five measured (docs/kernels.md, Tuning). The others are chosen by their shared
-    memory.
-    """
+    """Return block shapes that fit registers and shared memory. The bf16 shapes are the fastest of five measured
+    (docs/kernels.md, Tuning). The others are chosen by their shared memory."""
     dtype = inputs.q_idx.dtype
     size = inputs.padded_heads * inputs.rows * inputs.block_d
     if dtype == torch.float32:
@@ -93,19 +90,19 @@ def choose_gathered_blocks(inputs: GatheredInputs) -> GatheredBlocks:
 
 
 def bytes_per_tile(inputs: GatheredInputs, with_gradients: bool) -> int:
-    """Scratch memory of one tile of one sequence, about: its target and the partial rows of its keys."""
+    """Return the approximate scratch memory of one tile: its target and the partial rows of its keys."""
     row = inputs.rows + (inputs.block_d if with_gradients else 0)
     return 4 * inputs.lists.max_count * row
 
 
 def lists_of_chunk(inputs: GatheredInputs, tiles: torch.Tensor) -> KeyLists:
-    """The lists of these tiles (of the first tile of these blocks) alone, [B, N].
+    """Return only the lists of these tiles, or of the first tile of these blocks, [B, N].
 
     Args:
         tiles: int32 [N], ascending
     """
     lists = inputs.lists
-    if len(tiles) == lists.counts.shape[1]:  # each of them, in order
+    if len(tiles) == lists.counts.shape[1]:  # all tiles, in order
         return replace(lists, host_counts=None)
     index = tiles.long() * inputs.tiles_per_unit
     return replace(
@@ -125,7 +122,7 @@ def run_gathered_chunk(
     tiles: torch.Tensor,
     blocks: GatheredBlocks,
 ) -> None:
-    """All kernels for the tiles `tiles` [N].
+    """Run all kernels for the tiles `tiles` [N].
 
     Args:
         target: fp32 [B, N, max_count, rows], contiguous
@@ -146,7 +143,7 @@ def gathered_chunk_launches(
     tiles: torch.Tensor,
     blocks: GatheredBlocks,
 ) -> dict[str, Callable[[], object]]:
-    """The steps of `run_gathered_chunk` by name, in the order in which they must run."""
+    """Return the steps of `run_gathered_chunk` by name, in the order in which they must run."""
     batch, num_rows, heads, dim = inputs.q_idx.shape
     device, fp32 = inputs.q_idx.device, torch.float32
     rows, block_d, padded_heads = inputs.rows, inputs.block_d, inputs.padded_heads
@@ -166,7 +163,7 @@ def gathered_chunk_launches(
         dq_parts = scratch(*parts, padded_heads, rows, block_d, dtype=fp32, device=device)
         dk_parts = scratch(batch * len(tiles), max_count, block_d, dtype=fp32, device=device)
 
-    # An absent tensor is passed as q_idx, which the kernel then does not touch.
+    # q_idx replaces a tensor that does not exist; the kernel does not touch it.
     absent = inputs.q_idx
     score_bias = inputs.score_bias if inputs.score_bias is not None else absent
     weight_bias = inputs.weight_bias if inputs.weight_bias is not None else absent
@@ -250,7 +247,7 @@ def gathered_chunk_launches(
         def reduce_keys() -> None:
             (everything,) = split_tiles(lists, lists.counts.numel() * max(max_count, 1))
             hits = find_key_hits(lists, everything)
-            # Where the host knows the counts, attention's backward pass has ranges of its own.
+            # If the host knows the counts, attention's backward pass has its own ranges.
             if lists.counts.shape == inputs.lists.counts.shape and inputs.lists.host_counts is None:
                 inputs.lists.kept_hits.of_all = everything, hits
             add_partials_by_key(dk_parts.flatten(0, 1)[None], hits, dk[:, :, None])

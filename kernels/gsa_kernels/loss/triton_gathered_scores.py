@@ -1,8 +1,8 @@
-"""Device code shared by the gathered kernels: a tile of indexer scores for entries of a key list.
+"""Defines device code that the gathered kernels share: a tile of indexer scores for entries of a key list.
 
-A product has the entries as its rows and (head, row of the loss) as its columns, heads first, their number
-padded to a power of two. Reshaped to [entries, heads, rows], the product is summed over heads without an
-exchange between threads; values per head or per row broadcast along the other axes.
+A product has the entries as its rows and (head, row of the loss) as its columns, heads first. The number of heads is
+padded to a power of two. The product is reshaped to [entries, heads, rows] and summed over heads without an exchange
+between threads. Values per head or per row broadcast along the other axes.
 """
 
 import triton
@@ -30,10 +30,10 @@ def load_rows(
     WEIGHT_BIAS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Queries [HP * ROWS, BLOCK_D], weights * beta * FACTOR [1, HP, ROWS] and biases [1, HP, 1] of ROWS rows.
+    """Load queries [HP * ROWS, BLOCK_D], weights * beta * FACTOR [1, HP, ROWS] and biases [1, HP, 1] of ROWS rows.
 
     Args:
-        first_row: b * R + the first row, int64; `rows_left` rows there are
+        first_row: b * R + the first row, int64; `rows_left` rows exist
     """
     column = tl.arange(0, HP * ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -60,7 +60,7 @@ def load_rows(
 
 @triton.jit
 def load_key_rows(k_sequence, key, DI: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tile [ENTRIES, BLOCK_D] of the keys `key` [ENTRIES]."""
+    """Load the tile [ENTRIES, BLOCK_D] of the keys `key` [ENTRIES]."""
     d = tl.arange(0, BLOCK_D)
     pointers = k_sequence + key.to(tl.int64)[:, None] * DI + d[None, :]
     return tl.load(pointers) if DI == BLOCK_D else tl.load(pointers, mask=(d < DI)[None, :], other=0.0)
@@ -77,26 +77,24 @@ def activations(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """a [ENTRIES, HP, ROWS], see triton_scores. The scores are its sum over the heads, times the weights."""
+    """Compute a [ENTRIES, HP, ROWS], see triton_scores. The score is its sum over the heads, times the weights."""
     product = tl.dot(key_rows, tl.trans(queries), input_precision=PRECISION)
     return activate(tl.reshape(product, [key_rows.shape[0], HP, ROWS]), scale, biases, KIND)
 
 
 @triton.jit
 def row_bits(counted, ROWS: tl.constexpr):
-    """int32 [ROWS]: the bit of each row in an entry's word, 0 for a row that is left out.
-
-    Of a block, bit 0 is its first query.
-    """
+    """Return int32 [ROWS]: each row's bit in an entry's word, 0 if not computed. A block has its first query's, bit
+    0."""
     return tl.where(counted, tl.full([ROWS], 1, tl.int32) << tl.arange(0, ROWS), 0)
 
 
 @triton.jit
 def load_target(target_step, attended, left, ENTRIES: tl.constexpr, ROWS: tl.constexpr):
-    """Target probabilities [ENTRIES, ROWS], 0 off the attended set whatever the memory holds there.
+    """Load target probabilities [ENTRIES, ROWS], 0 off the attended set, where the memory is unspecified.
 
     Args:
-        target_step: of the first of `left` entries
+        target_step: pointer to the first of `left` entries
     """
     entry = tl.arange(0, ENTRIES)
     p = tl.load(

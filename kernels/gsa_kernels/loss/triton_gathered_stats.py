@@ -1,4 +1,4 @@
-"""First pass over a chunk of tiles: log-sum-exp of the scores and sum of the target, over the attended set."""
+"""Runs the first pass over a chunk of tiles: log-sum-exp of the scores and sum of the target over the attended set."""
 
 import triton
 import triton.language as tl
@@ -48,10 +48,8 @@ def gathered_stats_kernel(
     SCORE_BIAS: tl.constexpr,
     WEIGHT_BIAS: tl.constexpr,
 ):
-    """Grid (segments, N, B): the rows of a tile against SEGMENT of its entries; nothing beyond its count.
-
-    Scores are in units of log 2, so that exp2 serves.
-    """
+    """One program scores the rows of a tile against SEGMENT of its entries, up to its count. Grid: (segments, N, B).
+    Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * tl.num_programs(1) + tl.program_id(1)
@@ -86,7 +84,7 @@ def gathered_stats_kernel(
         target_unit = target + unit * max_count * ROWS
         bits = row_bits(tl.arange(0, ROWS) < rows_left, ROWS)
 
-        # By place in a tile of entries: the places are put together once, after the loop.
+        # The maximum is kept per place in a tile of entries. The places are merged once after the loop.
         maximum = tl.full([ENTRIES, ROWS], NOT_A_SCORE, tl.float32)
         exp_sum = tl.zeros([ENTRIES, ROWS], tl.float32)
         target_sum = tl.zeros([ENTRIES, ROWS], tl.float32)

@@ -1,17 +1,17 @@
-"""Second pass over a chunk of rows: the KL and all gradients, in partial sums.
+"""Runs the second pass over a chunk of rows: the KL and all gradients, in partial sums.
 
 With G = q - p (softmax of the scores minus target) and dI/dz_j = weight_j * slope_j:
 
     dz_j = beta G weight_j slope_j    dq_j = sum_s dz_j k / sqrt(DI)    dk = sum_t sum_j dz_j q_j / sqrt(DI)
 
-Here dz_j is dz_j * log2(e), as the weights carry that factor; the reduction takes it out.
+In this code dz_j is dz_j * log2(e), because the weights contain that factor. The reduction removes it.
 
-A program owns BM rows and walks over a segment of the keys. It accumulates the sums over keys (dq_j
-and the row sums) until the segment ends. It writes the sums over rows (dk) for every key tile: 4 * DI bytes
-per key and row tile. A second, key-major pass would need more traffic for G and compute the scores again.
+A program owns BM rows and loops over a segment of the keys. It accumulates the sums over keys (dq_j and the row sums)
+until the segment ends. It writes the sums over rows (dk) for every key tile: 4 * DI bytes per key and row tile. A
+second kernel that owns keys would need more traffic for G and would compute the scores again.
 """
 
-# Tuples grow by addition, for Triton has no starred ones.
+# Tuples grow by addition, because Triton does not support starred expressions in tuples.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -47,7 +47,7 @@ def merge_segments(
     BM: tl.constexpr,
     TARGET: tl.constexpr = True,
 ):
-    """log2-sum-exp2 of the scores and, if TARGET, sum of the target of each row, over all its segments."""
+    """Merge all segments of a row: log2-sum-exp2 of the scores and, if TARGET, the sum of the target."""
     maximum = tl.full([BM], NOT_A_SCORE, tl.float32)
     exp_sum = tl.zeros([BM], tl.float32)
     target_sum = tl.zeros([BM], tl.float32)
@@ -65,10 +65,10 @@ def merge_segments(
 
 @triton.jit
 def kl_terms(log2_q, q, p, log2_p):
-    """q - p + p log(p / q), elementwise, without cancellation; q where p is 0.
+    """Compute q - p + p log(p / q) elementwise without cancellation; q where p is 0.
 
-    Both sum to 1 over the attended set, so that adding q - p leaves the sum alone. In r = log(q / p) the term is
-    p (exp(r) - 1 - r): positive and of second order. Near 0 it is taken from its Taylor series.
+    p and q both sum to 1 over the attended set, so adding q - p does not change the sum. In r = log(q / p) the term is
+    p (exp(r) - 1 - r), which is positive and of second order. Near 0 it is computed by its Taylor series.
     """
     r = (log2_q - log2_p) * LN_2
     series = 1.0 + r * (1.0 / 3 + r * (1.0 / 12 + r * (1.0 / 60 + r * (1.0 / 360 + r * (1.0 / 2520)))))
@@ -122,7 +122,6 @@ def grad_kernel(
     HAS_STARTS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr,
 ):
-    """Grid and segments as in the first pass."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -193,8 +192,8 @@ def grad_kernel(
                 new_grad_a = ()
                 new_grad_z = ()
                 for j in tl.static_range(HI):
-                    # Computed again, for HI tiles of activations do not fit the registers. "ieee" means
-                    # nothing to halves, but keeps the compiler from merging it with the first time.
+                    # The product is recomputed, because HI tiles of activations do not fit the registers. "ieee" has no
+                    # effect on 16-bit types, but keeps the compiler from merging this product with the first one.
                     product = tl.dot(queries[j], keys_t, input_precision="ieee")
                     a = activate(product, scale, biases[j], KIND)
                     dz = g * scaled[j][:, None] * slope(a, KIND)
@@ -226,7 +225,7 @@ def grad_kernel(
 
 @triton.jit
 def log2_of(x, KIND: tl.constexpr):
-    """log2 of x >= 0. Elementwise; the hardware's own where the scores are approximate too."""
+    """Return log2 of x >= 0 elementwise, by the hardware's log2 if the scores are approximate, too."""
     if KIND == TANH:
         y = tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -1,4 +1,4 @@
-"""Block shapes, scratch memory and launches of the indexer loss kernels for one chunk of rows."""
+"""Chooses block shapes, allocates scratch memory and launches the indexer loss kernels for one chunk of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from gsa_kernels.sampling import SampledRows
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles."""
+    """Holds block shapes: rows and keys per tile, keys per program, warps. `segment` is a multiple of the tiles."""
 
     rows: int
     stats_keys: int
@@ -34,12 +34,12 @@ class Blocks:
     stats_stages: int = 2
     grad_stages: int = 2
     stacked: bool = False
-    """The form of the kernels with the heads side by side."""
+    """Whether to run the kernels with the heads side by side."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every chunk of rows reads; all contiguous, shapes as in `masked_indexer_loss`."""
+    """Holds what every chunk of rows reads; all contiguous, shapes as in `masked_indexer_loss`."""
 
     q_idx: torch.Tensor
     k_idx: torch.Tensor
@@ -49,7 +49,7 @@ class Inputs:
     beta: torch.Tensor
     packed_mask: torch.Tensor | None
     document_starts: torch.Tensor | None
-    """[B, R]: of the rows' queries."""
+    """[B, R], for the rows' queries."""
 
     kind: int
     query_stride: int = 1
@@ -58,32 +58,32 @@ class Inputs:
     query_start: int = 0
     target_sum: float | None = None
     log_sum: torch.Tensor | None = None
-    """[B, R]. Both if they are known; read by the stacked form only."""
+    """[B, R]. Set both if they are known; only the stacked kernels read them."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Results, filled chunk by chunk. The gradients are None if only the value is wanted."""
+    """Holds the results, filled chunk by chunk. The gradients are None if only the value is wanted."""
 
     kl_rows: torch.Tensor | None
-    """[B, R] fp32. Without it the KL is not calculated, and the gradients are the same to the bit."""
+    """[B, R] fp32. None: the KL is not computed, and the gradients have the same bits."""
 
     partial_sums: torch.Tensor
-    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; by head d/d beta, d/d w_j, d/d b_j. See `totals`."""
+    """[1 + 3 HI, B, ceil(R / SUMMED_ROWS)] fp32: KL; per head d/d beta, d/d w_j, d/d b_j. See `totals`."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
     dw: torch.Tensor | None
 
     adds_keys: bool = True
-    """Whether dk is fp32 and added to: the caller starts it at 0. Else it is written whole, by the only chunk."""
+    """True: kernels add to dk, which the caller initialises to 0 in fp32. False: the only chunk writes all of dk."""
 
     gradient_scale: torch.Tensor | None = None
-    """fp32 of one element: factor of dq, dk and dw; `partial_sums` are without it. 1 if None."""
+    """fp32 with one element: factor of dq, dk and dw, but not of `partial_sums`. 1 if None."""
 
 
 SUMMED_ROWS = 16
-"""Neighbours whose sums are one element of `partial_sums`."""
+"""Neighbouring rows whose sums are one element of `partial_sums`."""
 
 
 def new_outputs(
@@ -95,12 +95,12 @@ def new_outputs(
     one_chunk: bool,
     gradient_scale: torch.Tensor | None = None,
 ) -> Outputs:
-    """Memory for the results.
+    """Allocate the results.
 
     Args:
         with_value: see `kl_rows`
-        sampled: rows may be left out, whose results are 0
-        one_chunk: there is one, of all rows
+        sampled: some rows may not be computed; their results are 0
+        one_chunk: all rows are in one chunk
     """
     q_idx, k_idx, logits = inputs.q_idx, inputs.k_idx, inputs.weight_logits
     batch, rows, heads, _ = q_idx.shape
@@ -119,23 +119,23 @@ def new_outputs(
 
 
 FP32_WARPS = 8
-"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without a packed mask): the mask
-of the scores came out empty and the KL infinite, while the same mask on the target was right."""
+"""Triton 3.6 compiles the fp32 kernels for 4 warps wrongly (H200, document_starts without a packed mask). The mask of
+the scores was empty and the KL infinite, while the same mask on the target was right."""
 
 
 STACKED = Blocks(32, 64, 4, 64, 4, segment=1024, grad_stages=3, stacked=True)
 """The fastest measured for 4 heads of 64 in bf16 and a target in four parts (docs/kernels.md, Tuning). Longer segments
-are faster for several sequences; a single one then makes fewer programs than the device takes at once."""
+are faster for several sequences. For one sequence they give fewer programs than the device runs at once."""
 
 BY_HEAD = Blocks(32, 32, 4, 32, 4, segment=256)
-"""For bf16, head by head."""
+"""Blocks for bf16 with a loop over heads."""
 
 
 def choose_blocks(inputs: Inputs) -> Blocks:
-    """Block shapes that fit registers and shared memory, fastest of those measured where it matters.
+    """Return block shapes that fit registers and shared memory; where speed matters, the fastest measured.
 
-    Off Hopper a product's layout has heads side by side in several warps: slower, and on Blackwell Triton 3.7 sums four
-    of them wrongly (gsa_kernels/hopper/miscompile_guard.py).
+    Off Hopper, heads side by side are in several warps of a product's layout. This is slower, and on Blackwell Triton
+    3.7 sums four of them wrongly (gsa_kernels/hopper/miscompile_guard.py).
     """
     q_idx = inputs.q_idx
     heads, dim = q_idx.shape[2:]
@@ -144,20 +144,20 @@ def choose_blocks(inputs: Inputs) -> Blocks:
     if tile.stacked:
         return replace(STACKED, rows=tile.rows, segment=tile.segment)
     if q_idx.dtype == torch.float32:
-        # With one stage: otherwise the products spill by the kilobyte.
+        # With more than one stage the products spill kilobytes.
         return Blocks(tile.rows, 32, FP32_WARPS, 32, FP32_WARPS, tile.segment, stats_stages=1, grad_stages=1)
     return replace(BY_HEAD, rows=tile.rows, segment=tile.segment)
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised: every element that is read was written before. The tests poison it."""
+    """Allocate uninitialised memory, because every element is written before it is read; the tests poison it."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def run_chunk(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
 ) -> None:
-    """All kernels for the rows of a chunk.
+    """Run all kernels for the rows of a chunk.
 
     Args:
         target: fp32 or fp16 [B, parts, rows, Lk], last dimension contiguous
@@ -173,12 +173,12 @@ def run_chunk(
 
 @dataclass(frozen=True)
 class Scratch:
-    """Sizes of a chunk's launches, and the memory between them."""
+    """Holds the sizes of a chunk's launches, and the memory between them."""
 
     tiles: int
     segments: int
     num_keys: int
-    """Up to the last causal key of any of the chunk's rows."""
+    """Number of keys up to the last causal key of any row in the chunk."""
     block_d: int
     stacked_heads: int
     """Heads in a tile of rows."""
@@ -192,7 +192,7 @@ class Scratch:
 def chunk_launches(
     inputs: Inputs, outputs: Outputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks
 ) -> dict[str, Callable[[], object]]:
-    """The kernels of `run_chunk` by name, in the order in which they must run."""
+    """Return the kernels of `run_chunk` by name, in the order in which they must run."""
     assert chunk.every == 1 or chunk.stretch % blocks.rows == 0 or blocks.rows % chunk.stretch == 0, "rows_of"
     sum_given = blocks.stacked and inputs.target_sum is not None
     lse_given = sum_given and inputs.log_sum is not None
@@ -260,7 +260,7 @@ def _allocate(
     dq_parts = dk_parts = row_sums  # never read or written without gradients
     if with_gradients:
         dq_parts = allocate(segments, batch, tiles, block_d, stacked_heads * blocks.rows, dtype=fp32)
-        # Half the traffic: the products they come from are of bf16, too, and their sum is rounded to it.
+        # bf16 halves the traffic. The parts come from bf16 products, and their sum is rounded to bf16.
         part_type = torch.bfloat16 if blocks.stacked and inputs.q_idx.dtype == torch.bfloat16 else fp32
         key_blocks = triton.cdiv(inputs.k_idx.shape[1], blocks.grad_keys)
         dk_parts = allocate(batch, tiles, key_blocks, block_d, blocks.grad_keys, dtype=part_type)
@@ -272,9 +272,9 @@ def _allocate(
 def _arguments(
     inputs: Inputs, target: torch.Tensor, chunk: SampledRows, blocks: Blocks, memory: Scratch
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]:
-    """Arguments of both passes over the keys: tensors, sizes, constants."""
+    """Return the arguments of both passes over the keys: tensors, sizes, constants."""
     _, num_rows, heads, dim = inputs.q_idx.shape
-    # An absent tensor is passed as q_idx, which the kernel then does not touch.
+    # q_idx replaces a tensor that does not exist; the kernel does not touch it.
     absent = inputs.q_idx
     optional = (inputs.score_bias, inputs.weight_bias, inputs.packed_mask, inputs.document_starts)
     score_bias, weight_bias, packed_mask, starts = (
@@ -283,7 +283,7 @@ def _arguments(
     projections = (inputs.q_idx, inputs.k_idx, inputs.weight_logits)
     reads = (*projections, score_bias, weight_bias, inputs.beta, target, packed_mask, starts)
     num_words = inputs.packed_mask.shape[2] if inputs.packed_mask is not None else 0
-    query_start = inputs.query_start or None  # a constant in place of 0
+    query_start = inputs.query_start or None  # None is a compile-time constant for 0
     lengths = (num_rows, inputs.k_idx.shape[1], num_words)
     sizes = (*lengths, query_start, chunk.start, chunk.count, *target.stride()[:3], dim**-0.5)
     constants = {
@@ -335,7 +335,7 @@ def _reduction(
         outputs.dw if outputs.dw is not None else absent,
         num_rows,
         inputs.k_idx.shape[1],
-        inputs.query_start or None,  # a constant in place of 0
+        inputs.query_start or None,  # None is a compile-time constant for 0
         chunk.start,
         chunk.count,
         memory.tiles,
@@ -368,18 +368,18 @@ def _reduction(
 
 
 class Totals(NamedTuple):
-    """Over all rows. The gradients are scaled, and None without the bias or gradients."""
+    """Holds sums over all rows. The gradients are scaled; they are None without gradients or without the bias."""
 
     kl: torch.Tensor | None
     """0-d fp32; None without `kl_rows`"""
     d_beta: torch.Tensor | None
-    """[HI] fp64, of each head's part"""
+    """[HI] fp64, the part of each head."""
     d_weight_bias: torch.Tensor | None
     d_score_bias: torch.Tensor | None
 
 
 def totals(inputs: Inputs, outputs: Outputs) -> Totals:
-    """One launch, in fp64 and a fixed order."""
+    """Compute the totals in one launch, in fp64 and a fixed order."""
     heads, with_gradients = inputs.q_idx.shape[2], outputs.dq is not None
     rows, size = outputs.partial_sums.shape[0], outputs.partial_sums[0].numel()
     biases = (inputs.weight_bias, inputs.score_bias)
@@ -396,7 +396,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
 
 
 def score_kind(dtype: torch.dtype, activation: str, device: torch.device) -> int:
-    """Which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
+    """Return which form of the score the kernels compute (see triton_scores): exact for fp32, fast for bf16."""
     constant: tl.constexpr
     if not kernels_use_sigmoid(activation):
         constant = kinds.RELU

@@ -1,7 +1,7 @@
-"""Third step of a chunk: add up the partial sums in a fixed order, so that repetitions give the same bits; after the
-last chunk, the sums over all rows.
+"""Runs the third step of a chunk: adds the partial sums in a fixed order, so that results repeat bit for bit.
 
-The parts of dq, dk and d/d b_j carry log2(e) (see triton_grad), which is taken out here.
+After the last chunk it adds the sums over all rows. The parts of dq, dk and d/d b_j have a factor log2(e) (see
+triton_grad), which is removed here.
 """
 
 import triton
@@ -52,11 +52,9 @@ def _reduce_rows(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """BR rows of one row tile, from group * BR on, and one head. Their sums go to the place of the first of them.
-
-    The loops are unrolled so that several loads are under way: they wait for memory, not for sums.
-    """
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """Reduce BR rows of one row tile, from group * BR on, for one head. The first row's place receives their sums. The
+    loops are unrolled so that several loads are in flight, because the kernel waits for memory, not for arithmetic."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1)
     padded_rows = num_tiles * BM
@@ -147,8 +145,8 @@ def _reduce_keys(
     STACKED: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """BK keys from group * BK on, BD dimensions from part * BD on: over the row tiles that see any of them."""
-    if query_start is None:  # stands for 0: a constant, so that the whole sequence costs nothing more
+    """Reduce BK keys from group * BK on and BD dimensions from part * BD on, over row tiles with these causal keys."""
+    if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0
     b = tl.program_id(1).to(tl.int64)
     key = group * BK
@@ -174,7 +172,7 @@ def _reduce_keys(
     first_row = tl.cdiv(tl.maximum(key - query_start, 0), STRIDE)  # first row with a causal key among these
     first_tile = number_of(tl.maximum(first_row, row_start), row_start, STRETCH, SPACING) // BM
     for tile in tl.range(first_tile, num_tiles, loop_unroll_factor=8):
-        # Only what a tile's rows see was written.
+        # Only causal keys of a tile's rows were written.
         written = (
             columns <= query_start + last_row_of(tile, row_start, num_rows, BM, STRETCH, SPACING) * STRIDE
         )
@@ -208,7 +206,7 @@ def reduce_kernel(
     num_rows,
     num_tiles,
     num_segments,
-    key_programs,  # of a sequence, the first ones: they have more to read
+    key_programs,  # per sequence; they come first, because they have more to read
     scale,
     gradient_scale,  # [1] fp32, or None for 1
     STRIDE: tl.constexpr,
@@ -232,8 +230,7 @@ def reduce_kernel(
     WITH_GRADIENTS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
 ):
-    """Both sums. Grid (key_programs + tiles * BM / BR * HI, B), the second term without HI if WITH_GRADIENTS is not
-    set, and then without the first."""
+    """Compute both sums. Grid: (key_programs + tiles * BM / BR * HI, B), without gradients (tiles * BM / BR, B)."""
     program = tl.program_id(0)
     heads: tl.constexpr = HI if WITH_GRADIENTS else 1
     factor = 1.0 if gradient_scale is None else tl.load(gradient_scale)
@@ -267,7 +264,7 @@ def totals_kernel(
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: a row of `partial_sums`, in fp64: tens of thousands of numbers, some of both signs."""
+    """One program sums a row of `partial_sums`, in fp64 for tens of thousands of numbers, some of both signs."""
     row = tl.program_id(0)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, size, BLOCK):

@@ -1,16 +1,16 @@
-"""Device code shared by the kernels: a tile of indexer scores, and which of its entries are in the attended set.
+"""Defines device code that the kernels share: a tile of indexer scores, and which entries are in the attended set.
 
-A score is kept as sum_j weight_j * a_j, in the form that costs least:
+A score is stored as sum_j weight_j * a_j, in the form that costs least:
 
     SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
     TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
     RELU         a = relu(z)          weight = w
 
-TANH drops the constant sum_j weight_j of the row. No quantity here depends on it: softmax, KL and all
-gradients are the same for scores shifted by a constant of the row.
+TANH omits the row's constant sum_j weight_j. No result depends on this constant: softmax, KL and all gradients do not
+change if a constant is added to the scores of a row.
 """
 
-# Tuples grow by addition, for Triton has no starred ones.
+# Tuples grow by addition, because Triton does not support starred expressions in tuples.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -21,18 +21,18 @@ from gsa_kernels.hopper.target_blocks import KEY, block_places, tile_of_blocks
 
 SIGMOID = tl.constexpr(0)
 TANH = tl.constexpr(1)
-"""sigmoid by one hardware instruction: a third of the instructions of exp and a division."""
+"""Computes sigmoid by one hardware instruction, which is a third of the instructions of exp and a division."""
 TANH_PLAIN = tl.constexpr(2)
-"""The arithmetic of TANH without inline assembly, for the interpreter."""
+"""Computes the same as TANH without inline assembly, for the interpreter."""
 RELU = tl.constexpr(3)
 
 NOT_A_SCORE = tl.constexpr(-1e30)
-"""Stands for a score off the attended set. Finite: the difference of two of them must not be NaN."""
+"""Replaces a score off the attended set. It is finite, because the difference of two of them must not be NaN."""
 
 
 @triton.jit
 def activate(product, scale, bias, KIND: tl.constexpr):
-    """a of z = product * scale + bias, elementwise."""
+    """Compute a of z = product * scale + bias, elementwise."""
     if KIND == SIGMOID:
         a = tl.sigmoid(product * scale + bias)
     elif KIND == TANH:
@@ -47,14 +47,14 @@ def activate(product, scale, bias, KIND: tl.constexpr):
     elif KIND == TANH_PLAIN:
         a = 2.0 * tl.sigmoid(product * scale + bias) - 1.0
     else:
-        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
         a = tl.maximum(product * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return a
 
 
 @triton.jit
 def slope(a, KIND: tl.constexpr):
-    """da/dz as a function of a."""
+    """Return da/dz as a function of a."""
     if KIND == SIGMOID:
         d = a * (1.0 - a)
     elif KIND == RELU:
@@ -66,7 +66,7 @@ def slope(a, KIND: tl.constexpr):
 
 @triton.jit
 def head_weight(logit, KIND: tl.constexpr):
-    """The weight of one head, from w + c."""
+    """Return the weight of one head from w + c."""
     if KIND == RELU:
         weight = logit
     elif KIND == SIGMOID:
@@ -78,7 +78,7 @@ def head_weight(logit, KIND: tl.constexpr):
 
 @triton.jit
 def head_weight_slope(weight, KIND: tl.constexpr):
-    """d weight / d w as a function of the weight."""
+    """Return d weight / d w as a function of the weight."""
     if KIND == RELU:
         d = tl.where(weight == weight, 1.0, weight)  # 1, and NaN for NaN
     elif KIND == SIGMOID:
@@ -92,7 +92,7 @@ def head_weight_slope(weight, KIND: tl.constexpr):
 def load_head_weights(
     weight_logits, weight_bias, row_index, valid, HI: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr
 ):
-    """Tuple of HI tensors [BM]. `row_index` is b * R + r, int64."""
+    """Load a tuple of HI tensors [BM]. `row_index` is b * R + r, int64."""
     weights = ()
     for j in tl.static_range(HI):
         logit = tl.load(weight_logits + row_index * HI + j, mask=valid, other=0.0).to(tl.float32)
@@ -104,7 +104,7 @@ def load_head_weights(
 
 @triton.jit
 def load_queries(q_idx, row_index, valid, HI: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tuple of HI tiles [BM, BLOCK_D]."""
+    """Load a tuple of HI tiles [BM, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
     queries = ()
     for j in tl.static_range(HI):
@@ -119,7 +119,7 @@ def load_queries(q_idx, row_index, valid, HI: tl.constexpr, DI: tl.constexpr, BL
 
 @triton.jit
 def load_biases(score_bias, HI: tl.constexpr, BIASED: tl.constexpr):
-    """Tuple of HI scalars."""
+    """Load a tuple of HI scalars."""
     biases = ()
     for j in tl.static_range(HI):
         if BIASED:
@@ -131,7 +131,7 @@ def load_biases(score_bias, HI: tl.constexpr, BIASED: tl.constexpr):
 
 @triton.jit
 def load_keys(k_sequence, cols, L, DI: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tile [BN, BLOCK_D]; keys at or after L read as 0."""
+    """Load the tile [BN, BLOCK_D]; keys at or after L read as 0."""
     d = tl.arange(0, BLOCK_D)
     pointers = k_sequence + cols[:, None] * DI + d[None, :]
     if DI == BLOCK_D:
@@ -152,7 +152,7 @@ def score_tile(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores [BM, BN], times the factor that `weights` carries."""
+    """Compute scores [BM, BN], times the factor in `weights`."""
     keys_t = tl.trans(keys)
     scores = tl.zeros([queries[0].shape[0], keys.shape[0]], tl.float32)
     for j in tl.static_range(HI):
@@ -174,12 +174,12 @@ def attended_tile(
     HAS_STARTS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has none."""
+    """Return bool [BM, BN]: key `cols` is in the attended set of the query at position `rows`; -1 has no keys."""
     attended = cols[None, :] <= rows[:, None]
     if HAS_STARTS:
         attended = attended & (cols[None, :] >= starts[:, None])
     if HAS_MASK:
-        # One word per row and 32 keys: loaded once per row, not once per key.
+        # Each word of a row covers 32 keys, so it is loaded once per row instead of once per key.
         bit = cols % 32
         for i in tl.static_range(BN // 32):
             here = first_word + i
@@ -196,7 +196,7 @@ def attended_tile(
 def target_places(
     target, b, tile, stride_b, stride_row, BM: tl.constexpr, BN: tl.constexpr, IN_BLOCKS: tl.constexpr
 ):
-    """Where a tile of rows has its target for key 0: [BM] rows, or `block_places` (stride_row is of row blocks)."""
+    """Return where a tile of rows has its target for key 0: [BM], or `block_places` if stride_row is for row blocks."""
     target += b.to(tl.int64) * stride_b
     if IN_BLOCKS:
         places = target + (tile * (BM // 32)).to(tl.int64) * stride_row + block_places(BM, BN, stride_row)
@@ -217,8 +217,8 @@ def load_target(
     PARTS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
-    """Target probabilities [BM, BN] of the keys from `key` on, the parts added in their own type; 0 off the attended
-    set whatever the memory holds there."""
+    """Load target probabilities [BM, BN] of the keys from `key` on, and add the parts in their own type. Off the
+    attended set the result is 0, because the memory is unspecified there."""
     if IN_BLOCKS:
         places += key * KEY
         p = tl.load(places)

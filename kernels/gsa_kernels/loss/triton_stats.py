@@ -1,6 +1,6 @@
-"""First pass over a chunk of rows: log-sum-exp of the scores and sum of the target, over the attended set."""
+"""Runs the first pass over a chunk of rows: log-sum-exp of the scores and sum of the target over the attended set."""
 
-# Tuples grow by addition, for Triton has no starred ones.
+# Tuples grow by addition, because Triton does not support starred expressions in tuples.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -63,10 +63,8 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """Grid (segments, tiles, B): BM rows against SEGMENT keys; segments without a causal key of any row write nothing.
-
-    Scores are in units of log 2, so that exp2 serves.
-    """
+    """One program scores BM rows against SEGMENT keys. Grid: (segments, tiles, B). Segments without a causal key of any
+    row write nothing. Scores are in units of log 2, for exp2."""
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)
     tile, b, local, valid, rows, row_index, last = rows_of_program(
@@ -112,8 +110,8 @@ def stats_kernel(
                 1,
             )
             scores = tl.where(attended, scores, NOT_A_SCORE)
-            # Rows without a key so far sum up junk at the maximum NOT_A_SCORE; the first real score scales
-            # it by 0, and so does the merge of the segments.
+            # Rows without a key so far sum meaningless values at the maximum NOT_A_SCORE. The first real score
+            # multiplies them by 0, and so does the merge of the segments.
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             exp_sum = exp_sum * tl.exp2(maximum - new_maximum) + tl.sum(
                 tl.exp2(scores - new_maximum[:, None]), 1

@@ -1,4 +1,4 @@
-"""Reads rows of an embedding, as the first kernel of a chain (row_product/op.py)."""
+"""Reads rows of an embedding in the first kernel of a chain (row_product/op.py explains chains)."""
 
 import torch
 import triton
@@ -9,15 +9,13 @@ from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
 
 _COLUMNS = 1024
-"""Per program: 16 bytes of bf16 for each thread."""
+"""Columns per program: each thread loads 16 bytes of bf16."""
 
 
 @torch.no_grad()
 def look_up(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """weight[tokens]: tokens int64 [B], all below V, weight [V, d] in bf16 or fp32 -> [B, d].
-
-    An ordinary launch, which waits for all in front of it, and lets the next kernel start early.
-    """
+    """Return weight[tokens]: tokens int64 [B], all below V; weight [V, d] in bf16 or fp32; result [B, d]. This is an
+    ordinary launch: it waits for all earlier kernels and lets the next kernel start early."""
     check_shape("tokens", tokens, "[B]", (None,))
     check_shape("weight", weight, "[V, d]", (None, None))
     check_kernel_dtype("weight", weight)
@@ -40,7 +38,7 @@ def look_up(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _look_up_kernel(
     tokens_ptr, weight_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """One program: BLOCK columns of one token's row."""
+    """One program takes BLOCK columns of one token's row."""
     if CHAINED:
         gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)

@@ -1,22 +1,21 @@
-"""`row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
+"""Computes `row_product` (see reference.py) by a kernel that reads each weight once, at the speed of the memory.
+A chain of these products and of decoding's other kernels starts each kernel while its predecessor still runs
+(programmatic dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
 
-A chain of these and of decoding's other kernels starts each kernel while its predecessor still runs (programmatic
-dependent launch). Five rules make this safe, for all kernels of this package that are launched this way:
-
-1. A kernel reads the results of other kernels, and writes, only after its `gdc_wait`, which waits until the predecessor
+1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor
    has ended and its writes are visible.
-2. At least one program of every kernel waits before it ends, whatever the inputs. So a kernel ends only after its
-   predecessor, and a wait for the predecessor is a wait for all kernels before it.
-3. Data that is read before the wait (weights, positions) is written by no earlier kernel of the chain, except the
-   ordinary kernel that begins it (look_up.py) and waits for all earlier work. A chain's last kernel may write it after
-   its own wait, when all its readers have ended.
+2. At least one program of every kernel waits before it ends, whatever the inputs. A kernel therefore ends only after
+   its predecessor, and a wait for the predecessor is a wait for all earlier kernels.
+3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). There are two
+   exceptions. The ordinary kernel that begins the chain (look_up.py) may write the data; it waits for all earlier work.
+   The last kernel of a chain may write the data after its own wait, when all readers have ended.
 4. A kernel may run beside its predecessor if the predecessor lets it start only after its own wait, when all earlier
-   kernels have ended. It may read their results, may write what the predecessor neither reads nor writes, and waits in
-   one program before it ends, for rule 2.
-5. Such a kernel need not wait if the next kernel waits for both: for it by `gdc_wait`, and for the kernel beside it by
-   a counter (`Awaited`), which the latter increments when its results are written. The wait ends: all programs of
-   the counted kernel are on the device before the next kernel starts. A kernel whose own wait has ended before any
-   program counts resets the counter.
+   kernels have ended. The kernel may then read their results. It may write what the predecessor neither reads nor
+   writes. One of its programs waits before the kernel ends, for rule 2.
+5. A kernel beside its predecessor need not wait if the next kernel waits for both. The next kernel waits for the kernel
+   by `gdc_wait`, and for the predecessor by a counter (`Awaited`). The predecessor increments the counter when its
+   results are written. This wait ends, because all programs of the predecessor are on the device before the next kernel
+   starts. The counter is reset by a kernel whose own wait ends before any program counts.
 """
 
 import torch
@@ -40,17 +39,17 @@ def row_product(
     x_gate: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as of the reference; bf16 or fp32, all of one dtype, contiguous, on one device.
+    """Arguments and result are as in the reference: all bf16 or all fp32, contiguous, on one device.
 
-    Deterministic. Not differentiable. Launched early on Hopper: nothing but weight, bias and norm may be written by
-    kernels of a chain (rule 3 above).
+    The product is deterministic and not differentiable. On Hopper it starts early. Kernels of a chain must therefore
+    not write weight, bias or norm (rule 3 above).
 
     Args:
         x: B and K in ROW_PRODUCT_ROWS and ROW_PRODUCT_COLUMNS of limits.py
-        launch: for one row of x also with something awaited (rule 5) or advanced
+        launch: with one row of x, the launch may also wait for a counter (rule 5) or advance counters
 
     Raises:
-        ValueError: also if a size, dtype, layout or device is none that the kernel takes.
+        ValueError: also if the kernel does not support a size, dtype, layout or device.
     """
     count = check_row_product(x, weight, norm, bias, residual, gated)
     batch, columns = x.shape

@@ -8,7 +8,7 @@ from gsa_kernels.checks import check_shape, compute_dtype
 
 
 class Norm(NamedTuple):
-    """RMSNorm in front of a product."""
+    """Holds the RMSNorm before a product."""
 
     weight: torch.Tensor
     """[K]"""
@@ -24,15 +24,15 @@ def row_product(
     gated: bool = False,
     x_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x sigmoid(x_gate)) W^T + bias + residual, calculated in fp32 (fp64 for fp64) and rounded once.
+    """Return norm(x sigmoid(x_gate)) W^T + bias + residual, computed in fp32 (fp64 for fp64) and rounded once.
 
     Args:
         x: [B, K]
-        weight: [N, K]; with `gated` [2 N, K], rows of the gate and then of what it gates
-        norm: of x
+        weight: [N, K]; with `gated` [2 N, K], rows of the gate, then rows of the gated projection
+        norm: norm of x
         bias: [N], without `gated`
         residual: [B, N], without `gated`
-        gated: SwiGLU, silu(gate) * up, is the result
+        gated: the result is SwiGLU, silu(gate) * up
         x_gate: [B, K], before the sigmoid
 
     Returns:
@@ -68,7 +68,7 @@ def check_row_product(
     residual: torch.Tensor | None,
     gated: bool,
 ) -> int:
-    """N, of shapes that fit."""
+    """Check that the shapes fit, and return N."""
     check_shape("x", x, "[B, K]", (None, None))
     batch, columns = x.shape
     check_shape("weight", weight, "[N, K]", (None, columns))

@@ -5,27 +5,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes of one launch."""
-
     rows: int
-    """Rows of the weight that a program multiplies, a power of two; with a gate as many pairs of rows."""
+    """Rows of the weight that a program multiplies, a power of two; with a gate, the number of pairs of rows."""
 
     warps: int = 4
 
     chunk: int = 128
-    """Columns at a time, for several rows of x."""
+    """Columns at a time, if x has several rows."""
 
     stages: int = 4
-    """Chunks on their way, for several rows of x."""
+    """Chunks in flight, if x has several rows."""
 
 
 def default_tiling(batch: int, columns: int, count: int, gated: bool) -> Tiling:
-    """For x [batch, columns] and a result of `count` columns."""
+    """Return the tiling for x [batch, columns] and a result of `count` columns."""
     if batch > 1:
         return Tiling(rows=32 if count >= 4096 and not gated else 16)
     if count >= 65536:  # an output layer
         return Tiling(rows=2)
-    if count <= 2048 and columns <= 4096 and not gated:  # all tiles at once
+    if count <= 2048 and columns <= 4096 and not gated:  # all tiles run at once
         return Tiling(rows=16, warps=8)
     rows = 4 if columns > 4096 else 8
     return Tiling(rows=rows // 2 if gated else rows)

@@ -13,22 +13,23 @@ _LOOK = tl.constexpr("""
     @first ld.acquire.gpu.global.u32 $0, [$1];
 }
 """)
-"""By one thread, so that the counter's memory is not busy with those who wait; the others see the largest number."""
+"""Only one thread polls, so that waiting threads do not keep the counter's memory busy; the others see the maximum."""
 
 
 @triton.jit
 def count_one(counter_ptr):
-    """What this program has written is there."""
-    tl.debug_barrier()  # all of its threads have written
+    """Announce that this program's results are written."""
+    tl.debug_barrier()  # all threads of the program have written
     tl.atomic_add(counter_ptr, 1, sem="release")
 
 
 @triton.jit
 def await_count(counter_ptr, COUNT: tl.constexpr, COMPILED: tl.constexpr):
-    """Wait until the counter is at least COUNT. Afterwards the writes of every program that counted are visible, past
-    the first-level cache: the barrier hands on what one thread may see (PTX ISA, memory consistency model).
+    """Wait until the counter is at least COUNT.
 
-    The interpreter, where programs run one after the other, has no inline assembly and nothing to wait for.
+    Afterwards the writes of every program that counted are visible, past the first-level cache. The barrier passes on
+    what one thread may see (PTX ISA, memory consistency model). The interpreter runs programs one after the other, so
+    it has nothing to wait for and no inline assembly.
     """
     if COMPILED:
         seen = _look(counter_ptr)

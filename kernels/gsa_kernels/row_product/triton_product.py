@@ -1,8 +1,8 @@
-"""The product of one row, by multiplying and adding, or of up to 16, by the matrix units.
+"""Computes the product of one row by multiplying and adding, or of up to 16 rows by the matrix units.
 
-One row: a program has whole rows of the weight in registers. It asks for them before it waits for the kernel in front,
-so that the memory is never idle between two products. The norm's factor 1 / rms(x) is one number of the row of x and is
-multiplied at the end, so that its sum runs beside the product's; each program calculates it for itself.
+For one row, a program has whole rows of the weight in registers. It loads them before it waits for the previous kernel,
+so that memory is never idle between two products. The norm's factor 1 / rms(x) is one number per row of x and is
+applied at the end. Its sum therefore runs beside the product's sum, and each program computes it.
 """
 
 from typing import NamedTuple
@@ -17,32 +17,28 @@ from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_counter import await_count
 from gsa_kernels.selection.triton_search import INT_MAX
 
-_LEAST_COLUMNS = 16  # of a piece: what a tile's threads load at once is not narrower
+_LEAST_COLUMNS = 16  # per piece: the threads of a tile load at least this number at once
 
 
 class Awaited(NamedTuple):
-    """A kernel in front of the one in front, which writes x and counts what is there."""
+    """Describes the kernel before the previous one, which writes x and counts the parts that are ready."""
 
     counter: torch.Tensor
     """int32 [1]"""
     total: int
-    """When all of it is."""
+    """Value of the counter when all of x is ready."""
 
 
 class Launch(NamedTuple):
-    """How to launch a product."""
-
     tiling: Tiling | None = None
-    """How the weight's rows are cut; by B, K and N if None."""
+    """How the weight's rows are divided; None: chosen by B, K and N."""
     awaited: Awaited | None = None
-    """Who writes x, where that is not the kernel in front."""
+    """The kernel that writes x, if it is not the previous kernel."""
     advances: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Two counters [1] of whole numbers, which become one more when all kernels in front have ended."""
+    """Two integer counters [1], which are incremented when all previous kernels have ended."""
 
 
 class Before(NamedTuple):
-    """What happens to x in front of the product."""
-
     gate: torch.Tensor | None
     norm_weight: torch.Tensor | None
     eps: float
@@ -58,9 +54,8 @@ def multiply(
     launch: Launch,
     chained: bool,
 ) -> None:
-    """Arguments as in `row_product`, checked by it, with a tiling. `added`: bias and residual. `chained`: start before
-    the kernel in front has ended.
-    """
+    """Launch the kernel with the arguments of `row_product`, which has checked them, and a tiling. `added` is bias and
+    residual. `chained`: start before the previous kernel ends."""
     batch, columns = x.shape
     rows = out.shape[1]
     tiling, awaited, advances = launch
@@ -97,7 +92,7 @@ def multiply(
 
 
 def pieces(columns: int) -> tuple[int, int]:
-    """Two powers of two, the second perhaps 0, that together are at least `columns`, and not much more."""
+    """Return two powers of two, the second possibly 0, whose sum is at least `columns` and not much more."""
     whole = triton.next_power_of_2(columns)
     if whole == columns or whole <= _LEAST_COLUMNS:
         return max(whole, _LEAST_COLUMNS), 0
@@ -108,8 +103,7 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Numbers of rows, int64 where the offsets of a weight's elements are more than int32 holds: an output layer of a
-    large vocabulary."""
+    """Return row numbers, as int64 if a weight's offsets exceed int32, as in the output layer of a large vocabulary."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
     else:  # noqa: RET505 (the compiler reads what follows a return)
@@ -118,8 +112,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointer past the first ROWS rows of a weight, the gate's. In int64: a large constant offset would become
-    negative as int32."""
+    """Return a pointer past the first ROWS rows of a weight, which are the gate's. The offset is int64, because a large
+    constant offset would become negative as int32."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505
@@ -128,13 +122,13 @@ def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_rows(weight_ptr, rows, row_ok, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
-    """[TILE, WIDTH]: rows of a weight, columns from START on; zeros where `row_ok` is false."""
+    """Load rows of a weight, columns from START on: [TILE, WIDTH]; zeros where `row_ok` is false."""
     columns = START + tl.arange(0, WIDTH)
     ptrs = weight_ptr + rows[:, None] * COLUMNS + columns[None, :]
     mask = row_ok[:, None]
     if START + WIDTH > COLUMNS:
         mask &= (columns < COLUMNS)[None, :]
-    # Read once in a step: the L2 cache is left to what is read again.
+    # The weight is read once per step, so the L2 cache keeps other data.
     return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
@@ -142,7 +136,7 @@ def load_rows(weight_ptr, rows, row_ok, COLUMNS: tl.constexpr, START: tl.constex
 def load_piece(
     vector_ptr, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr
 ):
-    """fp32 [WIDTH] of a vector, zeros beyond its end."""
+    """Load fp32 [WIDTH] of a vector, zeros beyond its end."""
     columns = START + tl.arange(0, WIDTH)
     return tl.load(vector_ptr + columns, mask=columns < COLUMNS, other=0.0, cache_modifier=CACHE).to(
         tl.float32
@@ -172,13 +166,13 @@ def _one_row_kernel(
     COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: TILE rows of the weight."""
+    """One program takes TILE rows of the weight."""
     if CHAINED:
         gdc_launch_dependents()
     rows = _wide_enough(tl.program_id(0) * TILE + tl.arange(0, TILE), ROWS, COLUMNS)
     row_ok = rows < ROWS
     up_ptr = _second_half(weight_ptr, ROWS, COLUMNS)
-    # Before the wait: what no kernel of the chain writes. Registers hold it until x is there.
+    # The weight is loaded before the wait, because no kernel of the chain writes it, and kept in registers.
     w = load_rows(weight_ptr, rows, row_ok, COLUMNS, 0, FIRST)
     if SECOND:
         w_second = load_rows(weight_ptr, rows, row_ok, COLUMNS, FIRST, SECOND)
@@ -192,7 +186,7 @@ def _one_row_kernel(
             norm_second = load_piece(norm_ptr, COLUMNS, FIRST, SECOND, "")
     if CHAINED:
         gdc_wait()
-    # Everything is asked for before the first use; first what is there before x.
+    # All loads come before the first use, starting with data that is ready before x.
     added = tl.zeros([TILE], tl.float32)
     if bias_ptr is not None:
         added += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
@@ -205,7 +199,7 @@ def _one_row_kernel(
     if awaited_ptr is not None:
         await_count(awaited_ptr, AWAITED, COMPILED)
 
-    # What was awaited is past the first-level cache, as this kernel started before it was written.
+    # Awaited data bypasses the first-level cache, because this kernel started before the data was written.
     CACHE: tl.constexpr = "" if awaited_ptr is None else ".cg"
     x = load_piece(x_ptr, COLUMNS, 0, FIRST, CACHE)
     if SECOND:
@@ -261,7 +255,7 @@ def _several_rows_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: TILE rows of the weight, chunk by chunk of columns, for all rows of x."""
+    """One program takes TILE rows of the weight, in chunks of columns, for all rows of x."""
     if CHAINED:
         gdc_launch_dependents()
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)

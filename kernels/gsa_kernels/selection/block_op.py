@@ -1,4 +1,4 @@
-"""Selections that blocks of queries share, as key lists or as a packed mask for the attention."""
+"""Selects keys for blocks of queries that share a selection, as key lists or as a packed mask."""
 
 import torch
 
@@ -20,18 +20,18 @@ def select_block_lists(
     *,
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
 ) -> Selection:
-    """S_t = (top-k of the block's first query, over keys at or before it) and the last `local_window` keys.
+    """Select S_t: the top-k of the block's first query, over keys at or before it, and the last `local_window` keys.
 
-    The definition is `select_top_k`, `expand_block_selection`, `local_window_mask` and `causal_mask`. As with
-    `select_keys`, which finds the top-k: exact for the scores this call calculates, no gradients, no waiting for the
-    device, equal inputs give equal bits. What a query attends to does not depend on later tokens.
+    `select_top_k`, `expand_block_selection`, `local_window_mask` and `causal_mask` define the result. `select_keys`
+    finds the top-k, which is exact for the scores of this call. There are no gradients, the host does not wait for the
+    device, and equal inputs give equal bits. The keys of a query do not depend on later tokens.
 
     Args:
-        indexer: with a row for the first query of every block, R = ceil(L / selection_block)
-        geometry: selection_block is 16, 32, 64 or 128; the window at least as many keys
+        indexer: one row for the first query of each block, R = ceil(L / selection_block)
+        geometry: selection_block is 16, 32, 64 or 128; local_window is at least selection_block
 
     Returns:
-        budget and variance: [B, R], of the rows
+        a selection whose budget and variance are [B, R]
     """
     _check_block(geometry)
     with launching_on(indexer.queries, "the indexer"):
@@ -62,8 +62,8 @@ def select_block_mask(
     *,
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
 ) -> Selection:
-    """The selection of `select_block_lists` as a packed mask, a row for each query: for budgets that are a large part
-    of the sequence."""
+    """Return the selection of `select_block_lists` as a packed mask with a row per query. This format suits budgets
+    that are a large part of the sequence."""
     _check_block(geometry)
     top_k = select_keys(indexer, rule, variance_ema, geometry, row_chunk_bytes=row_chunk_bytes)
     assert top_k.packed_mask is not None
@@ -78,7 +78,7 @@ def _check_block(geometry: Geometry) -> None:
 
 
 def _together(chunks: list[range], row_bytes: int, most_bytes: int) -> list[list[range]]:
-    """Adjacent chunks of rows whose packed mask, `row_bytes` a row, takes at most `most_bytes`; at least one chunk."""
+    """Join adjacent chunks while their packed mask, with `row_bytes` per row, takes at most `most_bytes`."""
     groups: list[list[range]] = [[]]
     for chunk in chunks:
         if groups[-1] and (chunk.stop - groups[-1][0].start) * row_bytes > most_bytes:

@@ -1,4 +1,4 @@
-"""How many keys each query gets, from the spread of its indexer scores (GSA, equation 8)."""
+"""Computes how many keys each query gets from the spread of its indexer scores (GSA, equation 8)."""
 
 from typing import Literal
 
@@ -8,18 +8,18 @@ from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, 
 
 
 def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and population variance of each row's scores over its causal keys.
+    """Compute mean and population variance of each row's scores over its causal keys.
 
-    Two passes, mean((x - mean(x))^2): E[x^2] - E[x]^2 cancels when all scores are nearly equal. The sums
-    are accumulated in fp64, so that equal scores have variance 0 and a row's statistics do not depend
-    on how many later keys follow it (prefill and decoding agree).
+    The variance takes two passes, mean((x - mean(x))^2), because E[x^2] - E[x]^2 cancels if scores are nearly equal.
+    The sums are fp64, so that equal scores have variance 0. Later keys do not change a row's statistics, and prefill
+    and decoding agree.
 
     Args:
         scores: [B, R, Lk]
         causal: bool [B or 1, R, Lk]
 
     Returns:
-        mean [B, R], variance [B, R], in fp32 (fp64 for fp64 scores); both 0 for a row that sees no key.
+        mean [B, R], variance [B, R], in fp32 (fp64 for fp64 scores); both 0 for a row without causal keys.
     """
     check_shape("scores", scores, "[B, R, Lk]", (None, None, None))
     batch, rows, num_keys = scores.shape
@@ -44,19 +44,19 @@ def adaptive_budget(
     adaptive_k: Literal["inverse", "direct", "off"],
     dense_below: int = 0,
 ) -> torch.Tensor:
-    """k_t = min(clamp(floor(raw), k_min, k_max), causal keys); of a row with fewer than `dense_below` causal keys, all.
+    """Compute k_t = min(clamp(floor(raw), k_min, k_max), number of causal keys).
 
     inverse:  raw = k_base * ema / var   (a confident indexer, high variance, gets fewer keys)
     direct:   raw = k_base * var / ema   (equation 8 as printed)
     off:      raw = k_base
 
-    While the EMA is 0 there are no statistics yet and raw = k_base. With ema > 0 and var = 0,
-    inverse gives k_max and direct k_min. A NaN variance (non-finite scores) gives k_base: such a step
-    is for the loss monitor to report, not for an index error.
+    A row with fewer than `dense_below` causal keys gets all of them. While the EMA is 0 there are no statistics yet,
+    and raw is k_base. With ema > 0 and var = 0, inverse gives k_max and direct k_min. A NaN variance (non-finite
+    scores) gives k_base, so that the loss monitor can report the step instead of an index error.
 
     Args:
         variance: [B, R], per query
-        variance_ema: 0-d, the layer's moving average from before this step
+        variance_ema: 0-d, the layer's moving average before this step
         num_causal: int [B or 1, R]
 
     Returns:
@@ -67,7 +67,7 @@ def adaptive_budget(
     check_row_counts("num_causal", num_causal, *variance.shape)
     check_budget_rule(k_base, k_min, k_max, adaptive_k, dense_below)
 
-    # fp64: with fp32 statistics the result is then the floor of the exact quotient on any device.
+    # With fp64 and fp32 statistics, the result is the floor of the exact quotient on any device.
     var, ema = variance.detach().double(), variance_ema.detach().double()
     if adaptive_k == "inverse":
         raw = k_base * ema / var
@@ -76,7 +76,7 @@ def adaptive_budget(
     else:
         raw = torch.full_like(var, k_base)
     raw = torch.where((ema == 0) | raw.isnan(), float(k_base), raw)
-    # Clamped before the cast: an infinite float has no defined integer.
+    # The value is clamped before the cast, because an infinite float has no defined integer.
     budget = raw.floor().clamp(k_min, k_max).to(torch.int64)
     num_causal = num_causal.to(torch.int64)
     return torch.where(num_causal < dense_below, num_causal, torch.minimum(budget, num_causal))

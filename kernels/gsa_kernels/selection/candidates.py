@@ -1,9 +1,9 @@
-"""Finds the exact top-k of a chunk of long rows from a guess that is verified.
+"""Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
-A sample of the keys gives each row a score that somewhat more than its k_t keys reach. The score kernel keeps
-these candidates only, and the k_t best are found among them. If at least k_t keys are candidates, they hold the
-k_t best, whatever the sample was: the result is exact. A row in which there are fewer, or far more, is scored
-again in full and selected by groups of keys.
+A sample of the keys gives each row a threshold, a score that slightly more than its k_t keys reach. The score kernel
+keeps only these keys, the candidates, and a second kernel finds the k_t best among them. If a row has at least k_t
+candidates, they include the k_t best keys, whatever the sample was, so the result is exact. A row with fewer
+candidates, or far more, is scored again in full and selected by groups of keys.
 """
 
 from dataclasses import replace
@@ -24,11 +24,11 @@ _Numbers = TypeVar("_Numbers", int, torch.Tensor)
 
 
 def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
-    """The indexer with one key of each CANDIDATE_SAMPLE_STRIDE neighbours, and their positions, int32 [S], ascending.
+    """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
+    int32 [S].
 
-    Which of the neighbours changes from one to the next, by the golden ratio: text that repeats with a period
-    must not show the sample one phase of it alone. The last neighbours may have none: a key is in the sample
-    or not wherever the sequence ends.
+    The golden ratio varies which neighbour is sampled. Otherwise periodic text could show the sample only one phase.
+    The last neighbours may have no sample: whether a key is sampled does not depend on the end of the sequence.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE
@@ -40,13 +40,13 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
 
 
 def _sampled_of(groups: _Numbers) -> _Numbers:
-    """Positions of the sampled keys of the groups of CANDIDATE_SAMPLE_STRIDE neighbours with these numbers."""
+    """Return the position of the sampled key in each numbered group of CANDIDATE_SAMPLE_STRIDE neighbours."""
     phase = ((groups * 2654435769) % 2**32 * limits.CANDIDATE_SAMPLE_STRIDE) >> 32
     return groups * limits.CANDIDATE_SAMPLE_STRIDE + phase
 
 
 def candidate_rows(batch: int, most_keys: int, tile: int, chunk_bytes: int) -> int:
-    """Rows, whole tiles of them, whose candidates fit in `chunk_bytes`."""
+    """Return the number of rows, in whole tiles, whose candidates fit in `chunk_bytes`."""
     return (
         max(chunk_bytes // (limits.CANDIDATE_BYTES * batch * limits.candidate_room(most_keys)) // tile, 1)
         * tile
@@ -56,14 +56,14 @@ def candidate_rows(batch: int, most_keys: int, tile: int, chunk_bytes: int) -> i
 def select_by_candidates(
     criteria: Criteria, sample: tuple[ScoreInputs, torch.Tensor], rows: range, outputs: Outputs
 ) -> torch.Tensor:
-    """Scores and selection of a chunk of rows.
+    """Score and select a chunk of rows.
 
     Args:
         sample: from `sample_keys`
-        outputs: its packed mask is written up to the diagonal, except before the documents, where it must hold zeros
+        outputs: the packed mask is written up to the diagonal, except before the documents, where it must contain zeros
 
     Returns:
-        failed: int32 [B, R], 1 for the rows that are left to `select_failed`: their rows of the packed mask are 0
+        failed: int32 [B, R], 1 for the rows that `select_failed` must select; their rows of the packed mask are 0
     """
     inputs = criteria.inputs
     sampled_inputs, sampled = sample
@@ -103,11 +103,11 @@ def select_by_candidates(
 def select_failed(
     criteria: Criteria, scores: torch.Tensor, rows: range, failed: torch.Tensor, outputs: Outputs
 ) -> None:
-    """Select the rows that `select_by_candidates` left, from all their scores.
+    """Select the rows that `select_by_candidates` could not select, from all their scores.
 
     Args:
         scores: fp32 [B, rows, columns], a buffer
-        rows: of the chunk, or some of them
+        rows: all or some rows of the chunk
         failed: int32 [B, rows]
     """
     write_scores(criteria.inputs, rows.start, rows.stop, scores, wanted=failed)

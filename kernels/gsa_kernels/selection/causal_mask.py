@@ -1,4 +1,4 @@
-"""The causal keys of a query: those at or before it, in its own document."""
+"""Computes the causal keys of a query: the keys at or before it, in its own document."""
 
 import torch
 
@@ -12,13 +12,13 @@ def causal_mask(
     document_ids: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """causal[b, r, s] = (s <= t_r) and document(t_r) == document(s).
+    """Return causal[b, r, s] = (s <= t_r) and document(t_r) == document(s).
 
     Args:
         num_keys: Lk, the keys of the sequence, at positions 0 .. Lk - 1.
         query_positions: int64 [R], the position t_r of each row; all positions if None.
         document_ids: int [B, Lk], one id per token of a packed sequence; one document if None.
-        device: where the mask is made; the device of the tensors given if None.
+        device: device of the mask; default: the device of the given tensors.
 
     Returns:
         bool [B, R, Lk], or [1, R, Lk] without `document_ids`.

@@ -1,4 +1,4 @@
-"""What all kernels of one selection share: by what rows are selected, and where the result goes."""
+"""Defines what all kernels of one selection share: how to select rows, and where to write the result."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from gsa_kernels.types import BudgetRule
 
 @dataclass(frozen=True)
 class Criteria:
-    """By what every row of one call is selected. Checked by `select_keys`."""
+    """Holds the criteria by which a call selects every row. `select_keys` checks them."""
 
     inputs: ScoreInputs
 
     rule: BudgetRule
-    """With limits of at most Lk: no row has more keys, and limits above that would only cost registers."""
+    """Its limits are at most Lk, because no row has more keys, and larger limits would only take registers."""
 
     variance_ema: torch.Tensor
     """fp32, 0-d"""
@@ -25,20 +25,20 @@ class Criteria:
 
 
 class LogSums(NamedTuple):
-    """log sum_{s in S_t} exp(beta I[t, s]), to be written beside a selection."""
+    """Requests log sum_{s in S_t} exp(beta I[t, s]) in addition to a selection."""
 
     inverse_temperature: torch.Tensor
     """beta > 0: fp32, one element."""
     out: torch.Tensor
-    """fp32 [B, R]; -inf for rows without a key."""
+    """fp32 [B, R]; -inf for rows without keys."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a selection is written."""
+    """Holds the tensors to which a selection is written."""
 
     packed_mask: torch.Tensor
-    """int32 [B, rows, ceil(Lk / 32)], row r at [:, r - first_row]: zeros, unless a kernel says otherwise."""
+    """int32 [B, rows, ceil(Lk / 32)], row r at [:, r - first_row]. A kernel expects zeros unless it says otherwise."""
 
     budget: torch.Tensor
     """int32 [B, R]"""
@@ -47,7 +47,7 @@ class Outputs:
     """fp32 [B, R]"""
 
     first_row: int = 0
-    """First row of the packed mask, which may cover a chunk of rows."""
+    """First row of the packed mask, which may cover only a chunk of rows."""
 
     log_sums: LogSums | None = None
-    """On request, and only for rows that are selected in registers."""
+    """Written on request, and only for rows that are selected in registers."""

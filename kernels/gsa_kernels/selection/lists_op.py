@@ -1,4 +1,5 @@
-"""Scores, budget and selection as key lists per tile of queries: for sequences too long for a packed mask."""
+"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask. Key lists give, for
+each tile of 32 queries, the keys that any of them selects."""
 
 import math
 from dataclasses import dataclass
@@ -35,11 +36,11 @@ def select_key_lists(
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
 ) -> Selection:
-    """The selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries. Its arguments, with
-    `selection_block` 1.
+    """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    The packed masks of two chunks of rows exist at a time. How long the lists are is in the data: the host waits for
-    the counts of each chunk, while the device is at the next one.
+    The arguments are the same, with `selection_block` 1. Packed masks exist for only two chunks of rows at a time. The
+    length of the lists depends on the data. The host therefore waits for the counts of each chunk while the device
+    computes the next chunk.
     """
     if geometry.selection_block != 1:
         raise ValueError(f"selection_block is {geometry.selection_block}; pass 1, or call select_block_lists")
@@ -51,7 +52,7 @@ def select_key_lists(
         buffers = _mask_buffers(selector)
         filled: list[FilledLists] = []
         waiting: _Chunk | None = None
-        # The longest rows first: the host's work for them is hidden by theirs, and little is left to wait for.
+        # The longest rows run first and hide the host's work on them, so that little remains to wait for.
         for number, rows in enumerate(reversed(selector.chunks)):
             packed_mask = _mask_of(buffers[number % 2], selector, rows)
             chunk = _select_and_count(selector, rows, Outputs(packed_mask, budget, variance, rows.start))
@@ -66,19 +67,19 @@ def select_key_lists(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows whose selection and counts are under way on the device."""
+    """Holds rows that the device is selecting and counting."""
 
     selector: Selector
     rows: range
     outputs: Outputs
     counted: CountedKeys
     failed: torch.Tensor | None
-    """of the candidates, on the device"""
+    """Result of `select_by_candidates` on the device."""
     failed_on_host: torch.Tensor | None
-    """the same, there once the keys are counted"""
+    """The same tensor on the host, available after the counts."""
 
     def fill(self) -> FilledLists:
-        """Wait for the counts; select first what the candidates left, which is almost never anything."""
+        """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""
         counted = self.counted.wait()
         if self.failed is not None and self.failed_on_host is not None and self.failed_on_host.any():
             self.selector.select_failed(self.rows, self.failed, self.outputs, self.failed_on_host)
@@ -95,7 +96,7 @@ def _select_and_count(selector: Selector, rows: range, outputs: Outputs) -> _Chu
 
 @torch.no_grad()
 def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_start: int = 0) -> KeyLists:
-    """The key lists of the same selection. Waits for the device.
+    """Return the key lists of the same selection. The host waits for the device.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L
@@ -119,7 +120,7 @@ def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_sta
 
 
 def _mask_buffers(selector: Selector) -> list[torch.Tensor]:
-    """Two, since the lists of a chunk are filled when the next chunk is selected."""
+    """Create two buffers, because the lists of a chunk are filled while the next chunk is selected."""
     inputs = selector.inputs
     size = max(inputs.batch * len(rows) * _columns(inputs, rows) for rows in selector.chunks)
     chunks = min(2, len(selector.chunks))
@@ -131,7 +132,7 @@ def _columns(inputs: ScoreInputs, rows: range) -> int:
 
 
 def _mask_of(buffer: torch.Tensor, selector: Selector, rows: range) -> torch.Tensor:
-    """The start of the flat `buffer` as a packed mask; zeros, unless all that is read of it will be written."""
+    """Return the start of `buffer` as a packed mask, zeroed unless kernels write all words that are read."""
     inputs = selector.inputs
     shape = (inputs.batch, len(rows), _columns(inputs, rows))
     packed_mask = buffer[: math.prod(shape)].view(shape)

@@ -1,4 +1,4 @@
-"""Scores, budget and selection in one call, without an L x L matrix: rows go through in chunks."""
+"""Computes scores, budget and selection in one call, in chunks of rows, without an L x L matrix."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ from gsa_kernels.selection.triton_select import select_rows
 from gsa_kernels.selection.triton_select_long import select_long_rows
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
-_TILE_MULTIPLE = 64  # of the rows where another method begins: no tile of rows is split
+_TILE_MULTIPLE = 64  # in rows, for the first row of another method, so that no tile of rows is split
 _ALL_OF_ONE_SEQUENCE = Geometry()
 
 
@@ -42,25 +42,24 @@ def select_keys(
     candidates_from: int | None = None,
     with_log_sum: bool = False,
 ) -> Selection:
-    """S_t = the k_t causal keys of highest score, ties to the lower index, and the last `local_window` keys.
+    """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
-    The definitions are `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k`. The top-k is
-    exact for the scores this call calculates, which differ from the reference by rounding only. No gradients; nothing
-    waits for the device; equal inputs give equal bits, and a query's row does not depend on which others are in the
-    call. For shared selections the packed mask has a row per block, [B, R, ceil(Lk / 32)], with the top-k alone:
-    windows belong to single queries (`select_block_lists`).
+    Ties go to the lower index. `indexer_scores`, `score_moments`, `adaptive_budget` and `select_top_k` define the
+    result. The top-k is exact for the scores of this call, which differ from the reference only by rounding. There are
+    no gradients, the host does not wait for the device, and equal inputs give equal bits. A query's row does not depend
+    on other queries in the call. For shared selections the packed mask has one row per block, [B, R, ceil(Lk / 32)].
+    This row has only the top-k, because each query has its own window (`select_block_lists`).
 
     Args:
         indexer: bfloat16 or float32
-        variance_ema: 0-d fp32, the layer's moving average from before this step
-        row_chunk_bytes: size of the buffer of scores; at least one tile of rows is calculated at a time. More bytes
-            fill the device better.
-        candidates_from: rows at or beyond this many keys, a multiple of 64, are selected by candidates instead
-            of by all their scores (`selection/candidates.py`); the result is the same, except for the rounding of
-            the variance. No rows if None. They are whole tiles of 64: where query_start is no multiple of 64, up to
-            63 further rows are also selected by all their scores.
-        with_log_sum: also give `log_sum`, of the indexer's inverse temperature. For rows of at most REGISTER_KEYS keys,
-            not selected by candidates.
+        variance_ema: 0-d fp32, the layer's moving average before this step
+        row_chunk_bytes: size of the buffer of scores, at least one tile of rows. More bytes fill the device better.
+        candidates_from: a multiple of 64, or None for no rows. Rows with at least this number of keys are selected by
+            candidates (`selection/candidates.py`) instead of all their scores. The result is the same except for the
+            rounding of the variance. Candidates need whole tiles of 64 rows. If query_start is no multiple of 64, up to
+            63 further rows are therefore selected by all their scores.
+        with_log_sum: also return `log_sum` for the indexer's inverse temperature. Rows must have at most REGISTER_KEYS
+            keys and not be selected by candidates.
     """
     num_keys = indexer.keys.shape[1]
     if with_log_sum and (num_keys > REGISTER_KEYS or candidates_from is not None):
@@ -83,7 +82,7 @@ def select_keys(
 
 
 class Selector:
-    """Scores and selects chunk by chunk: rows of few keys in one buffer of scores, longer ones by candidates."""
+    """Scores and selects chunk by chunk: short rows from a buffer of all scores, long rows by candidates."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class Selector:
         row_chunk_bytes: int,
         candidates_from: int | None,
     ) -> None:
-        """As `select_keys` has them, which says what is checked here."""
+        """Check the arguments, which are those that `select_keys` describes."""
         self.inputs = inputs = score_inputs(indexer, geometry)
         check_shape("variance_ema", variance_ema, "a 0-d tensor", ())
         if variance_ema.dtype != torch.float32 or variance_ema.device != inputs.device:
@@ -117,7 +116,7 @@ class Selector:
         self.criteria = Criteria(inputs, rule, variance_ema, window)
 
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
-        # Blocks of queries make few rows, which are not worth more launches.
+        # Blocks of queries have few rows, for which more launches do not pay off.
         enough = stride == 1 and candidate_room(rule.most_keys) <= MOST_CANDIDATES
         self.first_guessed = num_rows
         if enough and candidates_from is not None:
@@ -134,14 +133,13 @@ class Selector:
         self.buffer = score_buffer(inputs, scored)
 
     def by_candidates(self, rows: range) -> bool:
-        """Whether that is how the chunk is selected."""
         return rows.start >= self.first_guessed
 
     def select(self, rows: range, outputs: Outputs) -> torch.Tensor | None:
-        """One of the chunks.
+        """Select one of the chunks.
 
         Returns:
-            int32 [B, rows] if the chunk is selected by candidates: 1 for the rows that `select_failed` must do
+            int32 [B, rows] if the chunk is selected by candidates: 1 for the rows that `select_failed` must select
         """
         if self.sample is not None and self.by_candidates(rows):
             return select_by_candidates(self.criteria, self.sample, rows, outputs)
@@ -153,10 +151,10 @@ class Selector:
     def select_failed(
         self, rows: range, failed: torch.Tensor, outputs: Outputs, failed_on_host: torch.Tensor | None = None
     ) -> None:
-        """What `select` left of a chunk; nothing where `failed`, its result, is 0.
+        """Select the rows of a chunk for which `select` returned 1 in `failed`.
 
         Args:
-            failed_on_host: the same as `failed`; saves launches for rows without any
+            failed_on_host: the same as `failed`; saves launches for chunks without failed rows
         """
         columns = score_columns(self.inputs, rows)
         step = self.row_chunk_bytes // (4 * self.inputs.batch * columns)
@@ -173,10 +171,10 @@ class Selector:
 
 @torch.no_grad()
 def score_rows(indexer: Indexer, rows: range, geometry: Geometry = _ALL_OF_ONE_SEQUENCE) -> torch.Tensor:
-    """The scores `select_keys` ranks, to the bit, of some rows.
+    """Return the scores that `select_keys` ranks, to the bit, for some rows.
 
     Returns:
-        fp32 [B, len(rows), Lk]; entries of keys that a row does not see are unspecified (NaN is possible).
+        fp32 [B, len(rows), Lk]; entries of keys that are not causal are unspecified (NaN is possible).
     """
     inputs = score_inputs(indexer, geometry)
     if not 0 <= rows.start < rows.stop <= inputs.num_rows or rows.step != 1:
@@ -190,7 +188,7 @@ def score_rows(indexer: Indexer, rows: range, geometry: Geometry = _ALL_OF_ONE_S
 
 
 def new_outputs(inputs: ScoreInputs) -> Outputs:
-    """The packed mask of zeros, since only what is selected gets written."""
+    """Create the outputs with a zero packed mask, because kernels write only selected keys."""
     batch, num_rows, device = inputs.batch, inputs.num_rows, inputs.device
     return Outputs(
         torch.zeros((batch, num_rows, -(-inputs.num_keys // 32)), dtype=torch.int32, device=device),
@@ -200,7 +198,7 @@ def new_outputs(inputs: ScoreInputs) -> Outputs:
 
 
 def select_chunk(criteria: Criteria, scores: torch.Tensor, rows: range, outputs: Outputs) -> None:
-    """Select for the rows whose scores are in `scores`, each size of row by the kernel made for it."""
+    """Select the rows whose scores are in `scores`, each row by the kernel for its length."""
     for of_block, block in row_blocks(criteria.inputs, rows):
         select: Callable[..., None] = select_rows if block <= REGISTER_KEYS else select_long_rows
         select(criteria, scores, rows.start, of_block, block, outputs)

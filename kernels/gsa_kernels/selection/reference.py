@@ -1,4 +1,4 @@
-"""Which keys each query attends to: the exact top-k, the local window, and shared block selections."""
+"""Defines which keys each query attends to: the exact top-k, the local window, and shared block selections."""
 
 import torch
 
@@ -12,7 +12,7 @@ from gsa_kernels.checks import (
 
 
 def select_top_k(scores: torch.Tensor, causal: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """S_t = the `budget` causal keys of highest score; ties go to the lower index.
+    """Select S_t: the `budget` causal keys with the highest scores; ties go to the lower index.
 
     Args:
         scores: [B, R, Lk], finite on causal keys
@@ -27,7 +27,7 @@ def select_top_k(scores: torch.Tensor, causal: torch.Tensor, budget: torch.Tenso
     check_mask("causal", causal, batch, rows, num_keys)
     check_row_counts("budget", budget, batch, rows)
     compute_dtype(scores=scores)
-    # Adding 0 turns -0.0 into 0.0: the two are a tie, also for a sort that compares bits.
+    # Adding 0 turns -0.0 into 0.0, so that the two tie even in a sort that compares bits.
     ranked = torch.where(causal, scores.detach() + 0.0, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     within_budget = torch.arange(num_keys, device=scores.device) < budget[..., None]
@@ -43,13 +43,13 @@ def local_window_mask(
     query_positions: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """near[r, s] = (s <= t_r) and (t_r - s < window). Documents are left to the causal mask.
+    """Return near[r, s] = (s <= t_r) and (t_r - s < window). The causal mask handles documents.
 
     Args:
         num_keys: Lk
-        window: keys per query, its own included; 0 gives an all-False mask
+        window: keys per query, including its own; 0 gives an all-False mask
         query_positions: int64 [R], the position t_r of each row; all positions if None
-        device: where the mask is made; the device of `query_positions` if None
+        device: device of the mask; default: the device of `query_positions`
 
     Returns:
         bool [R, Lk]

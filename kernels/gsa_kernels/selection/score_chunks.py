@@ -1,4 +1,4 @@
-"""Rows that are scored and selected together: chunks that fit in a buffer, and blocks of one size of registers."""
+"""Divides rows into chunks that fit in a buffer of scores, and into blocks for kernels of one register size."""
 
 import math
 from collections.abc import Iterator
@@ -9,25 +9,25 @@ from gsa_kernels.indexer.triton_scores import ScoreInputs
 from gsa_kernels.limits import ceil_div
 
 SMALLEST_BLOCK = 2048
-"""Keys; smaller blocks gain less than their launch costs."""
+"""Smallest block in keys; smaller blocks save less time than their launch costs."""
 
-_COLUMN_MULTIPLE = 128  # of the score buffer's rows, so that loads are aligned and tiles unmasked
+_COLUMN_MULTIPLE = 128  # for the rows of the score buffer, so that loads are aligned and tiles unmasked
 
 
 def row_chunks(
     batch: int, num_rows: int, tile: int, chunk_bytes: int, query_stride: int = 1, query_start: int = 0
 ) -> Iterator[range]:
-    """Row ranges whose scores, up to the last row's diagonal, fit in `chunk_bytes`; whole tiles of rows."""
+    """Yield row ranges, in whole tiles, whose scores up to the last row's diagonal fit in `chunk_bytes`."""
     start = 0
     entries = chunk_bytes // (4 * batch)
     while start < num_rows:
-        # rows * (query_start + (start + rows) * query_stride) <= entries; then with the width rounded up
+        # Solve rows * (query_start + (start + rows) * query_stride) <= entries; the loop below rounds the width up.
         width = query_start + start * query_stride
         rows = (math.isqrt(width * width + 4 * query_stride * entries) - width) // (2 * query_stride)
         stop = num_rows
         if rows < num_rows - start:
             stop = min(start + max(rows // tile, 1) * tile, num_rows)
-        while stop - start > tile:  # once or twice
+        while stop - start > tile:  # this loop runs once or twice
             columns = _rounded_columns(query_start + (stop - 1) * query_stride)
             if (stop - start) * columns <= entries:
                 break
@@ -37,21 +37,21 @@ def row_chunks(
 
 
 def score_buffer(inputs: ScoreInputs, chunks: list[range]) -> torch.Tensor:
-    """A flat fp32 buffer that holds the scores of the largest chunk."""
+    """Create a flat fp32 buffer for the scores of the largest chunk."""
     size = max((inputs.batch * len(rows) * score_columns(inputs, rows) for rows in chunks), default=0)
     return torch.empty(size, dtype=torch.float32, device=inputs.device)
 
 
 def chunk_view(buffer: torch.Tensor, inputs: ScoreInputs, rows: range) -> torch.Tensor:
-    """The start of the flat `buffer` as [B, rows, columns], columns enough for the last row."""
+    """Return the start of the flat `buffer` as [B, rows, columns], with enough columns for the last row."""
     batch, columns = inputs.batch, score_columns(inputs, rows)
     return buffer[: batch * len(rows) * columns].view(batch, len(rows), columns)
 
 
 def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
-    """Split at the powers of two: a row's block, and so its result, depends on its position alone."""
+    """Split rows at powers of two. A row's block, and therefore its result, depends only on its position."""
     start = rows.start
-    # Where rows are few, a launch for the short ones alone would leave most of the device idle.
+    # With few rows, a separate launch for the short ones would leave most of the device idle.
     smallest = SMALLEST_BLOCK * min(inputs.query_stride, 4)
     while start < rows.stop:
         block = max(smallest, 1 << inputs.position(start).bit_length())
@@ -61,7 +61,7 @@ def row_blocks(inputs: ScoreInputs, rows: range) -> Iterator[tuple[range, int]]:
 
 
 def score_columns(inputs: ScoreInputs, rows: range) -> int:
-    """Columns of a buffer for the scores of `rows`: enough for the last row."""
+    """Return the number of columns of a score buffer for `rows`: enough for the last row."""
     return _rounded_columns(inputs.position(rows.stop - 1))
 
 

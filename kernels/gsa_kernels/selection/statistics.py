@@ -1,4 +1,4 @@
-"""How alike the selections of neighbouring queries are: what sharing one selection could save."""
+"""Measures how similar the selections of neighbouring queries are, which tells what a shared selection could save."""
 
 import torch
 
@@ -6,7 +6,7 @@ from gsa_kernels.checks import check_at_least, check_shape
 
 
 def adjacent_overlap(selected: torch.Tensor) -> torch.Tensor:
-    """|S_t & S_{t-1}| / |S_t| of each t >= 1: fp32 [B, L - 1]; 0 where S_t is empty.
+    """Compute |S_t & S_{t-1}| / |S_t| of each t >= 1: fp32 [B, L - 1]; 0 where S_t is empty.
 
     Args:
         selected: bool [B, L, Lk]
@@ -17,9 +17,10 @@ def adjacent_overlap(selected: torch.Tensor) -> torch.Tensor:
 
 
 def union_ratio(selected: torch.Tensor, group: int = 32) -> torch.Tensor:
-    """r(group): |union of S_t in the group| / mean |S_t| of each aligned group of queries, fp32 [B, L / group].
+    """Compute |union of S_t in the group| / mean |S_t| of each aligned group of queries: fp32 [B, L / group].
 
-    1 means that the group agrees, `group` that its selections are disjoint; 0 that all are empty.
+    The ratio is 1 if all queries of the group select the same keys, and `group` if their selections are disjoint. It is
+    0 if all selections are empty.
 
     Args:
         selected: bool [B, L, Lk]

@@ -1,6 +1,5 @@
-"""Builds the packed mask of a selection that blocks of queries share.
-
-Each query gets the causal part of its block's top-k, and its own local window."""
+"""Builds the packed mask of a selection that blocks of queries share. Each query gets the causal part of its block's
+top-k, and its own local window."""
 
 import torch
 import triton
@@ -11,11 +10,11 @@ from gsa_kernels.selection.triton_search import window_words
 from gsa_kernels.types import Geometry
 
 _QUERIES, _WORDS = 16, 128
-"""Per program. Its queries share a block, so that it loads the words of their top-k once."""
+"""Queries and words per program. The queries share a block, so that the program loads the words of their top-k once."""
 
 
 def expand_block_mask(top_k: torch.Tensor, num_keys: int, geometry: Geometry) -> torch.Tensor:
-    """Rows of queries from rows of blocks.
+    """Expand rows of blocks to rows of queries.
 
     Args:
         top_k: int32 [B, R, W], W = ceil(Lk / 32): a bit for each key that the block's first query selects; contiguous
@@ -59,7 +58,7 @@ def _expand_kernel(
     QUERIES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Grid (words, queries, B): QUERIES queries of one block, WORDS words each."""
+    """One program computes WORDS words each of QUERIES queries of one block. Grid: (words, queries, B)."""
     tl.static_assert(BLOCK % QUERIES == 0, "the queries of a program share their selection")
     batch = tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * QUERIES

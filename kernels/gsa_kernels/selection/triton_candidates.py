@@ -1,8 +1,5 @@
-"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold.
-
-For each row the kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates'
-indices and scores.
-"""
+"""Scores rows and keeps only each row's candidates: the keys whose score reaches the row's threshold. For each row the
+kernel writes one bit per key (candidate or not), the sums for the variance, and the candidates' indices and scores."""
 
 from dataclasses import dataclass
 
@@ -25,55 +22,55 @@ from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
 
 _COLUMNS, _MAX_REGISTERS = 32, 128
-"""Keys of a tile, and registers of a thread: four programs on a multiprocessor, and the fastest on an H200 of 32 and
-64 keys in 128, 168 and 255 registers."""
+"""Keys of a tile, and registers of a thread. Four programs then share a multiprocessor. On an H200 this is the fastest
+combination of 32 or 64 keys with 128, 168 or 255 registers."""
 
 _TIED_SPANS = 8
-"""Spans per program for tiles of rows with equal scores: rarely any work, which fewer programs find out sooner."""
+"""Spans per program for tiles of rows with equal scores: these are rare, and fewer programs skip other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Least finite fp32: keys that a row does not see score -inf here, and are no candidates even of rows without a
-threshold."""
+"""Smallest finite fp32. Keys that are not causal score -inf, so they are no candidates even without a threshold."""
 
 
 def columns_per_program(inputs: ScoreInputs) -> int:
-    """Keys in the span of a program."""
+    """Return the number of keys in the span of a program."""
     tiles = score_tiles(inputs)
     return tiles.cols * tiles.per_program
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of a chunk of rows, from `write_candidates`."""
+    """Holds the candidates of a chunk of rows, from `write_candidates`."""
 
     entries: torch.Tensor
-    """int64 [B, at least R in whole tiles of rows, C]: the score's 32 bits, and the key times 2^32. In any order, which
-    may differ from run to run. Rows with more than C hold nothing of use."""
+    """int64 [B, at least R in whole tiles of rows, C]: the 32 bits of the score, plus the key times 2^32. The order may
+    differ from run to run. Rows with more than C candidates contain nothing of use."""
 
     counts: torch.Tensor
-    """int32 [B, R]: of zeros at first; then the number of candidates, which may be above C."""
+    """int32 [B, R]: zeros at first, then the number of candidates, which may exceed C."""
 
     sums: torch.Tensor
-    """fp32 [B, R, P, 2]: over the causal keys of the p-th `columns_per_program` columns, the sum of x - centre and of
-    its square; written up to the diagonal, from the documents of a tile's rows on."""
+    """fp32 [B, R, P, 2]: sums of x - centre and of its square over the causal keys in the p-th `columns_per_program`
+    columns. They are written from the start of the documents in a tile's rows up to the diagonal."""
 
 
 def write_candidates(
     inputs: ScoreInputs, rows: range, guesses: Guesses, candidates: Candidates, outputs: Outputs
 ) -> None:
-    """Score `rows` against all keys they see, and keep what reaches their guesses.
+    """Score `rows` against all their causal keys, and keep the keys that reach the row's guess.
 
-    Equal to the threshold suffices up to the last key's tile of columns. In the packed mask the bits of the candidates
-    are set. It is written up to the diagonal, except before the documents of all rows of a tile.
+    Keys whose score equals the threshold are kept up to the tile of columns with the guess's last key. The kernel sets
+    the candidates' bits in the packed mask. It writes the packed mask up to the diagonal, except before the documents
+    of all rows of a tile.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
     assert inputs.query_stride == 1, "row r stands at query_start + r"
     assert room >= _COLUMNS, "a full list takes one more tile's candidates at its start"
     num_spans = ceil_div(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
-    # Two kernels, since what tiles with many equal scores need costs the others a third of their time.
+    # Two kernels run, because the code for tiles with many equal scores would slow down the other tiles by a third.
     for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
-        # Row tiles first: programs that run side by side add to different counts.
+        # Row tiles are the first grid axis, so that programs that run side by side add to different counts.
         grid = (ceil_div(len(rows), tiles.rows), ceil_div(num_spans, spans), inputs.batch)
         _candidates_kernel[grid](
             *score_tensors(inputs),
@@ -110,13 +107,14 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
 
 @triton.jit
 def append(list_ptr, before, word, up_to, score, column, threshold, ASM: tl.constexpr):
-    """list_ptr[before + rank] = (score, column), where `score` reaches the threshold and rank is the number of
-    candidates among the lower bits of `word`; `up_to` has the column's bit and the lower ones set.
+    """Store list_ptr[before + rank] = (score, column) if `score` reaches the threshold.
 
-    `tl.store` would first move everything to threads that are neighbours in memory, though the places are not.
+    rank is the number of candidates among the lower bits of `word`; `up_to` has the column's bit and all lower bits
+    set. `tl.store` would first move the values between threads for adjacent addresses, although these addresses are
+    scattered.
     """
     if ASM:
-        # popc shares a slow pipe with tanh: it runs where it is needed only.
+        # popc shares a slow pipe with tanh, so it runs only where it is needed.
         tl.inline_asm_elementwise(
             """{
             .reg .pred candidate;
@@ -193,10 +191,10 @@ def _candidates_kernel(
     TIED: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS queries against SPANS times up to TILES tiles of BLOCK_COLS keys.
+    """One program scores BLOCK_ROWS queries against SPANS times up to TILES tiles of BLOCK_COLS keys.
 
-    TIED: of the tiles of rows those with a row for which the threshold itself suffices up to some key only; else the
-    other ones.
+    With TIED it handles only tiles of rows in which some row counts keys at the threshold up to a last key. Without
+    TIED it handles the other tiles.
     """
     first_span = tl.program_id(1) * SPANS
     batch = tl.program_id(2).to(tl.int64)
@@ -205,7 +203,7 @@ def _candidates_kernel(
     end_position = query_start + tl.minimum(first_row + BLOCK_ROWS, row_stop)
     first_col = first_span * (TILES * BLOCK_COLS)
     is_tied = tl.load(tied_ptr + batch * tl.num_programs(0) + tl.program_id(0)) != 0
-    if (first_col >= end_position) | (is_tied != TIED):  # above the diagonal, or the other kernel's
+    if (first_col >= end_position) | (is_tied != TIED):  # above the diagonal, or a tile of the other kernel
         return
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
@@ -218,7 +216,9 @@ def _candidates_kernel(
         starts = tl.load(starts_ptr + tokens, mask=row_ok, other=2147483647)
         first_start = tl.min(starts)
         last_start = tl.max(tl.where(row_ok, starts, 0))
-        if first_col + SPANS * TILES * BLOCK_COLS <= first_start:  # before every query's document
+        if (
+            first_col + SPANS * TILES * BLOCK_COLS <= first_start
+        ):  # the span ends before the documents of all queries
             return
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D, STACKED=False)
@@ -228,14 +228,14 @@ def _candidates_kernel(
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
     threshold = tl.load(guesses_ptr + chunk_row * 3, mask=row_ok, other=float("inf"))
-    # A NaN guess becomes the lowest one too, so that no NaN score is above or below it by chance.
+    # A NaN guess also becomes the lowest threshold, so that comparisons with NaN scores are well defined.
     threshold = tl.where(threshold > _LOWEST, threshold, _LOWEST)
     centre = tl.load(guesses_ptr + chunk_row * 3 + 1, mask=row_ok, other=0.0)
     if TIED:
         last = tl.load(guesses_ptr + chunk_row * 3 + 2, mask=row_ok, other=float("inf"))
-    # Rows after the last have lists of their own: with a NaN among the keys, they have candidates.
+    # Rows after the last one have their own lists, because they have candidates if a key is NaN.
     candidates_ptr += (batch * list_rows + rows - row_start) * room
-    # Scalars in 64 bits, offsets within the tile in 32.
+    # Scalars are 64-bit; offsets within the tile are 32-bit.
     words_ptr += (batch * words_rows + first_row - words_start) * words_per_row
     local_rows = tl.arange(0, BLOCK_ROWS)
     bits = 1 << (tl.arange(0, BLOCK_COLS) % 32)
@@ -243,9 +243,9 @@ def _candidates_kernel(
         start_col = span * (TILES * BLOCK_COLS)
         end_col = tl.minimum(end_position, start_col + TILES * BLOCK_COLS)
         if starts_ptr is not None:
-            # Tiles before every query's document are skipped too.
+            # Tiles before the documents of all queries are skipped, too.
             start_col = tl.maximum(start_col, first_start) // BLOCK_COLS * BLOCK_COLS
-        # Four sums per eight keys: the keys that one thread has after a product on Hopper's units.
+        # Each eight keys have four sums, for the keys that one thread holds after a product on Hopper.
         total = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
         squares = tl.zeros([BLOCK_ROWS, 4], dtype=tl.float32)
 
@@ -272,28 +272,28 @@ def _candidates_kernel(
             cols = col + tl.arange(0, BLOCK_COLS)
             edge = (col + BLOCK_COLS > first_position + 1) | (col < last_start)
             if edge:
-                # Columns counted from the first query: positions of the rows would take registers in all tiles.
+                # Columns are counted from the first query. Positions of the rows would take registers in all tiles.
                 visible = ((cols - query_start)[None, :] <= rows[:, None]) & (
                     cols[None, :] >= starts[:, None]
                 )
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
-                # Beyond the last of the equal scores the next higher one is asked for. What follows infinity is a NaN,
-                # which nothing is below: keys that the row does not see would be candidates.
+                # After the last key at the threshold, only higher scores count. The score after infinity is a NaN, and
+                # nothing is below a NaN, so keys that are not causal would become candidates.
                 higher = score_of_key(order_key(threshold) + 1)
                 threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)
-            # Not below, rather than at or above: a NaN stays a candidate.
+            # The comparison is "not below" instead of "at or above", so that a NaN stays a candidate.
             reaches = tl.where(scores < threshold[:, None], 0, bits[None, :])
-            # Distinct bits: their sum is their union, bit 31 included.
+            # The bits are distinct, so their sum is their union, including bit 31.
             words = tl.sum(tl.reshape(reaches, [BLOCK_ROWS, BLOCK_COLS // 32, 32]), axis=2)
-            # A candidate's place: after the earlier candidates, and after lower columns of this tile.
+            # A candidate's place follows the earlier candidates and the lower columns of this tile.
             sizes = count_bits(words, TANH)
             found = tl.sum(sizes, axis=1)
             there = tl.atomic_add(counts_ptr + chunk_row, found, mask=row_ok & (found > 0), sem="relaxed")
 
-            # Work that does not wait for the counts, while they come.
+            # This work does not depend on the counts and overlaps with their load.
             index = col // 32 + tl.arange(0, BLOCK_COLS // 32)
             tl.store(
                 words_ptr + local_rows[:, None] * words_per_row + index[None, :],
@@ -310,7 +310,7 @@ def _candidates_kernel(
             total += tl.sum(tl.sum(distance, axis=3), axis=1)
             squares += tl.sum(tl.sum(distance * distance, axis=3), axis=1)
 
-            # A list that is full fails its row; what is written over its start no longer matters.
+            # A full list fails its row. Overwriting the start of the list then does no harm.
             there = tl.where(row_ok & (there + found <= room), there, 0)
             before = there[:, None]
             if BLOCK_COLS > 32:

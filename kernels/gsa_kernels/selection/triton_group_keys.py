@@ -1,4 +1,4 @@
-"""Selected groups of keys -> the packed mask of their keys."""
+"""Expands selected groups of keys to the packed mask of their keys."""
 
 import torch
 import triton
@@ -6,17 +6,17 @@ import triton.language as tl
 
 from gsa_kernels.limits import ceil_div
 
-_ROWS, _WORDS = 8, 128  # of a program
+_ROWS, _WORDS = 8, 128  # per program
 
 
 def packed_keys_of_groups(group_mask: torch.Tensor, pool: int, rows: range) -> torch.Tensor:
-    """The keys of the groups that each query chose, and of its own group up to itself.
+    """Return the keys of the groups that each query selected, and the keys of its own group up to itself.
 
     Args:
         group_mask: int32 [B p, C, ceil(C / 32)], in the order of `groups.py`: query t = p (i + 1) + j of sequence b has
             row i of sequence b p + j
-        pool: p, one of limits.KEY_POOLS beyond 1
-        rows: the queries, of L = p (C + 1)
+        pool: p, one of limits.KEY_POOLS above 1
+        rows: some of the L = p (C + 1) queries
 
     Returns:
         int32 [B, len(rows), ceil(rows.stop / 32)]
@@ -43,7 +43,7 @@ def packed_keys_of_groups(group_mask: torch.Tensor, pool: int, rows: range) -> t
 
 @triton.jit
 def _doubled(bits):
-    """Each of the lower 16 bits twice: bit i becomes bits 2 i and 2 i + 1."""
+    """Duplicate each of the lower 16 bits: bit i becomes bits 2 i and 2 i + 1."""
     bits = (bits | (bits << 8)) & 0x00FF00FF
     bits = (bits | (bits << 4)) & 0x0F0F0F0F
     bits = (bits | (bits << 2)) & 0x33333333
@@ -56,7 +56,8 @@ def _keys_of_groups_kernel(
     group_mask, out, row_start, num_rows, num_groups, num_words, group_words,
     POOL: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, word tiles, B). Word w has the keys of 32 / POOL groups: part of word w / POOL of the groups."""
+    """One program expands a tile of words. Grid: (row tiles, word tiles, B). Word w has the keys of 32 / POOL groups,
+    which are part of word w / POOL of the groups."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     batch = tl.program_id(2).to(tl.int64)
@@ -80,7 +81,7 @@ def _keys_of_groups_kernel(
         keys = _doubled(keys)
     if size >= 32:
         keys = _doubled(keys)
-    # A group lies in one word. The query's own group counts from its first key up to the query.
+    # A group lies within one word. The query's own group counts from its first key to the query.
     own = (-1 << (query % 32 // POOL * POOL)) & ~(-2 << (query % 32))
     keys = tl.where(word[None, :] == (query // 32)[:, None], keys | own[:, None], keys)
     tl.store(out + (batch * num_rows + number)[:, None] * num_words + word[None, :], keys, mask=valid)

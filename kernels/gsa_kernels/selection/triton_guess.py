@@ -1,7 +1,8 @@
-"""A guess for each row, from a sample of its keys: a score that slightly more than k_t keys reach.
+"""Guesses a threshold for each row from a sample of its keys: a score that slightly more than k_t keys reach.
 
-If many keys tie at that score, as with saturated sigmoids of the indexer, the guess also has a last key: keys at the
-score count up to it. Ties go to the lower index, so the keys that pass contain the best k_t if they are enough.
+Many keys may tie at that score if the indexer's sigmoids saturate. The guess then also has a last key: keys at the
+threshold count up to this key. Ties go to the lower index. The keys that pass therefore contain the best k_t, if at
+least k_t keys pass.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from gsa_kernels.selection.criteria import Criteria
 from gsa_kernels.selection.triton_search import order_key, row_budget, score_of_key
 
 FEWEST_SAMPLES = 64
-"""Rows with fewer have no guess: the threshold is -inf. They see few keys, which then all are candidates."""
+"""Rows with fewer samples have a threshold of -inf. They have few causal keys, which then all become candidates."""
 
 SLACK = tl.constexpr(limits.CANDIDATE_SLACK)
 _MOST_ROUNDS = tl.constexpr(12)
@@ -24,15 +25,14 @@ _MOST_ROUNDS = tl.constexpr(12)
 
 @dataclass(frozen=True)
 class Guesses:
-    """Thresholds of a chunk of rows, from `guess_thresholds`."""
+    """Holds the thresholds of a chunk of rows, from `guess_thresholds`."""
 
     of_rows: torch.Tensor
-    """fp32 [B, R, 3]: threshold, centre and last. Keys at the threshold are candidates up to `last`,
-    which is infinite if all of them are."""
+    """fp32 [B, R, 3]: threshold, centre and last. Keys at the threshold are candidates up to the key `last`, which is
+    infinite if all of them are candidates."""
 
     tied: torch.Tensor
-    """int32 [B, tiles of rows]: 1 for a tile of rows, as the score kernel has them, with one whose `last` is finite; 0
-    before the first guess."""
+    """int32 [B, tiles of rows]: 1 for tiles of the score kernel in which some row has a finite `last`, else 0."""
 
 
 def guess_thresholds(
@@ -47,8 +47,8 @@ def guess_thresholds(
     """Fill in the guesses of `rows`, whose positions are all below `block`.
 
     Args:
-        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on, as the guesses are
-        sampled: int32 [S], positions of the sampled keys, ascending: one of each CANDIDATE_SAMPLE_STRIDE neighbours
+        sample_scores: fp32 [B, R, S], the chunk of rows from `chunk_start` on, as for the guesses
+        sampled: int32 [S], ascending positions of the sampled keys: one of each CANDIDATE_SAMPLE_STRIDE neighbours
     """
     inputs, rule = criteria.inputs, criteria.rule
     samples = max(block // limits.CANDIDATE_SAMPLE_STRIDE, 16)
@@ -134,7 +134,7 @@ def _guess_kernel(
     x = tl.load(row_ptr + columns, mask=visible, other=0.0)
     found = tl.sum(visible.to(tl.int32))
 
-    # About one of the scores first: equal scores then have the centre for their value, to the bit.
+    # The sums are relative to one of the scores, so that the centre of equal scores is their value, to the bit.
     origin = tl.where(found > 0, tl.max(tl.where(visible, x, float("-inf"))), 0.0)
     divisor = tl.maximum(found, 1).to(tl.float32)
     distance = tl.where(visible, x - origin, 0.0)
@@ -145,8 +145,8 @@ def _guess_kernel(
     guess_ptr = guesses_ptr + (batch * chunk_rows + row - chunk_start) * 3
     tl.store(guess_ptr + 1, origin + mean)
 
-    # The row's variance is the sample's to a relative error of sqrt((kurtosis - 1) / samples). Three of these,
-    # on the side where the budget is larger.
+    # The sample's variance estimates the row's variance with a relative error of sqrt((kurtosis - 1) / samples). The
+    # guess allows three such errors towards the larger budget.
     kurtosis = tl.sum(square * square) / divisor / tl.maximum(variance * variance, 1e-30)
     error = 3 * tl.sqrt(tl.maximum(kurtosis - 1, 0.0) / divisor)
     if MODE == "inverse":
@@ -154,8 +154,7 @@ def _guess_kernel(
     if MODE == "direct":
         variance = variance * (1 + error)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
-    # The sample holds about `expected` of the row's k best keys, with that variance; more than `wanted` once in 1e6
-    # rows.
+    # With this variance, the sample holds about `expected` of the k best keys, and more than `wanted` once in 1e6 rows.
     expected = k.to(tl.float32) * divisor / tl.maximum(num_visible, 1).to(tl.float32)
     wanted = (expected + 5 * tl.sqrt(expected) + 3).to(tl.int32)
     threshold = float("-inf") + origin * 0
@@ -176,13 +175,13 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """A score that at least `wanted` causal scores reach, and the number that reach it: at most `most`, unless
-    scores are equal."""
+    """Find a score that at least `wanted` causal scores reach, and the number that reach it. The number is at most
+    `most`, unless scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found
     count_high = found * 0
-    # First where it would be if the scores were normal (Abramowitz and Stegun, 26.2.23).
+    # The first guess assumes a normal distribution of the scores (Abramowitz and Stegun, 26.2.23).
     t = tl.sqrt(-2 * tl.log(tl.minimum(wanted.to(tl.float32) / found.to(tl.float32), 0.5)))
     z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
     middle = mean + z * deviation
@@ -201,9 +200,9 @@ def _quantile(x, visible, found, wanted, most, mean, deviation):
         share = tl.where(rounds % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.0625), 0.9375))
         middle = low + (high - low) * share
         rounds += 1
-    # Scores that lie close together: by halves of the floating-point numbers in between.
+    # If scores lie close together, the search bisects the floating-point numbers between them.
     low_bits, high_bits = order_key(low).to(tl.int64), order_key(high).to(tl.int64)
-    high_bits += (count_high == 0).to(tl.int64)  # nothing is above the maximum, but it may be what is sought
+    high_bits += (count_high == 0).to(tl.int64)  # no score is above the maximum, but the search may end there
     while (count > most) & (low_bits + 1 < high_bits):
         middle_bits = low_bits + (high_bits - low_bits) // 2
         middle = score_of_key(middle_bits.to(tl.int32))

@@ -1,4 +1,4 @@
-"""From the candidates of each row to its exact top-k: a program per row, the candidates' scores in its registers."""
+"""Selects the exact top-k from each row's candidates. Each program holds the scores of one row in registers."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ from gsa_kernels.selection.triton_search import (
 _SMALLEST_SIZE = 128
 _SIZES = 3
 _KEYS_PER_WARP = 512
-_SPANS = 128  # read at a time: one for each thread
-_MAX_REGISTERS = 64  # of a thread, so that several rows are at work on a multiprocessor
+_SPANS = 128  # read at a time: one per thread
+_MAX_REGISTERS = 64  # per thread, so that several rows share a multiprocessor
 
 
 def narrow_candidates(
@@ -35,11 +35,11 @@ def narrow_candidates(
 
     Args:
         candidates, outputs: as `write_candidates` leaves them
-        failed: int32 [B, R], 1 for a row with fewer than k_t candidates or more than the list holds: its row of the
-            packed mask becomes 0, and its budget and variance are not written
+        failed: int32 [B, R], set to 1 for a row with fewer than k_t candidates or more than the list holds. The row's
+            packed mask becomes 0, and its budget and variance are not written.
     """
     inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
-    # The number of candidates is known on the device only: all sizes are launched, and each row belongs to one.
+    # Only the device knows the number of candidates, so kernels of all sizes run, and each row belongs to one.
     most = candidates.entries.shape[2]
     sizes = [most >> shift for shift in reversed(range(_SIZES)) if most >> shift >= _SMALLEST_SIZE] or [most]
     for above, size in zip([-1, *sizes[:-1]], sizes, strict=True):
@@ -129,7 +129,7 @@ def _narrow_kernel(
     MOST: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """For rows with above < candidates <= SIZE, and if SIZE is all there is room for, with more."""
+    """Select rows with above < candidates <= SIZE. If SIZE equals the room of a list, also take rows with more."""
     row = first_row + tl.program_id(0)
     position = query_start + row
     batch = tl.program_id(1).to(tl.int64)
@@ -147,11 +147,11 @@ def _narrow_kernel(
     slots = tl.arange(0, SIZE)
     listed = slots < count
     candidates_ptr += (batch * list_rows + tl.program_id(0)) * MOST
-    # A limit that is known to be a multiple of 16 keeps the masked load 16 bytes wide.
+    # The compiler knows that `limit` is a multiple of 16, so the masked load stays 16 bytes wide.
     limit = (count + 15) // 16 * 16
     entries = tl.load(candidates_ptr + slots, mask=slots < limit, other=0)
     if everything & (count == num_visible) & (count <= SIZE):
-        # By their keys, so that the sums below do not depend on the order in which they came.
+        # Candidates are sorted by key, so that the sums below do not depend on the order in which they were stored.
         tl.debug_barrier()
         tl.store(candidates_ptr + (entries >> 32) - start, entries, mask=listed)
         tl.debug_barrier()
@@ -161,13 +161,14 @@ def _narrow_kernel(
 
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
     if everything:
-        # All of the row is here. Two passes, from its largest score: equal scores have variance 0 to the bit.
+        # All keys of the row are candidates. The variance takes two passes, relative to the largest score, so that
+        # equal scores have variance 0 to the bit.
         distance = tl.where(listed, x - tl.max(tl.where(listed, x, float("-inf"))), 0.0)
         mean = tl.sum(distance) / divisor
         deviation = tl.where(listed, distance - mean, 0.0)
         variance = tl.sum(deviation * deviation) / divisor
     else:
-        # In steps of one size: the order of the sums depends on the row alone, not on what else is in the chunk.
+        # Steps have a fixed size, so that the order of the sums depends only on the row, not on the chunk.
         total = tl.zeros([SPANS], dtype=tl.float32)
         squares = tl.zeros([SPANS], dtype=tl.float32)
         sums_ptr += chunk_row * sums_per_row * 2
@@ -178,9 +179,8 @@ def _narrow_kernel(
             squares += tl.load(sums_ptr + spans * 2 + 1, mask=in_row, other=0.0)
         mean = tl.sum(total) / divisor
         square = tl.sum(squares) / divisor
-        # The centre is the mean of a sample, a part p of the row: (mean - centre)^2 <= variance (1 - p) / p, so
-        # that no more than five bits cancel.
-        # NaN stays NaN: a plain maximum on a GPU returns the number.
+        # The centre is the mean of a sample, a part p of the row: (mean - centre)^2 <= variance (1 - p) / p. At most
+        # five bits therefore cancel. The maximum keeps a NaN; a plain maximum on a GPU returns the number instead.
         variance = tl.maximum(square - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     words_ptr += (batch * words_rows + row - words_start) * words_per_row
@@ -195,7 +195,7 @@ def _narrow_kernel(
         if local_window > 0:
             near = tl.maximum(position - local_window + 1, start)
         dropped = listed & (above_cut(keys, columns, threshold, last) == 0) & (columns < near)
-        # Each bit is cleared or set by one thread, so that the order of these operations does not matter.
+        # Each bit is cleared or set by one thread, so the order of these operations does not matter.
         tl.atomic_and(words_ptr + columns // 32, ~(1 << (columns & 31)), mask=dropped, sem="relaxed")
         if local_window > 0:
             for word in range(near // 32, position // 32 + 1, 128):

@@ -1,45 +1,43 @@
-"""Device functions shared by the selection kernels: order, search for the k-th key, budget."""
+"""Defines device functions that the selection kernels share: order, search for the k-th key, budget."""
 
 import triton
 import triton.language as tl
 
 KEYS_PER_WARP = 2048
-"""64 in each thread: half of its registers. With fewer keys per warp, each round's scalar work, which every
-warp does, costs as much as its counting (docs/kernels.md, Tuning)."""
+"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of a round. With fewer keys per
+warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
 
 
 def search_options(num_keys: int, min_warps: int = 4) -> dict[str, int]:
-    """Launch options of a kernel that keeps `num_keys` int32 keys in registers."""
+    """Return launch options of a kernel that keeps `num_keys` int32 keys in registers."""
     warps = min(max(num_keys // KEYS_PER_WARP, min_warps), 32)
-    # 64K registers per multiprocessor; the limit keeps at least 16 warps on it.
+    # A multiprocessor has 64K registers. The limit keeps at least 16 warps on it.
     return {"num_warps": warps, "maxnreg": min(128, 65536 // (32 * warps))}
 
 
 @triton.jit
 def order_key(x):
-    """fp32 -> int32 with the same order; -0.0 and 0.0 are one value, as they are to a comparison.
-
-    INT_MAX, which only a NaN could give, is left free: `find_cut` needs a key above all others.
-    """
+    """Map fp32 to int32 in the same order; -0.0 and 0.0 map to one value. Only a NaN could map to INT_MAX, which is
+    left free because `find_cut` needs a key above all others."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), INT_MAX - 1)
 
 
 @triton.jit
 def score_of_key(key):
-    """The inverse of `order_key`."""
+    """Invert `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def normal_guess(mean, variance, num_valid, k):
-    """The key with k of num_valid entries on or above it, were they normal with this mean and variance.
+    """Return the key that k of num_valid normal entries with this mean and variance would reach.
 
-    By Tukey's lambda distribution, which with 0.14 and 4.91 has the normal one's quantiles to 0.01 between 0.5% and
-    99.5%. A good guess saves `find_cut` rounds.
+    The quantile is from Tukey's lambda distribution. With 0.14 and 4.91 it matches the normal quantiles to 0.01 between
+    0.5% and 99.5%. A good guess saves rounds of `find_cut`.
     """
     share = tl.minimum(k.to(tl.float32) / tl.maximum(num_valid, 1).to(tl.float32), 1.0)
     deviations = 4.91 * (_power_014(1.0 - share) - _power_014(share))
@@ -53,21 +51,21 @@ def _power_014(x):
 
 @triton.jit
 def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
-    """The cut (threshold, last) such that exactly min(k, num_valid) entries are on or above it.
+    """Find the cut (threshold, last) such that exactly min(k, num_valid) entries are above it.
 
-    An entry is above the cut if key > threshold, or key == threshold and index <= last: the k largest keys,
-    ties to the lower index. The entries stay in registers; each round counts those at or above one
-    threshold, and the search ends as soon as a threshold has exactly k of them. The threshold is interpolated
-    between the ends' counts, a little beyond k so that the far end moves; where that did not halve the
-    entries in between, the next round bisects the keys.
+    An entry is above the cut if key > threshold, or if key == threshold and index <= last. These are the k largest
+    keys, with ties to the lower index. The entries stay in registers. Each round counts the entries at or above one
+    threshold. The search ends when exactly k entries reach a threshold. The next threshold is interpolated between the
+    counts at both ends, slightly beyond k so that the far end moves. If a round did not halve the entries between the
+    ends, the next round bisects the keys.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry
         indices: int32 of the same shape, distinct and not negative
         num_valid: int32 scalar, the number of entries
         k: int32 scalar
-        guess: int32 scalar, a threshold to begin with
-        lowest: int32 scalar, the smallest key of an entry, if that is known
+        guess: int32 scalar, the first threshold
+        lowest: int32 scalar, the smallest key of an entry, if known
 
     Returns:
         threshold, last: int32 scalars; no INT_MIN key is above this cut
@@ -80,9 +78,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     count_high = num_valid * 0
     interpolate = num_valid > 0
     first = num_valid >= 0
-    # Invariant: count entries are >= low, count >= k; count_high entries are >= high, count_high < k.
+    # Invariant: count >= k entries are >= low; count_high < k entries are >= high.
     while (count > k) & (high != low + 1):
-        # Unsigned: the distance of two int32 keys may not fit in int32.
+        # The span is unsigned, because the distance of two int32 keys may exceed int32.
         span = (high - low).to(tl.uint32)
         between = (count - count_high).to(tl.float32)
         beyond = 0.25 * tl.sqrt(between)
@@ -101,17 +99,17 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
         else:
             high = middle
             count_high = found
-        # Two rounds in a row halve the entries or the keys in between: at most 2 * 32 + 17 rounds.
+        # Each two successive rounds halve the entries or the keys in between, so there are at most 2 * 32 + 17 rounds.
         interpolate = (interpolate == 0) | ((count - count_high) * 2 <= between)
 
     threshold = low
     last = count * 0 + INT_MAX
     if count > k:
-        # More entries equal the threshold than fit: the same search over their indices.
+        # More entries equal the threshold than fit. The same search runs over their indices.
         wanted = k - count_high
         below = count * 0 - 1
         last = tl.max(tl.where(keys == threshold, indices, 0))
-        # Invariant: fewer than `wanted` of them have index <= below, at least `wanted` index <= last.
+        # Invariant: fewer than `wanted` of these entries have index <= below; at least `wanted` have index <= last.
         while last - below > 1:
             centre = below + ((last - below) >> 1)
             if tl.sum(((keys == threshold) & (indices <= centre)).to(tl.int32)) >= wanted:
@@ -128,7 +126,7 @@ def above_cut(keys, indices, threshold, last):
 
 @triton.jit
 def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE: tl.constexpr):
-    """k_t as `selection/budget.py` has it, with the quotient in fp64: int32 scalar."""
+    """Compute k_t as in `selection/budget.py`, with the quotient in fp64: int32 scalar."""
     base = k_base.to(tl.float64)
     raw = base
     if MODE != "off":
@@ -136,7 +134,7 @@ def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below
         var = variance.to(tl.float64)
         raw = base * ema / var if MODE == "inverse" else base * var / ema
         raw = tl.where((ema == 0.0) | (raw != raw), base, raw)
-    # Clamped before the cast, which then is the floor: the limits are whole numbers and positive.
+    # The value is clamped before the cast. The limits are positive whole numbers, so the cast is the floor.
     raw = tl.minimum(tl.maximum(raw, k_min.to(tl.float64)), k_max.to(tl.float64))
     k = tl.minimum(raw.to(tl.int32), num_visible)
     return tl.where(num_visible < dense_below, num_visible, k)
@@ -144,7 +142,7 @@ def row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below
 
 @triton.jit
 def count_bits(words, ASM: tl.constexpr):
-    """Set bits of each int32; by one instruction with ASM, which the interpreter does not have."""
+    """Count the set bits of each int32. ASM uses one instruction, which the interpreter does not support."""
     if ASM:
         return tl.inline_asm_elementwise(
             "popc.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
@@ -158,7 +156,7 @@ def count_bits(words, ASM: tl.constexpr):
 
 @triton.jit
 def window_words(word_index, first, row):
-    """int32 words in which exactly the bits of the keys first .. row are set."""
+    """Return int32 words in which exactly the bits of the keys first .. row are set."""
     low = tl.minimum(tl.maximum(first - word_index * 32, 0), 32).to(tl.int64)
     high = tl.minimum(tl.maximum(row + 1 - word_index * 32, 0), 32).to(tl.int64)
     one = low * 0 + 1

@@ -1,4 +1,4 @@
-"""Moments, budget and exact top-k of one row of scores, all in one program with the row in registers."""
+"""Computes moments, budget and exact top-k of one row of scores in one program, which holds the row in registers."""
 
 import torch
 import triton
@@ -22,12 +22,12 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 def select_rows(
     criteria: Criteria, scores: torch.Tensor, chunk_start: int, rows: range, block: int, outputs: Outputs
 ) -> None:
-    """Select for `rows`, all of whose positions are below `block`.
+    """Select `rows`, whose positions are all below `block`.
 
     Args:
-        scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride a multiple of 16
+        scores: fp32 [B, R, columns], the chunk of rows from `chunk_start` on; the row stride is a multiple of 16
         block: a power of two
-        outputs: its packed mask holds zeros
+        outputs: its packed mask contains zeros
     """
     inputs, rule, log_sums = criteria.inputs, criteria.rule, outputs.log_sums
     _select_rows_kernel[(len(rows), inputs.batch)](
@@ -60,8 +60,8 @@ def select_rows(
 
 
 def row_options(block: int) -> dict[str, int]:
-    """With 32 keys a thread 96 registers do, and more rows share a multiprocessor than with 64 (docs/kernels.md,
-    Tuning)."""
+    """Return launch options. With 32 keys per thread 96 registers suffice, and more rows share a multiprocessor than
+    with 64 keys (docs/kernels.md, Tuning)."""
     if block > 4096:
         return search_options(block)
     return {"num_warps": 2 if block <= 2048 else 4, "maxnreg": 96}
@@ -122,11 +122,12 @@ def _select_rows_kernel(
     visible = (columns >= start) & (columns <= position)
 
     row_ptr = scores_ptr + batch * stride_b + (row - chunk_start).to(tl.int64) * stride_r
-    # A limit that is known to be a multiple of 16 keeps the masked load 16 bytes wide.
+    # The compiler knows that `limit` is a multiple of 16, so the masked load stays 16 bytes wide.
     limit = (position // 16 + 1) * 16
     x = tl.load(row_ptr + columns, mask=columns < limit, other=0.0)
 
-    # Two passes, from the first causal score, which replaces masked ones: equal scores have a variance of exactly 0.
+    # The variance takes two passes relative to the first causal score, which also replaces masked scores. Equal scores
+    # therefore have a variance of exactly 0.
     origin = tl.load(row_ptr + tl.minimum(start, position))
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
     x = tl.where(visible, x, origin)
@@ -145,7 +146,7 @@ def _select_rows_kernel(
             keys = tl.where((keys == threshold) & (columns > last), INT_MIN, keys)
     chosen = keys >= threshold
     bits = chosen.to(tl.int32) << (columns & 31)
-    # Distinct bits: their sum is their union, bit 31 included.
+    # The bits are distinct, so their sum is their union, including bit 31.
     words = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), axis=1)
     word_index = tl.arange(0, BLOCK // 32)
     window = tl.maximum(position - local_window + 1, start)
@@ -157,9 +158,9 @@ def _select_rows_kernel(
     tl.store(variance_ptr + token, variance)
     if log_sum_ptr is not None:
         if HAS_WINDOW:
-            # One comparison, unsigned: window <= column <= position, where there is a window.
+            # One unsigned comparison tests window <= column <= position, if there is a window.
             chosen |= (columns - window).to(tl.uint32) < (position + 1 - window).to(tl.uint32)
-        # In units of log 2.
+        # Scores are in units of log 2.
         log_base = tl.load(inverse_temperature_ptr) * LOG2_E
         highest = tl.where(num_visible > 0, score_of_key(tl.max(keys)) * log_base, 0.0)
         terms = tl.exp2(tl.where(chosen, x * log_base - highest, float("-inf")))

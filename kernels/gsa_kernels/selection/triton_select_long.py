@@ -1,11 +1,10 @@
-"""Exact top-k of rows too long for registers: by the maxima of groups of 8 neighbouring keys.
+"""Selects the exact top-k of rows too long for registers, by the maxima of groups of 8 neighbouring keys.
 
-The k groups with the best maxima (ties to the lower group) hold the k best keys: each key outside them is
-preceded by the best key of each of those k groups. So one program finds these groups among L / 8 maxima,
-and a second one selects among their 8 k keys. If L / 8 maxima also exceed the registers, the groups are
-found in the same way: the k clusters of 8 groups with the best maxima hold the k best groups. All searches are exact
-and have no case in which they fail; the row itself is read once in full. A group's 8 keys are one byte of the row's
-words.
+The k groups with the best maxima (ties to the lower group) contain the k best keys: any key outside them ranks after
+the best key of each of these k groups. One program therefore finds these groups among L / 8 maxima, and a second one
+selects among their 8 k keys. If the L / 8 maxima also exceed the registers, the groups are found in the same way: the k
+clusters of 8 groups with the best maxima contain the k best groups. All searches are exact and never fail. The row is
+read in full only once. The 8 keys of a group are one byte of the row's packed mask.
 """
 
 import torch
@@ -26,7 +25,7 @@ from gsa_kernels.selection.triton_search import (
 )
 
 _TILE = 4096  # keys a program reads at a time
-# Groups that a program searches at once: 32 in each thread. With twice the number Triton spills a third.
+# Groups that a program searches at once, 32 per thread. With twice this number Triton spills a third of them.
 _MOST_GROUPS = 32768
 _SMALLEST_LIST = 64  # groups
 
@@ -40,10 +39,10 @@ def select_long_rows(
     outputs: Outputs,
     wanted: torch.Tensor | None = None,
 ) -> None:
-    """Select for `rows`, whose positions are all below `block`. Arguments as in `select_rows`.
+    """Select `rows`, whose positions are all below `block`. Arguments are as in `select_rows`.
 
     Args:
-        wanted: int32 [B, R], of the chunk; rows where it is 0 are left alone
+        wanted: int32 [B, R], of the chunk; rows with 0 are skipped
     """
     inputs, rule, packed_mask = criteria.inputs, criteria.rule, outputs.packed_mask
     batch, grid = inputs.batch, (len(rows), inputs.batch)
@@ -82,9 +81,9 @@ def select_long_rows(
         LIST=list_length,
         **search_options(max(num_clusters, list_length * GROUP) if num_clusters else num_groups, min_warps=8),
     )
-    # The budget is known on the device only: all sizes are launched, and each row belongs to one of them.
+    # Only the device knows the budget. Kernels of all sizes are launched, and each row belongs to one of them.
     sizes = [size for size in (list_length // 4, list_length // 2) if size >= _SMALLEST_LIST] + [list_length]
-    if wanted is not None:  # few rows, if any: one launch
+    if wanted is not None:  # few rows or none, so one launch suffices
         sizes = [list_length]
     for above, size in zip([0, *sizes[:-1]], sizes, strict=True):
         _select_in_groups_kernel[grid](
@@ -160,10 +159,8 @@ def _best_groups_kernel(
     NUM_CLUSTERS: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Moments and budget k of a row, and the ascending list of its k best groups.
-
-    NUM_CLUSTERS: of 8 groups each, from the row's first group on, that are searched for these; 0: the groups are.
-    """
+    """Compute moments and budget k of a row, and the ascending list of its k best groups. NUM_CLUSTERS is the number of
+    clusters of 8 groups, from the row's first group on, that are searched first. 0 searches the groups directly."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
@@ -188,7 +185,7 @@ def _best_groups_kernel(
     end_group = position // GROUP + 1
     divisor = tl.maximum(num_visible, 1).to(tl.float32)
 
-    # Moments about the mean of the first keys: near the row's mean, so that nothing cancels, and equal
+    # Moments are relative to the mean of the first keys, which is near the row's mean. Nothing cancels, and equal
     # scores have variance 0 to the bit.
     origin = tl.load(row_ptr + tl.minimum(start, position))
     columns = (first_group + tile_groups)[:, None] * GROUP + within
@@ -215,13 +212,13 @@ def _best_groups_kernel(
             clusters = (tile - first_group) // GROUP + tl.arange(0, TILE // GROUP // GROUP)
             tl.store(cluster_keys_ptr + clusters, of_clusters, mask=clusters < NUM_CLUSTERS)
     mean = tl.sum(sums) / divisor
-    # NaN stays NaN: a plain maximum on a GPU returns the number.
+    # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
     variance = tl.maximum(tl.sum(squares) / divisor - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     k = row_budget(variance, ema_ptr, num_visible, k_base, k_min, k_max, dense_below, MODE)
     tl.store(budget_ptr + token, k)
     tl.store(variance_ptr + token, variance)
 
-    tl.debug_barrier()  # the maxima were written by other threads of this program
+    tl.debug_barrier()  # other threads of this program wrote the maxima
     num_valid = tl.maximum(end_group - first_group, 0)
     if NUM_CLUSTERS > 0:
         clusters = tl.arange(0, NUM_CLUSTERS)
@@ -229,11 +226,11 @@ def _best_groups_kernel(
         keys = tl.load(cluster_keys_ptr + clusters, mask=clusters < valid_clusters, other=INT_MIN)
         threshold, last = find_cut(keys, clusters, valid_clusters, k)
         chosen = above_cut(keys, clusters, threshold, last)
-        tl.debug_barrier()  # the list of the best clusters takes the place of their maxima
+        tl.debug_barrier()  # the list of the best clusters overwrites their maxima
         tl.store(cluster_keys_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, clusters, mask=chosen)
         tl.debug_barrier()
         num_listed = tl.minimum(k, valid_clusters)
-        # In the order of the groups: ties go to the lower slot.
+        # Slots are in the order of the groups, so that ties go to the lower slot.
         slots = tl.arange(0, LIST * GROUP)
         groups = _listed_groups(cluster_keys_ptr, slots, num_listed, first_group, end_group, GROUP)
         keys = tl.load(group_keys_ptr + groups, mask=groups < end_group, other=INT_MIN)
@@ -245,14 +242,14 @@ def _best_groups_kernel(
     threshold, last = find_cut(keys, slots, num_valid, k)
     chosen = above_cut(keys, slots, threshold, last)
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    if NUM_CLUSTERS > 0:  # recomputed: in registers they would take the room of the keys
+    if NUM_CLUSTERS > 0:  # recomputed, because in registers they would take the room of the keys
         groups = _listed_groups(cluster_keys_ptr, slots, num_listed, first_group, end_group, GROUP)
     tl.store(group_list_ptr + place, groups, mask=chosen)
 
 
 @triton.jit
 def _listed_groups(list_ptr, slots, num_listed, first_group, end_group, GROUP: tl.constexpr):
-    """Groups of the listed clusters, a slot each; `end_group` in slots of none."""
+    """Return the groups of the listed clusters, one per slot; `end_group` in empty slots."""
     place = slots // GROUP
     cluster = tl.load(list_ptr + place, mask=place < num_listed, other=0)
     return tl.where(
@@ -298,7 +295,7 @@ def _select_in_groups_kernel(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Select among the keys of the listed groups, for rows whose budget k is in (above, SIZE]."""
+    """Select among the keys of the listed groups, for rows with a budget k in (above, SIZE]."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row
@@ -330,7 +327,7 @@ def _select_in_groups_kernel(
     tl.store(bytes_ptr + first_word * 4 + groups, bits.to(tl.uint8), mask=listed)
 
     if local_window > 0:
-        tl.debug_barrier()  # these words hold bytes that other threads wrote
+        tl.debug_barrier()  # other threads wrote bytes of these words
         near = tl.maximum(position - local_window + 1, start)
         row_words_ptr = words_ptr + first_word
         for word in range(near // 32, position // 32 + 1, 128):

@@ -1,4 +1,4 @@
-"""The statistics of `reference.py` on packed masks: for a sample of the queries."""
+"""Computes the statistics of `statistics.py` on packed masks for a sample of the queries."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from gsa_kernels.limits import next_power_of_2
 from gsa_kernels.selection.triton_search import count_bits
 
 _COLUMNS = 1024
-"""Words of a query at a time."""
+"""Words of a query that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SelectionStatistics:
 def statistics_of_packed_mask(
     packed_mask: torch.Tensor, neighbours: torch.Tensor, grouped: torch.Tensor, group: int
 ) -> SelectionStatistics:
-    """In one launch: logged steps have hundreds of them, and the host must stay ahead of the device.
+    """Compute all statistics in one launch, so that the host stays ahead of the device in logged steps.
 
     Args:
         packed_mask: int32 [B, R, ceil(Lk / 32)]
         neighbours: int64 [P]: t of each pair of queries t - 1 and t
-        grouped: int64 [G * group], the queries of the groups, group after group
+        grouped: int64 [G * group], the queries of all groups, group by group
         group: at least 1
     """
     batch, rows, columns = packed_mask.shape
@@ -66,7 +66,7 @@ def _statistics_kernel(
     words, neighbours, grouped, sizes, overlaps, union_ratios, rows, pairs, groups, columns, group,
     COLUMNS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One program: the size of one query's selection, one pair, or one group."""
+    """One program computes the size of one query's selection, one pair, or one group."""
     item = tl.program_id(0)
     batch = tl.program_id(1)
     words += batch.to(tl.int64) * rows * columns
@@ -84,7 +84,7 @@ def _statistics_kernel(
             row = tl.where(item < rows, item, tl.where(is_pair, pair + member, of_group))
             own = tl.load(words + row * columns + column, mask=column < columns, other=0)
             joined = tl.where(is_pair & (member > 0), joined & own, joined | own)
-            # Only the later query of a pair.
+            # Only the later query of a pair counts.
             single_bits += tl.where(is_pair & (member == 0), 0, count_bits(own, ASM))
         joined_bits += count_bits(joined, ASM)
     union = tl.sum(joined_bits)

@@ -1,4 +1,4 @@
-"""Sentencepiece models of all kinds as tokenizer.json: the ids of sentencepiece, or a refusal."""
+"""Tests sentencepiece models of all kinds as tokenizer.json: sentencepiece's ids, or an error."""
 
 import io
 import shutil
@@ -21,7 +21,7 @@ EXACT: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
 }
-"""All text comes back."""
+"""Models that reproduce all text."""
 KINDS: dict[str, dict[str, Any]] = {
     "BPE, default flags": {"model_type": "bpe"},
     "BPE with a space in front, as Llama 2": {"model_type": "bpe", **EXACT},
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def trained(path: Path, **flags: Any) -> Tokenizer:
-    """On this project's own pages."""
+    """Train a tokenizer on this project's own pages."""
     text = (REPOSITORY / "docs" / "concepts.md").read_text().splitlines()
     lines = [line for line in text if line.strip()]
     file = io.BytesIO()
@@ -80,7 +80,7 @@ def test_other_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_token_in_front_that_training_did_not_have(tmp_path: Path) -> None:
-    """By the default call; a model that only came in and goes out keeps what its tokenizer adds."""
+    """The default call adds none. A model that is only imported and exported keeps its tokenizer's additions."""
     path = make_tokenizer(tmp_path)
     adding = TokenizersTokenizer.from_file(str(path))
     bos = adding.token_to_id("<|im_start|>")

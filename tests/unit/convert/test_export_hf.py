@@ -1,4 +1,4 @@
-"""Checkpoints as folders of transformers: the same logits, whole or not there, and back bit for bit."""
+"""Tests checkpoints as transformers folders: equal logits, whole or missing, and back bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from helpers.converted import (
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Without the model card, which tells where the weights come from."""
+    """Read all files except the model card, which names the source of the weights."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
@@ -62,7 +62,7 @@ def test_logits_match_training_and_come_back_bit_for_bit(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["gated-only", "GSA"])
 def test_in_bf16_the_error_matches_training(name: str, tmp_path: Path) -> None:
-    """Where every query selects all that it sees: rounding decides between near scores."""
+    """Every query selects all its causal keys, because rounding would decide between near scores."""
     config = config_of(name, precision="bf16")
     model = random_model(config)
     for attention in model.attentions:
@@ -81,7 +81,7 @@ def test_in_bf16_the_error_matches_training(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gsa(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A GSA model's checkpoint and its folder for transformers."""
+    """Create a GSA model's checkpoint and its folder for transformers."""
     folder = tmp_path_factory.mktemp("gsa")
     config = config_of("GSA")
     checkpoint = save(random_model(config), config, folder / "run" / "checkpoints")
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_and_another_tokenizer_are_refused(tmp_path: Path) 
 
 
 def test_every_field_of_the_model_has_been_thought_of() -> None:
-    """A new field that `gsa_hf` does not know must not be left out of an export: it belongs in NOT_IN_HF, or here."""
+    """An export must not omit a new field that `gsa_hf` does not know: add it to NOT_IN_HF, or here."""
     rotary = {"rope_base", "rope_scaling", "rotary_percent"}  # in rope_parameters
     trains = {"gate_bias_init", "indexer_loss_row_fraction", "variance_ema_decay"}
     runs = {"attention", "attention_impl", "attention_kernel", "dense_attention"}

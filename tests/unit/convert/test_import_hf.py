@@ -1,4 +1,4 @@
-"""Dense models of transformers as GSA models: the same first loss, training from there, and what is refused."""
+"""Tests dense transformers models as GSA models: equal first loss, further training, and errors."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ DENSE_MODELS: dict[str, Callable[[], Any]] = {
 
 
 def dense_model(name: str, folder: Path) -> PreTrainedModel:
-    """With random norms and biases, saved with a tokenizer."""
+    """Save a model with random norms and biases, and a tokenizer."""
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(DENSE_MODELS[name](), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -109,7 +109,6 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 
 def phase_config(imported: Config, phases: list[Any], **gsa: Any) -> Config:
-    """To train the imported weights."""
     section = dataclasses.replace(imported.gsa, **gsa)
     train = dataclasses.replace(tiny_config().train, seq_len_tokens=imported.train.seq_len_tokens)
     return dataclasses.replace(
@@ -153,7 +152,7 @@ def test_open_gates_change_no_bit(llama: Path, tmp_path: Path) -> None:
 
 
 def test_ten_steps_of_each_phase_train(llama: Path, tmp_path: Path) -> None:
-    """Dense -> warm-up -> sparse, with gates and an indexer that the dense model has not."""
+    """Phases are dense, warm-up and sparse, with gates and an indexer that the dense model lacks."""
     imported = import_hf(llama, tmp_path / "in", seq_len_tokens=16)
     phases = [DENSE, WARM_UP, SPARSE]
     new = {"attention": "sparse", "value_gate": True, "output_gate": True, "gate_bias_init": 4.0}
@@ -187,7 +186,7 @@ def test_the_config_to_start_from_loads(llama: Path, tmp_path: Path) -> None:
     assert config.checkpoint.initial_weights == str(tmp_path / "in")
     assert Path(config.data.tokenizer).is_file()
     assert find_checkpoint(tmp_path / "in") == tmp_path / "in"
-    (tmp_path / "in" / "config.yaml").write_text("model: {}")  # which is the user's
+    (tmp_path / "in" / "config.yaml").write_text("model: {}")  # the user's file
     model_with_weights_of(tmp_path / "in", phase_config(config, [DENSE]))
 
 

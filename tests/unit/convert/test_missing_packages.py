@@ -1,4 +1,4 @@
-"""Commands whose models transformers knows: where it is not installed, and what else they say beside their results."""
+"""Tests commands that need transformers if it is not installed, and what else they print with their results."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_libraries_say_of_packages_that_nobody_needs_is_not_shown(name, tmp_path, monkeypatch, capsys):
-    """megatron-core warns five times of Apex while it is imported."""
+    """megatron-core warns five times about Apex during import."""
     pytest.importorskip("transformers")
     command, words = COMMANDS[name]
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A folder of transformers that does not fit together is refused in one line, whoever reads it."""
+"""Tests that each reader rejects an inconsistent transformers folder with a one-line error."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pat
 
 
 def in_shards(folder: Path) -> None:
-    """The whole in a shard with an index; a part of it in the one file, which transformers reads first."""
+    """Write the whole model in a shard with an index, and a part in one file, which transformers reads first."""
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
     index(dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))(folder)
@@ -188,7 +188,7 @@ def test_tied_embeddings_and_dense_layers_are_no_contradiction(tmp_path, monkeyp
 
 
 def test_no_code_of_a_folder_runs(whole, tmp_path, monkeypatch, capsys):
-    """Not even where the standard input, from which transformers would take it, says yes."""
+    """The code of a folder does not run even if the standard input, which transformers asks, says yes."""
     folder = shutil.copytree(whole, tmp_path / "hf")
     ran = tmp_path / "ran"
     (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Mine: pass\n")
@@ -203,12 +203,12 @@ def test_no_code_of_a_folder_runs(whole, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"--hf {folder}: its tokenizer is code of the folder, which is never run here" in said
     monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), "--out", str(tmp_path / "in")])
-    assert import_hf.main() == 0  # which reads no more than the tokenizer's file
+    assert import_hf.main() == 0  # it reads only the tokenizer's file
     assert sys.stdin.read() == "y\ny\ny\n"
     assert not ran.exists()
     path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))
     monkeypatch.setattr(sys, "argv", ["command", "--hf", str(folder), *words])
-    assert generate.main() == 0  # by plain torch, whatever kernel the config names
+    assert generate.main() == 0  # with plain torch, whatever kernel the config names
 
 
 def test_an_end_of_documents_that_is_no_text_is_refused(whole: Path, tmp_path: Path) -> None:

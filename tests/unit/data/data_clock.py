@@ -1,7 +1,5 @@
-"""A clock for the limits of reads that passes only where an action says that it stands still.
-
-So nothing that works, however slow the machine, runs into a limit, and nothing that hangs is waited for.
-"""
+"""Provides a clock for the limits of reads that advances only when an action says that it blocks. Slow machines
+therefore never reach a limit, and the tests never wait for something that hangs."""
 
 import contextlib
 import queue
@@ -14,11 +12,11 @@ import pytest
 from gsa_data import fetch
 
 LONGEST_WAIT_SECONDS = 300.0
-"""For an action that neither ends nor says that it stands still."""
+"""Limit for an action that neither ends nor says that it blocks."""
 
 
 class Over(Exception):
-    """Ends what stood still with its test: it would go on in the next one."""
+    """Ends a blocked action together with its test, because it would otherwise continue in the next test."""
 
 
 class Clock:
@@ -34,7 +32,7 @@ class Clock:
         self.now += seconds
 
     def stand_still(self, seconds: float = float("inf")) -> None:
-        """In an action; for ever unless `seconds` are given. For ever in a thread that connects, too."""
+        """Block an action, or a thread that connects, forever unless `seconds` are given."""
         thread = threading.current_thread()
         if isinstance(thread, Action):
             thread.stand_still(seconds)
@@ -45,14 +43,14 @@ class Clock:
 
 
 class Action(threading.Thread):
-    """The thread of one action of `in_time`, which waits for it by this clock."""
+    """Runs one action of `in_time`, which waits for it by this clock."""
 
     clock: Clock
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self._pauses: queue.Queue[float] = queue.Queue()
-        """Seconds that it stands still, one number each time; 0 at its end."""
+        """Seconds of each block; 0 at its end."""
         self._left_seconds = 0.0
         self._goes_on = threading.Semaphore(0)
 
@@ -63,14 +61,14 @@ class Action(threading.Thread):
             self._pauses.put(0.0)
 
     def stand_still(self, seconds: float) -> None:
-        """In the action: until the clock has gone on by so much. One that is given up ends with the test."""
+        """Block the action until the clock has advanced by this time. An abandoned action ends with the test."""
         self._pauses.put(seconds)
         while not self._goes_on.acquire(timeout=0.01):
             if self.clock.test_is_over.is_set():
                 raise Over
 
     def join(self, timeout: float | None = None) -> None:
-        """In the one who waits: until the end of the action, or until its standstill has taken `timeout`."""
+        """Wait until the action ends, or until its blocks have taken `timeout`."""
         assert timeout is not None
         if not self._left_seconds:
             self._left_seconds = self._pauses.get(timeout=LONGEST_WAIT_SECONDS)
@@ -85,8 +83,6 @@ class Action(threading.Thread):
 
 
 class Connected(threading.Event):
-    """For which one waits who asked for a connection."""
-
     clock: Clock
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -101,7 +97,7 @@ class Connected(threading.Event):
 
 @contextlib.contextmanager
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """A clock for the limits of gsa_data.fetch; what stands still by it ends with the context."""
+    """Create a clock for the limits of gsa_data.fetch; blocked actions end with the context."""
     clock = Clock()
     own = {"Thread": type("OwnAction", (Action,), {"clock": clock})}
     own["Event"] = type("OwnConnected", (Connected,), {"clock": clock})

@@ -1,4 +1,4 @@
-"""Small synthetic corpora, and a simulation of a whole run of several ranks in one process."""
+"""Creates small synthetic corpora, and simulates a whole run of several ranks in one process."""
 
 import json
 import random
@@ -16,7 +16,7 @@ WORDS = ["gate", "sparse", "query", "key", "value", "head", "token", "lane", "sh
 
 
 def document(number: int) -> str:
-    """A text of 1 to 60 words that starts with its number, so that no two are equal."""
+    """Return a text of 1 to 60 words that starts with its number, so that all texts differ."""
     rng = random.Random(number)
     return f"<{number}> " + " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 60)))
 
@@ -37,8 +37,8 @@ def write_corpus(root: Path, num_shards: int, documents_per_shard: int) -> None:
 
 
 def held_by_parts(reader: ShardReader, relpath: str, parts: int) -> tuple[list[ShardLines], int]:
-    """A shard's parts, opened one after another and kept, as lanes do; and the bytes that they hold in memory."""
-    reader.open(relpath, 0, parts, Counter())  # what is done once
+    """Open a shard's parts one after another and keep them, as lanes do; also return their memory in bytes."""
+    reader.open(relpath, 0, parts, Counter())  # work that is done once
     tracemalloc.start()
     opened = [reader.open(relpath, part, parts, Counter()) for part in range(parts)]
     held_bytes = tracemalloc.get_traced_memory()[0]
@@ -47,7 +47,7 @@ def held_by_parts(reader: ShardReader, relpath: str, parts: int) -> tuple[list[S
 
 
 class Run:
-    """All ranks of a run. `samples` maps the global sample number to the tokens of its block."""
+    """Holds all ranks of a run. `samples` maps the global sample number to the tokens of its block."""
 
     def __init__(
         self,
@@ -95,7 +95,6 @@ def read_run(
     global_batch_size: int = 16,
     state: dict[str, Any] | None = None,
 ) -> Run:
-    """A run of `steps` steps, its workers already stopped."""
     run = Run(manifest, tokenizer, config, world_size, state)
     for _ in range(steps):
         run.step(global_batch_size, micro_batch_size=2)

@@ -1,4 +1,4 @@
-"""What best_fit packing counts and reports; test_data_oracle.py has its blocks against an oracle on lists."""
+"""Tests counts and reports of best_fit packing; test_data_oracle.py compares its blocks with an oracle."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ CONFIG = StreamConfig(
 
 
 def unequal_documents(seed: int, longest: int) -> Iterator[list[int]]:
-    """Endless; every token but the EOS is of one document only, so that no two are equal."""
+    """Yield documents endlessly, whose tokens other than EOS occur in only one document."""
     rng = random.Random(seed)
     number = 100
     while True:
@@ -65,7 +65,7 @@ def test_statistics_are_counted() -> None:
 
 
 def test_the_report_of_verify(corpus, tokenizer, capsys):
-    """Two lanes of 100 documents at 64 tokens, against blocks taken one by one."""
+    """Two lanes of 100 documents at 64 tokens are compared with blocks taken one by one."""
     arguments = ["--tokenizer", tokenizer.path, "--seq-len", "64", "--num-lanes", "2", "--pool", "5"]
     arguments += ["--k-base", "16"]
     assert verify.main([corpus.root, *arguments]) == 0
@@ -79,7 +79,7 @@ def test_the_report_of_verify(corpus, tokenizer, capsys):
         owners = [number for number, length in enumerate(lengths) for _ in range(length)]
         parts_of: dict[int, set[int]] = {}
         for place, (before, owner) in enumerate(itertools.pairwise(owners)):
-            # A label is of the block in which its input stands; a first token is with what follows it.
+            # A label belongs to its input's block; a first token is with what follows it.
             if before == owner or owners.count(owner) == 1:
                 parts_of.setdefault(owner, set()).add(place // 64)
         cut += sum(len(part) > 1 for part in parts_of.values())
@@ -96,14 +96,16 @@ def test_the_report_of_verify(corpus, tokenizer, capsys):
     assert rows["best_fit, pool of 5"]
     assert "more than k_base = 16 keys; 75.0% across documents" in printed
     assert ("WARNING" in printed) == (sparse / queries < 0.5)
-    assert verify.main([corpus.root, *arguments[:-1], "64"]) == 0  # no query of 64 tokens sees more
+    assert (
+        verify.main([corpus.root, *arguments[:-1], "64"]) == 0
+    )  # no query of 64 tokens has more causal keys
     assert (
         "WARNING by concatenate (0.0%) and best_fit, pool of 5 (0.0%) fewer than" in capsys.readouterr().out
     )
     assert verify.main([corpus.root, *arguments, "--pool", "0"]) == 2
 
 
-@pytest.mark.timeout(60)  # it took documents from the empty lane for ever
+@pytest.mark.timeout(60)  # it once took documents from the empty lane forever
 def test_the_report_of_verify_on_a_corpus_of_fewer_documents_than_lanes() -> None:
     with_empty, alone = (verify.best_fitted(lanes, 64, 4) for lanes in ([[70, 5], [], [9]], [[70, 5], [9]]))
     assert with_empty == alone

@@ -1,4 +1,4 @@
-"""Conversations as a data format: which lines are left out, and what packing and resumes keep."""
+"""Tests conversations as a data format: which lines are skipped, and what packing and resumes preserve."""
 
 import json
 from collections import Counter
@@ -220,7 +220,7 @@ def test_parquet_holds_the_same_conversations(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.parametrize("config", [CONFIG, BEST_FIT], ids=["concatenate", "best_fit"])
 def test_no_mark_is_lost_by_packing(folder, chat_tokenizer, config):
-    """In the first epoch each label that counts comes once, after the token that precedes it."""
+    """In the first epoch each scored label occurs once, after its preceding token."""
     run = Run(folder, chat_tokenizer, config)
     while min(cursor[0] for cursor in run.state()["cursors"]) < 2:
         run.step(8)
@@ -234,7 +234,7 @@ def test_no_mark_is_lost_by_packing(folder, chat_tokenizer, config):
         marked = encoder.encode(conversation(number), None)[0]
         pairs = zip((marked & TOKEN_ID)[:-1].tolist(), marked[1:].tolist(), strict=True)
         epoch.update(pair for pair in pairs if pair[1] & UNSCORED == 0)
-    # Some of the third epoch was read, too, and some waits in pools.
+    # A part of the third epoch was read, too, and some documents wait in pools.
     assert all(found[pair] >= count for pair, count in epoch.items())
     assert found.keys() <= epoch.keys()
     assert all(found[pair] <= 3 * count for pair, count in epoch.items())

@@ -1,4 +1,4 @@
-"""Chat templates: which tokens are the assistant's, where a template is found, and which are refused."""
+"""Tests chat templates: which tokens are the assistant's, where a template is found, and which are rejected."""
 
 import json
 import os
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 READING = Reading(backoff_seconds=0.0)
 SAMPLE = Path(__file__).parents[3] / "data"
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-"""Would take some centuries."""
+"""A template that would take centuries."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
     marked, text_bytes = ChatEncoder(template(WITH_BLOCKS), chat_tokenizer).encode(messages, tools)
     assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert (marked & TOKEN_ID).tolist() == [*expected["input_ids"], chat_tokenizer.eos_id]
-    # The appended end of the document counts, too: a model stops at it.
+    # The appended end of the document counts, too, because a model stops there.
     assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"]), True]
     inside = np.flatnonzero(marked & INSIDE)
     assert inside.tolist() == [n for n, t in enumerate(expected["input_ids"]) if t == chat_tokenizer.eos_id]
@@ -70,7 +70,7 @@ def test_tokens_and_masks_match_transformers(chat_tokenizer, messages, tools):
 
 
 def test_without_blocks_the_assistant_says_what_its_message_adds(chat_tokenizer: Tokenizer) -> None:
-    """That is what a block around the message and its end would hold, and the newline after it."""
+    """The tokens equal a block around the message and its end, plus the newline after it."""
     by_prefix = ChatEncoder(template(PLAIN), chat_tokenizer)
     by_block = ChatEncoder(
         template(WITH_BLOCKS.replace("<|im_end|>' -}}{%- endg", "<|im_end|>\n' -}}{%- endg")), chat_tokenizer
@@ -95,8 +95,8 @@ def test_the_end_of_a_document_counts_where_the_assistant_has_the_last_word(chat
 
 
 def test_sentencepiece_encodes_conversations_as_transformers_does(tmp_path: Path) -> None:
-    """From the first to the last turn, with an end of a turn that ends no document, and bytes of a character."""
-    from gsa_eval.convert.tokenizer import write_tokenizer  # which needs transformers
+    """The test covers all turns, an end of turn that ends no document, and bytes of a character."""
+    from gsa_eval.convert.tokenizer import write_tokenizer  # needs transformers
 
     tokenizer = Tokenizer(str(SAMPLE / "sample" / "tokenizer.model"))
     found = find_chat_template(tokenizer.path, str(SAMPLE / "sample_chat" / "chat_template.jinja"), READING)
@@ -110,7 +110,7 @@ def test_sentencepiece_encodes_conversations_as_transformers_does(tmp_path: Path
                 messages, chat_template=each.source, return_dict=True, return_assistant_tokens_mask=True
             )
             marked = encoder.encode(messages, None)[0]
-            assert (marked & TOKEN_ID).tolist() == expected["input_ids"]  # which end with the EOS
+            assert (marked & TOKEN_ID).tolist() == expected["input_ids"]  # they end with the EOS
             assert ((marked & UNSCORED) == 0).tolist() == [*map(bool, expected["assistant_masks"])]
             ends = np.flatnonzero((marked & TOKEN_ID) == tokenizer.eos_id)
             assert [bool(marked[end] & INSIDE) for end in ends] == [*[True] * (len(ends) - 1), False]

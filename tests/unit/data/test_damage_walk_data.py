@@ -1,7 +1,5 @@
-"""Every file of text, of prepared tokens and of indexed datasets, damaged in every way between two starts: refused.
-
-`pytest -s tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, what a resume makes of it.
-"""
+"""Tests that every damage between two starts to text, prepared tokens and indexed datasets raises an error. `pytest -s
+tests/unit/data/test_damage_walk_data.py` prints the table: file, damage, result of a resume."""
 
 import builtins
 import shutil
@@ -27,9 +25,8 @@ LINES = 40
 
 
 def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
-    """The samples of a corpus that is the one of before, and the sum of all of its ids, each of them read.
-
-    Raises DataFault where it is another one, or cannot be read."""
+    """Return the samples of the corpus, which must equal the earlier one, and the sum of all ids. Raises DataFault if
+    the corpus differs or cannot be read."""
     corpus = open_corpus(str(root), reading=READING)
     samples = sample_contents(corpus, READING)
     changed = changed_files(before, samples)
@@ -47,7 +44,7 @@ def read(root: Path, tokenizer: Tokenizer, before: dict[str, Any] | None) -> tup
 
 def write_text(root: Path, first: int, tokenizer: Tokenizer) -> None:
     write_corpus(root, num_shards=2, documents_per_shard=LINES)
-    if first:  # other documents under the same names
+    if first:  # other documents with the same names
         write_corpus(root / "new", num_shards=2 + first, documents_per_shard=LINES)
         for shard in range(2):
             (root / f"new/chunk1/s{shard + first}.jsonl.zst").replace(root / f"chunk1/s{shard}.jsonl.zst")
@@ -116,8 +113,8 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
 
 
 def test_samples_of_many_shards_do_not_wait_for_one_another(tmp_path, monkeypatch):
-    """On a network file system an opening takes milliseconds, and each start opens every shard. Here each opening waits
-    for another one, so that one after another they would never end."""
+    """On a network file system each opening takes milliseconds, and each start opens every shard. Here each opening
+    waits for another one, so that sequential openings would never end."""
     for number in range(64):
         (tmp_path / f"{number}.jsonl").write_bytes(bytes(4 * SAMPLE_BYTES + number))
     corpus, plain_open, two_are_opened = open_corpus(str(tmp_path)), open, threading.Barrier(2)

@@ -78,7 +78,6 @@ def test_too_many_bad_lines_make_a_bad_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_is_no_json_is_named_with_its_line(tmp_path: Path, value: str) -> None:
-    """In any field: Python's json and pandas write them."""
     lines = [b'{"text": "good"}', b"", b'{"text": "good", "score": %s}' % value.encode()]
     write_shard(tmp_path / "s0.jsonl.zst", lines)
     message = rf"line 3: .* at character 2\d; {value.removeprefix('-')} is not JSON, write null"

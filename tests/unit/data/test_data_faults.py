@@ -1,7 +1,5 @@
-"""Every fault of a corpus by name: what it does by default, what `skip` makes of it, and what is counted.
-
-Faults of gzip and Parquet files, and copied shards, are in test_data_formats.py.
-"""
+"""Tests every fault of a corpus by name: the default, the result of `skip`, and the counts. test_data_formats.py covers
+faults of gzip and Parquet files, and copied shards."""
 
 import os
 import signal
@@ -34,7 +32,7 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=8,
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three shards; the tests damage NAME."""
+    """Create three shards; the tests damage NAME."""
     write_corpus(tmp_path, num_shards=3, documents_per_shard=200)
     return tmp_path
 
@@ -59,7 +57,7 @@ def with_lines(*bad: bytes) -> Callable[[Path], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    # name: how the shard comes to it, what the run that it stops says, the counter of a run that skips it
+    # Fields: name: how to damage the shard, the error that stops a run, the counter of a run that skips.
     "truncated zstd": (truncate, r"s1\.jsonl\.zst is truncated or corrupt after \d+ bytes", "shards_damaged"),
     "bit flip": (flip_a_bit, r"s1\.jsonl\.zst is truncated or corrupt", "shards_damaged"),
     "empty file": (empty, "is truncated or corrupt", "shards_damaged"),
@@ -116,7 +114,7 @@ def test_a_bad_line_is_left_out_counted_and_logged(root, tokenizer, bad, counter
         run.step(16)
     resumed = read_run(manifest, tokenizer, config, steps=1, state=run.state())
     totals = skipped_totals(resumed.state()["counters"])
-    assert totals["data_skipped_documents"] >= 1  # goes on over a resume
+    assert totals["data_skipped_documents"] >= 1  # it continues after a resume
     assert totals["data_skipped_shards"] == 0
 
 
@@ -136,14 +134,14 @@ def test_a_shard_that_vanishes_after_the_start(root: Path, tokenizer: Tokenizer)
     config = replace(CONFIG, reading=replace(QUICK, on_bad_shard="skip"))
     counters = read_run(manifest, tokenizer, config, steps=40).state()["counters"]
     assert counters["shards_missing"] >= 1
-    assert "read_retries" not in counters  # waiting does not bring it back
+    assert "read_retries" not in counters  # waiting does not repair it
 
 
 # Reads that fail or never end
 
 
 class Broken:
-    """A file whose first reads go as planned: they raise an error, or end early, or never end."""
+    """Simulates a file whose first reads raise an error, end early, or never end."""
 
     def __init__(self, file: Any, plan: list[Any], clock: Clock | None) -> None:
         self.file, self.plan, self.size, self.clock = file, plan, file.size, clock
@@ -178,7 +176,7 @@ def break_reads(monkeypatch: pytest.MonkeyPatch, plan: list[Any], clock: Clock |
         ConnectionResetError("reset by peer"),
         TimeoutError("timed out"),
         FSTimeoutError(),
-        IncompleteRead(b""),  # as some libraries raise: no OSError
+        IncompleteRead(b""),  # some libraries raise this, which is no OSError
         EOFError("ended"),
         "short",
         "hangs",
@@ -242,12 +240,11 @@ class Readers:
     blocks: BlockStream
     workers: list[psutil.Process]
     iterator: Any
-    """torch's, which waits for them."""
+    """torch's iterator, which waits for them."""
 
 
 @pytest.fixture
 def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readers]:
-    """A stream with two reader processes at work."""
     iterators = []
 
     class Loader(DataLoader[Any]):
@@ -269,15 +266,15 @@ def readers(root: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_reader_that_dies_or_hangs_stops_the_run_soon(readers, kill_signal):
     assert readers.iterator._timeout == QUICK.longest_wait_seconds + rank_samples.HANG_SECONDS
-    # torch's handler raises for a reader's death wherever that finds this process: not before they are all gone.
+    # torch's handler raises at a reader's death wherever this process is. It must wait until all are dead.
     raises = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     for worker in readers.workers:
         os.kill(worker.pid, kill_signal)
-    # /proc shows a zombie a moment before its signal is sent; this waits for both.
+    # /proc shows a zombie shortly before its signal is sent; this waits for both.
     for worker in readers.workers:
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     signal.signal(signal.SIGCHLD, raises)
-    readers.iterator._timeout = 0.5  # not before they stand still: readers that work may be slow
+    readers.iterator._timeout = 0.5  # not before they block, because working readers may be slow
     with pytest.raises(DataFault, match=r"a data reader died or hangs .*resume from the last checkpoint"):
         readers.blocks.next_blocks(400)
     _, alive = psutil.wait_procs(readers.workers, timeout=60)

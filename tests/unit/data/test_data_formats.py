@@ -1,4 +1,4 @@
-"""Shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
+"""Tests shards as plain, gzipped and zstd JSON lines and as Parquet, mixed in one folder, at any fsspec address."""
 
 import gzip
 import io
@@ -90,7 +90,7 @@ def test_another_text_field_is_another_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != ".parquet"])
 def test_a_byte_order_mark_is_no_bad_line(tmp_path: Path, form: str) -> None:
-    """As PowerShell and Excel write UTF-8. After the beginning of the first line it is not a mark."""
+    """PowerShell and Excel write UTF-8 with it. Only at the beginning of the first line it is a mark."""
     pack = {".jsonl": bytes, ".jsonl.zst": zstandard.compress, ".jsonl.gz": gzip.compress}[form]
     for text, expected in {
         line("a") + b"\n" + line("\ufeffb"): [
@@ -125,7 +125,7 @@ def test_gzip_faults(tmp_path: Path) -> None:
 
 LONG_LINE = line("a") + b"\n" + line("a" * (8 << 20))
 BOMBS: dict[str, tuple[bytes, int]] = {
-    # name: the shard, which comes to more than 4 MiB in memory; documents that "skip" keeps
+    # Fields: name: the shard, which needs more than 4 MiB of memory; documents that "skip" keeps.
     "line.jsonl.zst": (zstandard.compress(LONG_LINE), 0),
     "line.jsonl.gz": (gzip.compress(LONG_LINE), 1),
     "blank lines.jsonl.zst": (zstandard.compress(b"\n" * (1 << 20)), 0),
@@ -158,7 +158,7 @@ def test_a_shard_that_unpacks_to_far_too_much_is_a_bad_one(tmp_path, name, monke
 
 def test_parquet_sources_and_bad_rows(tmp_path: Path) -> None:
     binary = pa.array([b"good", b"\xff\xfe", None, b" \n", b"also good"])
-    text = pa.Array.from_buffers(pa.string(), 5, binary.buffers())  # no promise of UTF-8 kept
+    text = pa.Array.from_buffers(pa.string(), 5, binary.buffers())  # without a guarantee of UTF-8
     meta = [
         {"redpajama_set_name": "X"},
         None,
@@ -197,7 +197,7 @@ def test_parquet_columns_of_sources() -> None:
         {"meta.redpajama_set_name": [0.5, 2.0]},
     ):
         rows = parquet_rows(parquet({"text": texts, **columns}), "text", "s")
-        assert rows == ([(b"a", None), (b"b", None)], "")  # as from lines of JSON
+        assert rows == ([(b"a", None), (b"b", None)], "")  # as from JSON lines
 
 
 def test_parquet_columns_of_one_name() -> None:
@@ -237,7 +237,7 @@ TEXT_TYPES = [
     pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view(),
     pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int32(), pa.large_binary()),
 ]  # fmt: skip
-"""All that pyarrow can write. Polars and DataFusion write views, Polars also categories."""
+"""All types that pyarrow can write. Polars and DataFusion write views, Polars also categories."""
 
 
 @pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
@@ -329,12 +329,12 @@ def test_a_copied_shard_is_refused_or_left_out(tmp_path: Path, tokenizer: Tokeni
     first = read_run(manifest, tokenizer, config, world_size=2, steps=1, global_batch_size=4)
     assert first.state()["counters"]["shards_duplicate"] == 1
     again = read_run(manifest, tokenizer, config, steps=1, global_batch_size=4, state=first.state())
-    assert again.state()["counters"]["shards_duplicate"] == 1  # and not once per start
+    assert again.state()["counters"]["shards_duplicate"] == 1  # not once per start
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.zst", "jsonl.gz", "parquet"])
 def test_empty_shards_are_no_copies(tmp_path: Path, form: str) -> None:
-    """Filters and Spark write a file for each part, and those without a document are alike."""
+    """Filters and Spark write a file for each part, and files without documents are equal."""
     content = {
         "jsonl": b"\n",
         "jsonl.zst": zstandard.compress(b""),

@@ -16,11 +16,11 @@ from gsa_data.lanes import LaneReader
 from gsa_data.source_weights import NO_SOURCE
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=24)
-WITHOUT_EOS = 7  # every 7-th document
+WITHOUT_EOS = 7  # every seventh document
 
 
 def write_indexed(folder: Path, name: str, documents: list[np.ndarray], code: int = 8) -> None:
-    """One dataset; the tokens of a document of more than 60 lie in two sequences."""
+    """Write one dataset; documents of more than 60 tokens span two sequences."""
     id_type = {4: "<i4", 8: "<u2"}[code]
     sequences = [part for ids in documents for part in ((ids[:60], ids[60:]) if len(ids) > 60 else (ids,))]
     lengths = np.array([len(ids) for ids in sequences], "<i4")
@@ -34,7 +34,7 @@ def write_indexed(folder: Path, name: str, documents: list[np.ndarray], code: in
 
 @pytest.fixture
 def written(tokenizer: Tokenizer, tmp_path: Path) -> list[list[int]]:
-    """Two datasets; what their documents are with an EOS each."""
+    """Write two datasets, and return their documents with an EOS each."""
     documents = []
     for number in range(120):
         ids = tokenizer.encode(document(number))
@@ -67,13 +67,13 @@ def test_a_part_holds_its_own_documents_only(tokenizer: Tokenizer, tmp_path: Pat
     reader = shard_reader(open_corpus(str(tmp_path)), tokenizer, Reading())
     parts, held_bytes = held_by_parts(reader, "a.bin", 20)
     assert sum(map(len, parts)) == 40_000
-    # Begin and end of each document; with the whole table it would be 320,000 bytes a part.
+    # Each document needs its begin and end; the whole table would take 320,000 bytes per part.
     assert held_bytes < 2 * 16 * 40_000
 
 
 def test_validation(written: list[list[int]], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The documents in the order of the files, each with an EOS; the bytes are what the tokens spell, without the space
-    that the tokenizer puts in front of a document."""
+    """Documents come in the order of the files, each with an EOS. Bytes count what the tokens spell, without the space
+    that the tokenizer adds before a document."""
     corpus = open_corpus(str(tmp_path))
     found = read_validation_set("set", corpus, tokenizer, 32, 20, Reading(), True, True)
     tokens = [token for ids in written for token in ids][: 20 * 32 + 1]
@@ -132,7 +132,7 @@ def test_a_dataset_without_a_name_is_refused(written: list[list[int]], tmp_path:
     for suffix in (".idx", ".bin"):
         (tmp_path / f"a_text_document{suffix}").rename(tmp_path / suffix)
     with pytest.raises(DataFault, match=r"/\.(bin|idx) has no name before its ending; rename"):
-        open_corpus(str(tmp_path))  # which would leave it out
+        open_corpus(str(tmp_path))  # it would skip it
     for suffix in (".idx", ".bin"):
         (tmp_path / f"b_text_document{suffix}").unlink()
     with pytest.raises(DataFault, match="has no name before its ending"):

@@ -1,4 +1,4 @@
-"""Which shards a folder holds: links, folders that cannot be listed, files of other kinds, text that is there twice."""
+"""Tests which shards a folder contains: links, unreadable folders, other kinds of files, duplicate text."""
 
 import gzip
 import logging
@@ -31,7 +31,7 @@ def names(root: Path, on_bad_shard: Any = "fail") -> list[str]:
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
-    """As huggingface_hub keeps what it downloads: a folder of links."""
+    """huggingface_hub stores downloads as a folder of links."""
     write(tmp_path / "blobs" / "1", TEXT)
     write(tmp_path / "blobs" / "2", OTHER)
     write(tmp_path / "copied" / "a.jsonl", TEXT)
@@ -99,7 +99,6 @@ def test_names_that_cannot_be_addressed(tmp_path: Path, name: bytes) -> None:
 
 
 def test_the_log_says_what_is_read_and_what_not(tmp_path, caplog, monkeypatch):
-    """Half of a corpus may be named otherwise."""
     for name in (
         "a.jsonl",
         "b.c/b.jsonl.zst",
@@ -130,13 +129,13 @@ def test_the_log_says_what_is_read_and_what_not(tmp_path, caplog, monkeypatch):
     [("a.jsonl", "a.jsonl.zst"), ("a.jsonl", "a.jsonl.gz"), ("a.jsonl.gz", "a.jsonl.zst")],
 )
 def test_a_shard_beside_its_packed_form_is_a_copy(tmp_path: Path, kept: str, left_out: str) -> None:
-    """`zstd -d` and `gunzip -k` leave both; every document would come twice an epoch."""
+    """`zstd -d` and `gunzip -k` leave both, so that every document would come twice per epoch."""
     pack = {"jsonl": bytes, "zst": zstandard.compress, "gz": gzip.compress}
     for name in (kept, left_out):
         write(tmp_path / "chunk" / name, pack[name.rpartition(".")[2]](TEXT))
-    write(tmp_path / "a.jsonl", OTHER)  # of the same name, but in another folder
+    write(tmp_path / "a.jsonl", OTHER)  # the same name in another folder
     write(tmp_path / "chunk" / "b.jsonl", OTHER)
-    write(tmp_path / "chunk" / "b.jsonl.zst", zstandard.compress(TEXT + OTHER))  # begins otherwise
+    write(tmp_path / "chunk" / "b.jsonl.zst", zstandard.compress(TEXT + OTHER))  # it begins differently
     shutil.move(tmp_path / "a.jsonl", tmp_path / "chunk" / "c.jsonl.unused")
     with pytest.raises(DataFault, match=rf"chunk/{left_out} is a copy of chunk/{kept} .*on_bad_shard=skip"):
         open_corpus(str(tmp_path))

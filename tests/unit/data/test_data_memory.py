@@ -1,4 +1,4 @@
-"""Reading takes a bounded memory, however long it goes on. `benchmarks/bench_memory.py` does the same over 10 GB."""
+"""Tests that readers use bounded memory over time. `benchmarks/bench_memory.py` does the same over 10 GB."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", with_nightly(CASES, {"text, one worker"}))
 def test_the_resident_memory_stays_flat(name: str, sample_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own: this one has free memory, in which a leak would not show."""
+    """A separate process runs it, because this one has free memory that would hide a leak."""
     corpus = [
         "--data",
         str(sample_folder / "validation"),

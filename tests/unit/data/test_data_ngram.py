@@ -10,7 +10,7 @@ from gsa_data import Tokenizer, fit_ngrams
 
 EOS, VOCAB = 2, 11
 RNG = np.random.default_rng(0)
-# Skewed, so that bigrams help; token 10 never occurs in training.
+# The text is skewed, so that bigrams help; token 10 never occurs in training.
 TRAIN = RNG.choice(10, size=(30, 8), p=RNG.dirichlet(np.ones(10))).astype(np.int32)
 TEST = RNG.integers(0, VOCAB, size=(6, 8)).astype(np.int32)
 
@@ -54,7 +54,7 @@ def test_against_brute_force(attend: bool, merge_entries: int, monkeypatch: pyte
 
 
 def test_large_vocabulary_does_not_overflow() -> None:
-    vocab_size = 100_000  # input * vocab_size + label passes 2**31
+    vocab_size = 100_000  # input * vocab_size + label exceeds 2**31
     blocks = np.array([[99_999, 99_998, 99_999, 5]], np.int32)
     model = fit_ngrams([blocks], vocab_size, EOS, True)
     assert model.bigram_keys.tolist() == sorted([99_999 * vocab_size + 99_998, 99_998 * vocab_size + 99_999,

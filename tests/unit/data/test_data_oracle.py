@@ -1,9 +1,8 @@
-"""Random corpora and random lives of a run, its shards failing or not, against an oracle on lists: every token, every
-position, every count.
+"""Compares random corpora and random runs, with or without failing shards, with an oracle on lists.
 
-A life has some starts, each with its own ranks, weights of sources, lengths of sequences, and text or tokens of it. The
-corpora have shards without lines, lines without text, documents without tokens and longer than ten sequences, fewer
-documents than lanes, and epochs of a few blocks.
+The test compares every token, position and count. A run has several starts, each with its own ranks, source weights,
+sequence lengths, and text or tokens. The corpora have shards without lines, lines without text, documents without
+tokens and longer than ten sequences, fewer documents than lanes, and epochs of a few blocks.
 """
 
 import itertools
@@ -39,7 +38,7 @@ WEIGHTS: list[dict[str, float]] = [
 
 
 class Numbers:
-    """A tokenizer of texts that are token numbers."""
+    """Tokenizes texts that are token numbers."""
 
     path, fingerprint, eos_id, vocab_size = "numbers", "numbers", EOS, 70_000
 
@@ -60,13 +59,13 @@ class Document(NamedTuple):
 
 
 Slot = tuple[int, int, int, int]
-"""epoch, unit, document, copy"""
+"""Epoch, unit, document, copy."""
 Lines = dict[str, list[Document | str]]
-"""Of each shard; a str is a fault."""
+"""Lines of each shard; a str is a fault."""
 
 
 def write_text(folder: Path, chance: random.Random) -> Lines:
-    """Up to 4 shards of up to 40 lines. No two documents have a token but the EOS in common."""
+    """Write up to 4 shards of up to 40 lines. Documents share no token except the EOS."""
     shards: Lines = {}
     numbers = itertools.count(2)
     for shard in range(chance.choice([1, 2, 4])):
@@ -89,14 +88,14 @@ def write_text(folder: Path, chance: random.Random) -> Lines:
 
 
 class Failed(NamedTuple):
-    """A shard that is gone, or has lost its end."""
+    """Describes a shard that is gone, or has lost its end."""
 
     lines: list[Document | str]
     is_gone: bool = False
 
 
 def fail(folder: Path, name: str, lines: list[Document | str], chance: random.Random) -> Failed:
-    """A shard that no longer opens, or ends after a line, or within one."""
+    """Damage a shard so that it no longer opens, or ends after or within a line."""
     path = folder / name
     if chance.random() < 0.3:
         path.unlink()
@@ -120,25 +119,25 @@ def copies(config: StreamConfig, shard: str, line: int, weight: float, epoch: in
 
 @dataclass
 class Lane:
-    """One lane of a run that never stops; the weights change where they are told to."""
+    """Simulates one lane of a run that never stops; the weights change when told."""
 
     number: int
     config: StreamConfig
     shards: Lines
     weights: dict[str, float] = field(default_factory=dict)
     failed: dict[str, Failed] = field(default_factory=dict)
-    """Shards that this start finds otherwise."""
+    """Shards that this start finds changed."""
     counts: Counter[str] = field(default_factory=Counter)
     cursor: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0, 0])
     blocks: int = 0
     stream: list[tuple[Slot, int, int]] = field(default_factory=list)
-    """concatenate: (slot, offset, token) from the first token of the next block on"""
+    """concatenate: (slot, offset, token) from the first token of the next block on."""
     pool: list[tuple[Slot, int, list[int]]] = field(default_factory=list)
-    """best_fit: (slot, offset, what is left)"""
+    """best_fit: (slot, offset, remaining tokens)."""
     origin: dict[Slot, tuple[str, int, int]] = field(default_factory=dict)
-    """Position of the text read: shard, line, and lines of the unit when it was opened."""
+    """Position of the text: shard, line, and lines of the unit when it was opened."""
     is_new: bool = False
-    """A start that has not yet read a block."""
+    """Whether a start has not yet read a block."""
 
     def __post_init__(self) -> None:
         self.slots = self.all_slots()
@@ -150,11 +149,10 @@ class Lane:
         return self.failed[name].lines if name in self.failed else self.shards[name]
 
     def line_at(self, name: str, number: int) -> Document | str:
-        """What a start finds at the place of a line."""
         return self.lines_of(name)[number] if number < len(self.lines_of(name)) else "lost_lines"
 
     def read_again(self) -> None:
-        """Documents that were read and are not, or not as a whole, in a block: a start reads them once more."""
+        """Read documents again that were read but not put into a block completely, as a start does."""
         for slot in {slot for slot, *_ in (*self.stream, *self.pool)}:
             line = self.line_at(*self.origin[slot][:2])
             if isinstance(line, str):
@@ -243,7 +241,7 @@ class Lane:
 def read(
     corpus: Manifest | TokenFolder, config: StreamConfig, ranks: int, steps: int, state: dict[str, Any] | None
 ) -> tuple[dict[int, list[int]], dict[str, Any]]:
-    """One start: blocks by the number of their global sample, and the state at its end as a checkpoint keeps it."""
+    """Run one start: blocks by global sample number, and the final state as in a checkpoint."""
     streams = [BlockStream(corpus, NUMBERS, config, rank, ranks, state) for rank in range(ranks)]
     samples: dict[int, list[int]] = {}
     for per_rank in (1 + step % 3 for step in range(steps)):
@@ -266,7 +264,7 @@ def test_a_life_of_a_run(seed: int, packing: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 def test_lives_whose_shards_fail_between_a_save_and_a_resume(packing: Any, tmp_path: Path) -> None:
-    """What is still there comes as it would have come, and each line that is not is counted."""
+    """Remaining lines come as they would have, and each missing line is counted."""
     counts: Counter[str] = Counter()
     for seed in range(8):
         (tmp_path / str(seed)).mkdir()
@@ -277,7 +275,7 @@ def test_lives_whose_shards_fail_between_a_save_and_a_resume(packing: Any, tmp_p
 def live(
     seed: int, packing: Any, scratch: Path, starts: int, shards_fail: bool
 ) -> tuple[list[str], Counter[str]]:
-    """Every block, position and count of a life; returns the starts that were refused, and the last counts."""
+    """Compare every block, position and count of a run; return the rejected starts, and the last counts."""
     chance = random.Random(seed)
     shards: Lines = {}
     while sum(isinstance(line, Document) for lines in shards.values() for line in lines) < 12:
@@ -304,7 +302,7 @@ def live(
     for _ in range(starts):
         weights = {name: each for name, each in chance.choice(WEIGHTS).items() if name in sources}
         config = replace(config, source_weights=weights, seq_len_tokens=chance.choice([1, 7, 16, 16, 50]))
-        ranks = chance.choice([1, 2, 3, 4, 6])  # also more than lanes, and others than divide them
+        ranks = chance.choice([1, 2, 3, 4, 6])  # also more than lanes, and numbers that do not divide them
         failed: dict[str, Failed] = {}
         for name, content in kept.items():
             (folder / name).write_bytes(content)

@@ -89,7 +89,7 @@ def test_verify_names_a_manifest_of_another_kind(tmp_path, capsys, content):
 def test_split_is_a_function_of_the_text(tmp_path: Path) -> None:
     first = write_corpus(DOCUMENTS + DOCUMENTS[:50], tmp_path / "a", train_shards=3)
     second = write_corpus(reversed(DOCUMENTS), tmp_path / "b", train_shards=3)
-    assert first == second  # with the sha256 of every shard; duplicates are gone
+    assert first == second  # with the sha256 of every shard and without duplicates
     fewer = write_corpus(DOCUMENTS[:200], tmp_path / "c", train_shards=3)
     assert sum(shard["documents"] for shard in fewer["shards"]) == 200  # type: ignore[attr-defined]
     splits = [place_of(each.text_utf8.decode()).split for each in DOCUMENTS]
@@ -132,7 +132,7 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     before = out.read_bytes()
     assert main([*arguments, "--vocab-size", "301"]) == 2
     assert f"error: --out {out}: exists; give another file, or remove that one" in capsys.readouterr().err
-    assert out.read_bytes() == before  # checkpoints and tokens may be made with it
+    assert out.read_bytes() == before  # checkpoints and tokens may depend on it
     out.unlink()
     assert main(["tokenizer", "--shards", str(tmp_path / "nowhere"), "--out", str(out)]) == 2
     assert "does not exist" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_text_that_makes_no_tokenizer(tmp_path, capsys, texts, size, said):
-    """Said in a line, and there is no file of that name."""
+    """The error has one line, and no file of that name is written."""
     write_shard(tmp_path / "text" / "a.jsonl.zst", [line(text) for text in texts])
     out = tmp_path / "tokenizer.model"
     arguments = ["tokenizer", "--shards", str(tmp_path / "text"), "--out", str(out), "--vocab-size", size]

@@ -1,4 +1,4 @@
-"""Reader processes of a stream."""
+"""Tests the reader processes of a stream."""
 
 import errno
 import multiprocessing
@@ -30,15 +30,15 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24
     ],
 )
 def test_workers_send_about_64k_tokens_at_once(seq_len_tokens, num_workers, prefetch_blocks, blocks):
-    """But no more blocks than they may read ahead, and without workers none is read before it is asked for."""
+    """Workers send no more blocks than they may read ahead. Without workers, blocks are read on demand."""
     config = StreamConfig(seq_len_tokens, 8, 0, num_workers=num_workers, prefetch_blocks=prefetch_blocks)
     assert group_blocks_of(config) == blocks
 
 
 def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, tokenizer):
-    """One that nobody has asked for text is closed with its workers."""
+    """A stream that is never asked for text is closed with its workers."""
     config = replace(CONFIG, num_workers=1)
-    before = workers()  # other tests' readers, which some of them kill
+    before = workers()  # other tests' readers, which some tests kill
     streams = [BlockStream(corpus, tokenizer, config, rank=0, world_size=1) for _ in range(3)]
     assert workers() <= before
     for stream in streams[:2]:
@@ -55,7 +55,6 @@ def test_started_workers_read_before_anyone_asks_and_hand_out_the_same(corpus, t
 
 
 def workers() -> set[int | None]:
-    """Their process ids."""
     return {child.pid for child in multiprocessing.active_children()}
 
 

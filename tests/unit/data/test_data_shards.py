@@ -69,13 +69,13 @@ class SilentHandler(SimpleHTTPRequestHandler):
 
 def test_reads_all_lines_of_all_frames(shard: Path) -> None:
     assert read(shard.parents[1]) == (LINES, Counter(shards_read=1))
-    frames = [b"\n".join(LINES[:7]) + b"\n", b"\n".join(LINES[7:])]  # and no newline at the end
+    frames = [b"\n".join(LINES[:7]) + b"\n", b"\n".join(LINES[7:])]  # without a newline at the end
     shard.write_bytes(b"".join(map(zstandard.compress, frames)))
     assert read(shard.parents[1])[0] == LINES
 
 
 def test_windows_of_any_length(shard: Path) -> None:
-    """As `zstd --long=31` packs, which remembers 2 GiB of text."""
+    """`zstd --long=31` writes such windows, of 2 GiB of text."""
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     shard.write_bytes(packer.compress(b"\n".join(LINES)) + packer.flush())

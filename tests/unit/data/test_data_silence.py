@@ -1,7 +1,7 @@
-"""A share whose server is gone: no call to it ever comes back. Every touch of the data has a limit, retries, a message.
+"""Tests a share whose server is gone, so that no call returns: every access has a limit, retries and a message.
 
-The limits are on a clock that passes only in what hangs (data_clock.py). Without a limit such a call would be waited
-for until the test fails.
+The limits use a clock that advances only in a hang (data_clock.py). Without a limit such a call would block until the
+test fails.
 """
 
 import os
@@ -31,7 +31,7 @@ SILENCE = r"no answer within 0\.2 s"
 
 
 class Server:
-    """Server of SilentFileSystem: the next `hangs` calls of one method never come back."""
+    """Serves SilentFileSystem: the next `hangs` calls of one method never return."""
 
     def __init__(self, clock: Clock) -> None:
         self.method, self.hangs, self.connections = "", 0, 0
@@ -46,8 +46,6 @@ class Server:
             self.clock.stand_still()
 
     def before(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, answered by this server."""
-
         def answered(*arguments: Any, **options: Any) -> Any:
             self.answer(method)
             return function(*arguments, **options)
@@ -71,7 +69,7 @@ class SilentFileSystem(MemoryFileSystem):
         return str(super()._strip_protocol(path.removeprefix("silent://")))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        # What is asked for first, and for sizes, may be silent apart.
+        # The first request and sizes may hang separately.
         self.server.answer(
             "ls" if not detail else "ls of a folder below" if "chunk" in path else "ls with sizes"
         )
@@ -97,7 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def share(server: Server, tmp_path: Path, tokenizer: Tokenizer) -> str:
-    """Two shards of one size, which are compared, and a tokenizer."""
+    """Create two shards of one size, which are compared, and a tokenizer."""
     write_corpus(tmp_path, num_shards=1, documents_per_shard=20)
     shard = (tmp_path / "chunk1" / "s0.jsonl.zst").read_bytes()
     for name, content in (("s0", shard), ("s1", b"\0" * len(shard))):
@@ -142,7 +140,7 @@ def test_a_connection_that_never_comes(share, server, tokenizer, caplog):
 
 
 def test_one_connection_is_kept(share: str, server: Server, tokenizer: Tokenizer) -> None:
-    """Also for the reads: each has its own thread."""
+    """Reads share it, although every read has its own thread."""
     before = server.connections
     manifest, counters = open_text(share), Counter[str]()
     reader = shard_reader(manifest, tokenizer, QUICK)
@@ -172,7 +170,7 @@ def test_a_tokenizer_that_cannot_be_opened(share: str, server: Server, tokenizer
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """To open one for reading waits for someone who writes."""
+    """Opening a pipe for reading waits for a writer."""
     os.mkfifo(tmp_path / "pipe.model")
     with pytest.raises(TokenizerError, match=r"cannot be read \(.*pipe.model: is a pipe, no regular file"):
         Tokenizer(str(tmp_path / "pipe.model"), reading=QUICK)
@@ -237,7 +235,6 @@ def test_what_shows_signs_of_life_may_take_long(server: Server) -> None:
 
 
 def test_a_remote_folder_that_cannot_be_listed_is_not_passed_over(share, monkeypatch):
-    """fsspec's own `find` would leave it out."""
     whole_ls = SilentFileSystem.ls
 
     def refused(self: Any, path: str, detail: bool = True, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Order and resume of a stream with reader processes; test_data_oracle.py compares random runs with an oracle."""
+"""Tests order and resume of a stream with reader processes; test_data_oracle.py compares random runs with an oracle."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24
 
 @pytest.fixture(scope="module")
 def reference(corpus: Manifest, tokenizer: Tokenizer) -> Run:
-    """An uninterrupted run of 12 steps of 16 samples on one rank."""
+    """Run 12 steps of 16 samples without interruption on one rank."""
     return read_run(corpus, tokenizer, CONFIG, steps=12)
 
 
@@ -52,7 +52,7 @@ def test_order_and_state_do_not_depend_on_ranks_or_workers(
 ) -> None:
     run = read_run(corpus, tokenizer, replace(CONFIG, num_workers=num_workers), world_size, steps=12)
     assert run.samples == reference.samples
-    assert run.state() == reference.state()  # cursors and counters: what workers read ahead is not in it
+    assert run.state() == reference.state()  # cursors and counters do not include what workers read ahead
 
 
 def test_the_checksum_of_a_step_names_its_text_and_order(corpus: Manifest, tokenizer: Tokenizer) -> None:
@@ -119,7 +119,7 @@ def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, befor
     for _ in range(5):
         first.step(16)
     state = copy.deepcopy(first.state())
-    first.step(16)  # trained on but never saved, then the run dies
+    first.step(16)  # these are trained but never saved, because the run dies
     first.close()
     assert mismatches(first, reference) == 0
 
@@ -127,14 +127,14 @@ def test_resume_with_other_ranks_and_workers(corpus, tokenizer, reference, befor
     second = read_run(corpus, tokenizer, config, after[0], steps=7, state=state)
     assert sorted(second.samples) == list(range(5 * 16, 12 * 16))
     assert mismatches(second, reference) == 0
-    assert second.state() == reference.state()  # counters too: nothing counted twice
+    assert second.state() == reference.state()  # counters count nothing twice
 
 
 # Any number of ranks
 
 
 def test_readers_that_share_lanes_keep_order_state_and_counters(corpus, tokenizer, reference):
-    """Six readers of eight lanes, and then seven ranks, from a number of samples that neither divides."""
+    """Six readers of eight lanes, and then seven ranks, start from a sample number that neither divides."""
     first = read_run(corpus, tokenizer, replace(CONFIG, num_workers=2), 3, steps=4, global_batch_size=18)
     second = read_run(corpus, tokenizer, CONFIG, 7, steps=5, global_batch_size=14, state=first.state())
     third = read_run(
@@ -248,7 +248,7 @@ def test_replay_gives_the_consumed_samples(corpus: Manifest, tokenizer: Tokenize
 
 
 def test_replay_of_another_text_than_was_consumed_is_noticed(corpus, tokenizer, reference):
-    """The run had other weights of sources, or another length, before a resume."""
+    """The run had other source weights, or another length, before a resume."""
     for change in ({"source_weights": {"Synthetic": 0.5}}, {"seq_len_tokens": 48}):
         config = replace(CONFIG, **change)  # type: ignore[arg-type]
         with pytest.raises(StateMismatch, match="the 192 sequences of the run are not what its config makes"):

@@ -23,14 +23,14 @@ def test_round_trip_without_eos(tokenizer: Tokenizer, sample_folder: Path) -> No
         tokens = each.encode(PROBE)
         assert tokens.dtype == np.int32
         assert each.eos_id == 2
-        assert each.eos_id not in tokens  # nor from the text "</s>"
+        assert each.eos_id not in tokens  # the text "</s>" does not give it either
         assert tokens.max() < each.vocab_size
         assert np.array_equal(tokens, each.encode(PROBE.encode()))
         assert len(each.encode("")) == 0
         assert each.decode(tokens.tolist()) == each.decode(tokens)
         assert each.file_name in ("tokenizer.json", "tokenizer.model")
         assert hashlib.sha256(each.file).hexdigest() == each.fingerprint
-    assert each.decode(tokens) == PROBE  # white space is kept by the bundled model
+    assert each.decode(tokens) == PROBE  # the bundled model keeps white space
 
 
 def test_bundled_tokenizer_has_4096_entries(sample_folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_clear_errors(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE as GPT-2's, which also says to cut what it encodes."""
+    """Write a byte-level BPE like GPT-2's, which also asks to truncate its output."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -114,7 +114,7 @@ def test_tokenizer_json(byte_level: Path) -> None:
     assert each.eos_id == 0
     assert tokens.max() < each.vocab_size <= 300
     assert each.eos_id not in tokens  # text that spells the token is only text
-    assert each.decode(tokens) == text  # nothing is cut off or filled up
+    assert each.decode(tokens) == text  # nothing is truncated or padded
     assert np.array_equal(tokens, each.encode(text.encode()))
     assert len(each.encode("")) == 0
     assert each.token_bytes[tokens].sum() == len(text.encode())
@@ -126,7 +126,7 @@ def test_tokenizer_json(byte_level: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "ByteLevel"])
 def test_marks_of_words_are_no_bytes(tmp_path: Path, kind: str) -> None:
-    """`##` inside a word, `</w>` at its end: bits per byte count the text that the tokens stand for."""
+    """`##` inside a word and `</w>` at its end are marks: bits per byte count the text that the tokens represent."""
     tokenizers = pytest.importorskip("tokenizers")
     options = {"special_tokens": ["[UNK]", "</s>"], "show_progress": False, "vocab_size": 50}
     if kind == "WordPiece":
@@ -136,7 +136,7 @@ def test_marks_of_words_are_no_bytes(tmp_path: Path, kind: str) -> None:
         model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
         trainer = tokenizers.trainers.BpeTrainer(end_of_word_suffix="</w>", **options)
     splits = [tokenizers.pre_tokenizers.BertPreTokenizer()]
-    if kind == "ByteLevel":  # as CLIP's
+    if kind == "ByteLevel":  # as in CLIP
         splits.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
     model.train_from_iterator(["the token of a lane of a shard", "né"] * 9, trainer)
@@ -188,7 +188,7 @@ def test_eos_of_a_tokenizer_json(byte_level: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "BPE"])
 def test_an_eos_of_a_tokenizer_json_that_text_spells(tmp_path: Path, kind: str) -> None:
-    """The library splits no special token off, but these models take it for a word, or part of one, of their own."""
+    """The library does not split off the special token, because these models treat it as a word, or part of one."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<unk>": 0, "</s>": 1, "a": 2}
     model = {
@@ -233,7 +233,7 @@ def trained(path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("token", ["<stop>", "<unk>", "\u2581", "<0x0A>"])
 def test_an_eos_that_text_holds_is_refused(tmp_path: Path, token: str) -> None:
-    """`is_control` says it: a symbol of the user's is found in text, an unknown one stands for it."""
+    """`is_control` detects it: text may contain a user's symbol, and an unknown symbol stands for it."""
     path = trained(tmp_path / "t.model", user_defined_symbols=["<stop>"])
     with pytest.raises(
         TokenizerError, match=rf"{token}' is no control symbol, so text would end .*eos_token"
@@ -246,7 +246,7 @@ def test_an_eos_that_is_a_control_symbol(tmp_path: Path, sample_folder: Path) ->
     path = trained(tmp_path / "t.model", control_symbols=["<stop>"])
     each = Tokenizer(path, "<stop>")
     assert each.eos_id not in each.encode("a <stop> b")
-    assert Tokenizer(str(sample_folder / "tokenizer.model"), "</s>").eos_id == 2  # as Llama's
+    assert Tokenizer(str(sample_folder / "tokenizer.model"), "</s>").eos_id == 2  # as in Llama
 
 
 def test_tokenizer_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

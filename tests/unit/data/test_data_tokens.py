@@ -1,4 +1,4 @@
-"""Prepared tokens give what streaming gives; what does not fit them is refused at the start."""
+"""Tests that prepared tokens give the same as streaming, and that a start rejects tokens that do not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokens(corpus: Manifest, tokenizer: Tokenizer, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def copy(tokens: TokenFolder, tmp_path: Path) -> Path:
-    """A folder of tokens that a test may damage."""
+    """Copy a folder of tokens that a test may damage."""
     shutil.copytree(tokens.root, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -51,7 +51,9 @@ def test_a_part_holds_its_own_lines_only(tokenizer: Tokenizer, tmp_path: Path) -
     folder = prepare_tokens(str(tmp_path), tokenizer, tmp_path / "out", 1, Reading())
     parts, held_bytes = held_by_parts(shard_reader(folder, tokenizer, Reading()), "s.jsonl.zst", 20)
     assert sum(map(len, parts)) == 5000
-    assert held_bytes < 2 * 5 * 8 * 5000  # five columns of int64: with the whole table 160,000 bytes a part
+    assert (
+        held_bytes < 2 * 5 * 8 * 5000
+    )  # five columns of int64; the whole table would take 160,000 bytes per part
 
 
 # The same as streaming
@@ -100,7 +102,7 @@ def test_faults_are_counted_as_when_streaming(tokenizer: Tokenizer, tmp_path: Pa
     with pytest.raises(DataFault, match=r"s2\.jsonl\.zst is truncated"):
         prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, fail)
     folder = prepare_tokens(str(source), tokenizer, tmp_path / "other", 1, reading)
-    # At the start, and not when a run comes to such a shard after days.
+    # The error comes at the start, not when a run reaches such a shard after days.
     with pytest.raises(DataFault, match=r"was bad in the source \(shards_\w+\), and 1 more"):
         BlockStream(folder, tokenizer, strict, 0, 1)
     for name, value in (("max_bad_line_fraction", 0.5), ("max_document_bytes", 99)):

@@ -1,4 +1,4 @@
-"""The command that prepares a folder of tokens: done once, resumed after a kill, repaired where the source changes."""
+"""Tests the command that prepares a folder of tokens: run once, resumed after a kill, repaired after changes."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def test_command(corpus, tokenizer, tmp_path, capsys):
     capsys.readouterr()
     assert prepare.main([*arguments, "--check"]) == 1
     assert "PROBLEM" in capsys.readouterr().out
-    assert prepare.main(arguments) == 0  # repairs it
+    assert prepare.main(arguments) == 0  # this repairs it
     output = capsys.readouterr().out
     assert f"again: {victim} has" in output
     assert "4 of them finished before" in output
@@ -67,7 +67,7 @@ class Bar(prepare_tokens.tqdm):
 prepare_tokens.tqdm = Bar
 sys.exit(prepare.main(sys.argv[1:]))
 """
-"""The command, which stands still when its journal has four shards: kills come late where a machine is busy."""
+"""The command, which pauses when its journal has four shards, because kills may be late on a busy machine."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -145,7 +145,7 @@ def test_copies_that_were_removed_are_forgotten(tokenizer: Tokenizer, tmp_path: 
 
 
 def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tokenizer, tmp_path, monkeypatch, capsys):
-    """The system's message has no file where a write fails, and the text lies on another disk."""
+    """The system's message names no file if a write fails, and the text is on another disk."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -165,12 +165,12 @@ def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tokenizer, tmp_path, monkeypa
 
 
 def test_shards_and_tokens_have_folders_of_their_own(tokenizer, tmp_path, capsys):
-    """One folder for both would be read as tokens only, and a killed command could not go on in it."""
+    """A shared folder would be read as tokens only, and a killed command could not resume in it."""
     write_corpus(tmp_path, num_shards=1, documents_per_shard=3)
     with pytest.raises(DataFault, match=r"--out .* is the folder of the shards"):
         prepare_tokens(str(tmp_path), tokenizer, tmp_path / "chunk1" / "..", 1, Reading())
     assert [path.name for path in tmp_path.rglob("*.*")] == ["s0.jsonl.zst"]
-    full = tmp_path / "chunk1" / "s0.jsonl.zst"  # no folder, as where the disk is full or must not be written
+    full = tmp_path / "chunk1" / "s0.jsonl.zst"  # not a folder, as on a full or read-only disk
     command = ["tokens", "--data", str(tmp_path), "--tokenizer", tokenizer.path, "--out", str(full)]
     assert prepare.main(command) == 2
     assert f"error: --out {full}: a file; give a folder for the tokens" in capsys.readouterr().err

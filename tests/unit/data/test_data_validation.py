@@ -1,4 +1,4 @@
-"""Validation text: which labels count, how many bytes they spell, and the same text by source."""
+"""Tests validation text: which labels count, how many bytes they spell, and the same text by source."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ def source_of(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """60 documents: three sources in turn, from the 30th on only one."""
+    """Write 60 documents: three sources in turn, from the 30th on only one."""
     root = tmp_path_factory.mktemp("mixed")
     for shard in range(2):
         numbers = range(shard * 30, shard * 30 + 30)
@@ -39,7 +39,7 @@ def read(
 
 
 def stream_of(blocks: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """The tokens that were packed, the filling left out."""
+    """Return the tokens that were packed, without padding."""
     tokens = [int(blocks[0, 0])]
     for block, length in zip(blocks, lengths, strict=True):
         tokens += block[1 : length + 1].tolist()
@@ -80,7 +80,6 @@ def test_tokens_of_a_text_give_the_scores_of_the_text(mixed, tokenizer, tmp_path
 
 
 def test_tokens_of_a_damaged_source_fail(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Also where training may skip what is bad."""
     skip = Reading(on_bad_shard="skip")
     source = tmp_path / "text" / "s.jsonl.zst"
     write_shard(source, [line("gate " * 100), line("open " * 100)])
@@ -100,7 +99,7 @@ def test_tokens_and_bytes_of_the_sources_add_up(mixed: Manifest, tokenizer: Toke
 
 
 def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    """Isolated documents (here ASCII): everything but the first token of each, which nothing predicts."""
+    """Documents are isolated (here ASCII): everything counts except the first token of each, which nothing predicts."""
     found = read(mixed, tokenizer, max_blocks=10**6)
     expected, tokens_left = 0, len(found.text.blocks) * L + 1
     for number in range(60):
@@ -112,7 +111,7 @@ def test_bytes_match_the_scored_text(mixed: Manifest, tokenizer: Tokenizer) -> N
 
 
 def test_attention_across_documents_scores_every_label(mixed: Manifest, tokenizer: Tokenizer) -> None:
-    """All but the first of the stream; of their bytes not the spaces that the tokenizer puts in front of documents."""
+    """All labels count except the stream's first, but not spaces that the tokenizer adds before documents."""
     isolated, across = read(mixed, tokenizer), read(mixed, tokenizer, across=True)
     assert across.text.scored_tokens == 30 * L > isolated.text.scored_tokens
     stream = stream_of(across.text.blocks, across.text.lengths)

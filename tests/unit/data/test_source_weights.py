@@ -1,4 +1,4 @@
-"""Weights of sources: what they count and refuse; test_data_oracle.py has the order against an oracle."""
+"""Tests source weights: counts and errors; test_data_oracle.py compares the order with an oracle."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ NUM_SHARDS, PER_SHARD = 4, 60
 
 
 def source_of(number: int) -> str:
-    """Half of the documents are Web, a sixth each is Books, Code and without a source."""
+    """Return the source: half of the documents are Web, a sixth each is Books, Code and without a source."""
     return ("Web", "Books", "Web", "Code", "Web", "")[number % 6]
 
 
@@ -116,7 +116,7 @@ def test_unknown_and_empty_sources(mixed, tokens, tokenizer, tmp_path):
     with pytest.raises(DataFault, match="leaves out every source"):
         with_weights(tokens, tokenizer, **nothing)
     with pytest.raises(DataFault, match=r"no usable document in 100 epochs of .* with source_weights"):
-        with_weights(mixed, tokenizer, **nothing).next_blocks(1)  # 4 units a lane
+        with_weights(mixed, tokenizer, **nothing).next_blocks(1)  # 4 units per lane
     one_lane = replace(CONFIG, num_lanes=1, source_weights=nothing)
     with pytest.raises(DataFault, match=r"no usable document in 4 epochs of .* with source_weights"):
         BlockStream(many_shards, tokenizer, one_lane, 0, 1).next_blocks(1)

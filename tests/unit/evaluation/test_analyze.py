@@ -1,4 +1,4 @@
-"""Analyses of attention: the numbers match the model's and its training's; pictures say what they show."""
+"""Tests analyses of attention: numbers match the model and its training; pictures show what they claim."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXT = "The tower stood by the sea, and " + "the gate of the tower was shut. " *
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """A GSA model of training, its config and its run's folder."""
+    """Create a GSA model of training, its config and its run's folder."""
     config = evaluated_config(train={"seq_len_tokens": LENGTH})
     model = evaluated_model(config)
     return model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / "run")
@@ -55,7 +55,7 @@ def test_groups_of_keys_have_no_map_of_scores() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "pool"])
 def test_numbers_match_the_layer(name: str) -> None:
-    """Weights times values, gated and projected, are the layer's output, which the model calculated without us."""
+    """Weights times values, gated and projected, must equal the layer's output, which the model computes itself."""
     model = tiny_model(name)
     attention: Any = model.model.layers[LAYER].self_attn
     tokens = distinct_tokens(1, LENGTH)
@@ -104,14 +104,14 @@ def test_numbers_match_the_layer(name: str) -> None:
     leaves_out = (found.selected.sum(-1) < causal.sum(-1)).nonzero()[:, 0]
     shares = [(found.full[t] * found.selected[t]).sum().item() for t in leaves_out.tolist()]
     assert found.recall == pytest.approx(sum(shares) / len(shares), rel=1e-5)
-    if model.config.local_window == 0:  # then selection is by score alone
+    if model.config.local_window == 0:  # selection then depends only on the score
         for t in leaves_out.tolist():
             left = found.scores[t, : t + 1][~found.selected[t, : t + 1]]
             assert found.scores[t][found.selected[t]].min() >= left.max()
 
 
 def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
-    """Compares with the layer's gate; nothing is found where it has no bounds."""
+    """Compare with the layer's gate; without bounds nothing is found."""
     if config.gate_activation == "silu":
         assert found == []
         return
@@ -130,7 +130,7 @@ def check_gate(found: list[Gate], logits: torch.Tensor, config: Any) -> None:
 def test_selections_sinks_and_gates_match_training(
     run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares with training's core and statistics on the same tokens."""
+    """The test compares with training's core and statistics on the same tokens."""
     model, _, run_dir = run
     evaluated = load_evaluated_model(Source(run=run_dir), execution=Execution(attention="eager"))
     encoded = evaluated.tokenizer.encode(TEXT).tolist()

@@ -1,5 +1,5 @@
-"""An evaluation beside a run that goes on: checkpoints are deleted while they are read, and neither harms the other.
-And what a kill at any moment leaves."""
+"""Tests an evaluation during a run: checkpoints are deleted while they are read, and neither harms the other. The tests
+also cover what a kill at any moment leaves."""
 
 import dataclasses
 import hashlib
@@ -32,7 +32,7 @@ from helpers.single_rank import single_rank
 
 
 class RunUnderWay:
-    """Saves when it is told to, and keeps its newest checkpoint alone."""
+    """Saves on demand, and keeps only its newest checkpoint."""
 
     def __init__(self, folder: Path, model: Model, optimizer: Any, config: Any) -> None:
         self.folder, self.step = folder, 0
@@ -46,7 +46,6 @@ class RunUnderWay:
         self.save()
 
     def save(self) -> None:
-        """Other weights than before."""
         self.step += 1
         with torch.no_grad():
             for parameter in self._trained[0].gpt.parameters():
@@ -56,7 +55,6 @@ class RunUnderWay:
         assert (result.error, result.warnings) == (None, [])
 
     def is_read_by(self, found: EvaluatedModel) -> bool:
-        """Its newest weights, whole."""
         ours = {name: each.sum() for name, each in self._trained[0].gpt.named_parameters()}
         norms = [found.model.model.norm.weight.sum(), found.model.lm_head.weight.sum()]
         expected = [ours["decoder.final_layernorm.weight"], ours["output_layer.weight"]]
@@ -83,7 +81,7 @@ def run(trained: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def before_call(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, do: Callable[[], None]
 ) -> None:
-    """`do` before the given call of a function, counted from 1."""
+    """Call `do` before the given call of a function, counted from 1."""
     function, calls = getattr(owner, name), 0
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -148,7 +146,7 @@ def test_what_is_damaged_is_refused_at_once(run: RunUnderWay) -> None:
 
 
 def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, monkeypatch):
-    """After a rewind the run comes to the step again."""
+    """After a rewind the run reaches the step again."""
 
     def again() -> None:
         run.step -= 1
@@ -159,12 +157,12 @@ def test_a_checkpoint_of_the_same_step_again_is_not_mixed_with_the_first(run, mo
 
 
 def test_latest_moves_while_it_is_followed(run: RunUnderWay, monkeypatch: pytest.MonkeyPatch) -> None:
-    before_call(monkeypatch, checkpoint_files, "is_complete", 3, run.save)  # of what `latest` named
+    before_call(monkeypatch, checkpoint_files, "is_complete", 3, run.save)  # of the checkpoint in `latest`
     assert find_checkpoint(run.folder) == run.folder / "checkpoints" / "step_00000002"
 
 
 def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypatch):
-    """NFS keeps the file in its folder under another name as long as a process of the node has it open."""
+    """NFS keeps an open file in its folder under another name."""
     checkpoints, remove = run.folder / "checkpoints", shutil.rmtree
     held = checkpoints / ".tmp_step_00000001"
 
@@ -179,7 +177,7 @@ def test_a_file_that_is_held_open_stops_neither_a_save_nor_a_start(run, monkeypa
         with pytest.raises(
             AssertionError, match=r"step_00000001 could not be deleted: .*Directory not empty"
         ):
-            run.save()  # which allows no warning, and has one
+            run.save()  # no warning is allowed, and none occurs
         assert [path.name for path in complete_checkpoints(checkpoints)] == ["step_00000002"]
         recover_folder(checkpoints)
     assert held.exists()
@@ -228,7 +226,7 @@ KILLS: dict[str, Any] = {
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Hash and time of every file that is of the run."""
+    """Return hash and time of every file of the run."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -252,7 +250,7 @@ def test_a_kill_leaves_nothing_half_written(moment, run, monkeypatch, capfd):
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # never back into pytest
+            os._exit(1)  # never return into pytest
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), capfd.readouterr().err
     assert os.WTERMSIG(status) == signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Our model class in lm-evaluation-harness gives what its own `hf` class gives of the exported model."""
+"""Tests that our model class in lm-evaluation-harness equals its `hf` class on the exported model."""
 
 import json
 import re
@@ -69,7 +69,7 @@ DOCUMENTS = [
 
 @pytest.fixture(autouse=True)
 def no_world_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's tests leave LOCAL_RANK, which accelerate takes for a world of ranks."""
+    """Remove LOCAL_RANK, which DeepSpeed's tests leave, and from which accelerate infers a world of ranks."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
@@ -87,12 +87,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM, 
     scope="module", params=["sentencepiece", "json", "json with a BOS", "json chat", "sentencepiece chat"]
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GSATrainLM, HFLM]:
-    """Our class on a run or its export, and theirs on the export."""
+    """Create our class on a run or its export, and theirs on the export."""
     folder = tmp_path_factory.mktemp("pair")
     data: dict[str, Any] = {}
     if "json" in request.param:
         data["tokenizer"] = str(make_tokenizer(folder))
-    if "BOS" in request.param:  # as Llama 3's file says it; training puts none in front
+    if "BOS" in request.param:  # as in Llama 3's file; training adds none
         whole = tokenizers.Tokenizer.from_file(data["tokenizer"])
         whole.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
         whole.save(data["tokenizer"])
@@ -107,7 +107,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = evaluated_config(train={"seq_len_tokens": LENGTH}, data=data)
     model = evaluated_model(config)
     if "json" in request.param:
-        with torch.no_grad():  # a vocabulary of one's own size would do as well
+        with torch.no_grad():  # any other vocabulary size would do
             model.gpt.output_layer.weight[Tokenizer(data["tokenizer"]).vocab_size :] = 0
     run = save_run(model, config, folder / "run")
     exported = export_hf(run / "checkpoints" / "step_00000003", folder / "hf").folder
@@ -144,7 +144,7 @@ def test_log_likelihoods_request_by_request(pair: tuple[GSATrainLM, HFLM]) -> No
 
 
 def test_a_continuation_without_tokens_is_refused(models: tuple[GSATrainLM, HFLM, Path]) -> None:
-    """It would have the probability 1."""
+    """A continuation without tokens would have the probability 1."""
     with pytest.raises(ValueError, match=r"the continuation '\):' of 'def main\(' has no separate tokens"):
         models[0].loglikelihood(requests("loglikelihood", ("def main(", "):")))
 
@@ -167,7 +167,7 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
     rolling = ours.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
     expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", *texts))
     assert rolling == pytest.approx(expected, rel=1e-5)
-    # Sentencepiece and transformers spell bytes that are no UTF-8 differently.
+    # Sentencepiece and transformers spell bytes that are not UTF-8 differently.
     ids = range(ours.evaluated.tokenizer.vocab_size)
     names = theirs.tokenizer.convert_ids_to_tokens(list(ids))
     left_out = {"suppress_tokens": [token for token in ids if names[token].startswith("<0x")] or None}
@@ -186,7 +186,7 @@ def test_rolling_and_generation_request_by_request(pair: tuple[GSATrainLM, HFLM]
 
 
 def test_conversations_request_by_request(pair: tuple[GSATrainLM, HFLM], tasks: list[Path]) -> None:
-    """As --apply_chat_template has them, with examples as turns."""
+    """Requests are as with --apply_chat_template, with examples as turns."""
     ours, theirs = pair
     messages = [
         {"role": "system", "content": "Answer."},
@@ -226,7 +226,7 @@ PROMPT = "def f(x):\n"
     ("until", "expected"), [("#", "    return x\n"), ("\n", "    return x"), (" ", ""), ("    r", "")]
 )
 def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypatch):
-    """Else code has another indentation than its first line, and a stop string at the beginning is not seen."""
+    """Without its first space, code loses its first line's indentation, and a leading stop string is not seen."""
     ours = models[0]
     prompt, whole = ours.tok_encode(PROMPT), ours.tok_encode(WRITTEN)
     assert whole[: len(prompt)] == prompt
@@ -244,7 +244,6 @@ def test_a_continuation_keeps_its_first_space(until, expected, models, monkeypat
 
 
 def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
-    """Sums over all tokens except the first."""
     logits = model.evaluated.model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
     return sum(float(logits[place, token]) for place, token in enumerate(tokens[1:]))
 
@@ -253,7 +252,7 @@ def plain_sum(model: GSATrainLM, tokens: list[int]) -> float:
     ("context", "continuation"), [("", "x"), ("  ", "x"), ("\n\n", " y"), ("", " "), (" ", "")]
 )
 def test_where_a_context_has_no_tokens_an_eos_stands_in(context, continuation, pair):
-    """No token is given for nothing; white space in front is part of what is scored."""
+    """No token is scored without a context; leading white space belongs to the scored text."""
     ours = pair[0]
     encoder = _Encoder(ours.evaluated.tokenizer)
     tokens = [ours.eot_token_id, *ours.tok_encode(context + continuation)]
@@ -310,7 +309,7 @@ def test_tasks_from_files(models, tasks, monkeypatch):
     ],
 )
 def test_a_task_with_a_mistake_in_it_is_named(text, words, models, tasks, tmp_path, monkeypatch, capsys):
-    """In one line, also to a run that is to score it."""
+    """The error has one line, also in a run that should score it."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(
         text.replace("{{", "{").replace("}}", "}").replace("{data}", str(tasks[0].parent / "test.jsonl"))
@@ -359,7 +358,7 @@ def test_it_is_registered_and_asks_for_one_model(models: tuple[GSATrainLM, HFLM,
 
 @pytest.mark.parametrize("limit", [None, 3])
 def test_a_run_scores_tasks_as_the_harness_does(limit, models, tasks):
-    """From the same log-likelihoods: the same tokens, the same accuracies."""
+    """Equal log-likelihoods come from the same tokens and give the same accuracies."""
     ours = models[0]
     (prepared,) = prepare_tasks([str(tasks[0])], ours.evaluated.tokenizer, LENGTH, limit or 0)
     pieces = [as_piece(request) for request in prepared.requests]

@@ -1,5 +1,5 @@
-"""Needles in a haystack: found by a model that is built to find them, through a selection of few keys, and not found by
-the same model without one part."""
+"""Tests needles in a haystack: a model constructed to find them does so with a selection of few keys. The same model
+without one part does not find them."""
 
 import json
 from collections.abc import Sequence
@@ -50,7 +50,6 @@ def model(folders: dict[Defect, Path]) -> GSAForCausalLM:
 
 
 def ruler_of(folder: Path, out: Path, lengths: str, samples: int, *more: str) -> dict[str, Any]:
-    """What launch/evaluate.py finds."""
     words = ["--hf", str(folder), "--out", str(out), "--name", "needle", "--ruler", lengths]
     words += ["--ruler-tasks", ",".join(TASKS), "--ruler-samples", str(samples)]
     words += ["--haystack", str(folder.parent / "essay"), "--batch-size", "3", *more]
@@ -99,7 +98,7 @@ def test_what_a_needle_is_found_by(defect, settings, score, folders, tmp_path):
 
 @pytest.mark.parametrize(("sentences", "depths"), [(60, range(0, 101, 10)), (300, (0, 100))])
 def test_depths_from_the_first_word_to_the_last(sentences, depths, model, tokenizer):
-    """At 0 and 100%, too, where RULER's random depths do not come."""
+    """The depths include 0 and 100%, which RULER's random depths do not reach."""
     (sample,) = samples("niah_single_1", 512, 1, 0, tokenizer, Material())
     begin, _, end = sample.prompt.split("\n\n")
     needle = next(each for each in sample.prompt.split(". ") if sample.answers[0] in each) + "."
@@ -114,7 +113,7 @@ def test_depths_from_the_first_word_to_the_last(sentences, depths, model, tokeni
 
 
 def test_what_is_selected(model: GSAForCausalLM, tokenizer: Tokenizer) -> None:
-    """The budget adapts and stays small, and the last query attends to the needle's number alone."""
+    """The budget adapts and stays small, and the last query attends only to the needle's number."""
     for task in ("niah_single_1", "niah_multikey_2"):
         (sample,) = samples(task, 1024, 1, 0, tokenizer, Material())
         tokens = tokenizer.encode(sample.prompt).tolist()
@@ -130,7 +129,6 @@ def test_what_is_selected(model: GSAForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def selected(model: GSAForCausalLM, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """bool [L, L] of each layer."""
     found: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][2][0]))

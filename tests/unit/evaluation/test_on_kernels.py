@@ -1,4 +1,4 @@
-"""Evaluation by the fused kernels beside plain torch, in Triton's interpreter or on a GPU."""
+"""Compares evaluation by the fused kernels with plain torch, in Triton's interpreter or on a GPU."""
 
 from pathlib import Path
 from typing import Any

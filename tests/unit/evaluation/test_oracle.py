@@ -1,4 +1,4 @@
-"""Selections by a perfect indexer: the rule, beside loops; and a model under them."""
+"""Compares selections by a perfect indexer with loops, and runs a model with them."""
 
 import json
 from pathlib import Path

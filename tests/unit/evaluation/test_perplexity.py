@@ -1,4 +1,4 @@
-"""Perplexity of text: equal to a plain loop over exported weights, and to what the run itself says."""
+"""Compares the perplexity of text with a plain loop over exported weights, and with the run itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WIKI = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """A GSA model, its config and its run's folder."""
+    """Create a GSA model, its config and its run's folder."""
     config = evaluated_config(evaluate={"max_blocks": BLOCKS})
     model = evaluated_model(config)
     return model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / "run")
@@ -65,7 +65,7 @@ def results(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def straight_line(folder: Path, sequences: list[tuple[list[int], int]]) -> float:
-    """Nats of each sequence's labels from a place on, one sequence at a time."""
+    """Sum the nats of each sequence's labels from a position on, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     total = 0.0
     for tokens, first in sequences:
@@ -109,7 +109,7 @@ def test_the_run_says_the_same(across: bool, run: tuple[Any, Any, Path], tmp_pat
 def test_the_runs_own_text_is_read_as_the_run_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another field, and without the documents that are too long for it."""
+    """The text has another field, and the documents that are too long for it are left out."""
     place = tmp_path / "validation"
     place.mkdir()
     texts = ["A long document, which is left out. " * 20, *["Short ones are read. " * 9] * 200]
@@ -186,7 +186,7 @@ def test_the_command_scores_the_runs_validation_and_touches_nothing(
 def test_what_was_finished_is_shown_when_the_rest_fails(
     run: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An hour of scores is not lost to the next text, nor to a full disk."""
+    """An hour of scores survives an error in the next text, and a full disk."""
     good = (
         "--run",
         run[2],
@@ -236,7 +236,7 @@ def test_a_kill_leaves_no_results(run: tuple[Any, Any, Path], monkeypatch: pytes
 def test_windows_equal_a_plain_loop(
     batch_size: int, run: tuple[Any, Any, Path], exported: Path, tmp_path: Path
 ) -> None:
-    """Documents of C4 as published, each by itself; some shorter than a window."""
+    """Documents of C4 are as published, each separate; some are shorter than a window."""
     texts = ["The tower stood. " * 9, "Short.", "def f(x):\n    return x + 1\n" * 5]
     content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts)
     (tmp_path / "c4-validation.00000-of-00008.json.gz").write_bytes(gzip.compress(content.encode()))
@@ -258,7 +258,9 @@ def test_windows_equal_a_plain_loop(
     count = sum(len(evaluated.tokenizer.encode(each)) for each in texts)
     assert found["tokens"] == count
     assert found["loss"] * count == pytest.approx(expected, rel=1e-6)
-    spelled = sum(len(each.encode()) for each in texts)  # not the space that the tokenizer puts in front
+    spelled = sum(
+        len(each.encode()) for each in texts
+    )  # without the space that the tokenizer adds before a document
     assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / spelled, rel=1e-6)
     assert sum(each["tokens"] for each in found["loss_by_position"]) == count
 

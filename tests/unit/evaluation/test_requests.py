@@ -1,4 +1,4 @@
-"""Request files: read or refused, tokens, scores by hand, and the command on a small model."""
+"""Tests request files: reading and errors, tokens, scores by hand, and the command on a small model."""
 
 import gzip
 import json
@@ -37,13 +37,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_scores_by_hand() -> None:
-    """Two questions; the longer answer of the first wins only per character."""
+    """Of two questions, the first one's longer answer wins only per character."""
     questions = [
         Question(("q", "q"), (" no", " yes, it is"), 1),
         Question(("a", "b", "c"), (" x", " \u00e9", " zz"), 1),
     ]
     found = score(RequestTask("t", Path("t"), questions), [-3.0, -8.0, -4.0, -2.0, -6.0])
-    # First: -3 > -8, wrong; -3/3 < -8/11, right. Second: -2 is the largest, right; -4/2, -2/2, -6/3: right.
+    # First: -3 > -8 is wrong; -3/3 < -8/11 is right. Second: -2 is the largest, right; -4/2, -2/2, -6/3: right.
     assert found["accuracy"] == 0.5
     assert found["length_normalised_accuracy"] == 1.0
     # " yes, it is" has 11 bytes, " \u00e9" 3.
@@ -61,7 +61,7 @@ def test_files_are_read_with_what_counts(places: tuple[Path, Path]) -> None:
     assert [(each.contexts[0], list(each.continuations), each.right) for each in colours.questions] == CHOICES
     assert len(colours.requests) == sum(
         len(choices) for _, choices, _ in CHOICES
-    )  # not the unconditional ones
+    )  # The unconditional requests are left out.
     assert gold.requests == [(context, continuation) for context, continuation, _ in GOLD]
     assert len(read_requests(str(places[0]), limit=2).questions) == 2
     with pytest.raises(ValueError, match="colours_rc exists already"):
@@ -128,7 +128,7 @@ def test_files_of_an_installed_package(tmp_path, places, monkeypatch):
 
 
 class Spelled:
-    """A tokenizer of characters, with or without a space in front of each text."""
+    """Tokenizes characters, with or without a space before each text."""
 
     eos_id = 0
 
@@ -166,8 +166,8 @@ def test_no_space_comes_between_context_and_continuation(adds_space: bool) -> No
     ],
 )
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
-    """Where it becomes part of the next token it belongs to the continuation, and the tokens match the whole
-    text: no second space of the tokenizer's comes between. Every continuation has a token in front."""
+    """White space that becomes part of the next token belongs to the continuation, and the tokens match the whole text.
+    The tokenizer adds no second space. Every continuation has a preceding token."""
     tokenizer = Tokenizer(TOKENIZER)
     (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")
     whole = tokenizer.encode(context + continuation).tolist()
@@ -220,7 +220,7 @@ def test_the_command_gives_the_scores_of_a_plain_loop(places, tmp_path, monkeypa
 
 
 def write_mmlu(package: Path) -> None:
-    """Two subjects, each with six questions to learn from and one to answer."""
+    """Write two subjects, each with six example questions and one to answer."""
     pyarrow = pytest.importorskip("pyarrow")
     (package / "oe_eval_tasks").mkdir(parents=True)
     (package / "__init__.py").write_text("")

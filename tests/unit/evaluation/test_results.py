@@ -1,4 +1,4 @@
-"""Results of evaluations: whole or not there, as pictures, in the run's report and as a W&B run of their own."""
+"""Tests results of evaluations: complete or missing, as pictures, in the run's report and as a W&B run."""
 
 import json
 import os
@@ -65,12 +65,12 @@ CALLS = [
     ("matplotlib.figure.Figure.savefig", 3),
     ("pathlib.Path.rename", 0),
 ]
-"""What makes the folder: the first and the last of each, from 0."""
+"""Functions that write the folder: the first and the last call of each, from 0."""
 PICTURES = ["needle.png", "perplexity_by_position.png", "ruler.png", "tasks.png"]
 
 
 def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[..., Any]:
-    """The function `name`, whose call `number`, from 0, does its work and is then hit."""
+    """Return the function `name`; its call `number`, from 0, does its work and is then killed."""
     module, _, attribute = name.rpartition(".")
     owner = __import__(module.rpartition(".")[0], fromlist=["x"])
     original = getattr(getattr(owner, module.rpartition(".")[2]), attribute)
@@ -90,9 +90,9 @@ def killed_at(number: int, name: str, kill: Callable[[], None]) -> Callable[...,
 
 @pytest.mark.parametrize(("name", "number"), CALLS)
 def test_a_kill_in_any_write_leaves_nothing_of_that_name(name, number, tmp_path, monkeypatch):
-    """A real one: SIGKILL of a process of its own."""
+    """The kill is real: SIGKILL of a separate process."""
     child = os.fork()
-    if child == 0:  # no return into pytest, whatever happens
+    if child == 0:  # never return into pytest
         try:
             monkeypatch.setattr(name, killed_at(number, name, lambda: os.kill(os.getpid(), signal.SIGKILL)))
             write_results(tmp_path / "evaluations" / "all", RESULTS)
@@ -152,7 +152,7 @@ def test_scores_in_short() -> None:
 
 
 def test_numbers_that_are_not_finite_are_strict_json_and_come_back(run_dir, tmp_path, monkeypatch):
-    """As in metrics.jsonl; also of a file from before, which had JSON of Python's own."""
+    """Results are strict JSON like metrics.jsonl. Older files have Python's own JSON and can still be read."""
     nan, inf = float("nan"), float("inf")
     text = {**TEXT, "loss": nan, "perplexity": inf, "bits_per_byte": nan}
     text["loss_by_position"] = [{"from": 1, "to": 16, "loss": nan}, {"from": 17, "to": 32, "loss": inf}]
@@ -216,7 +216,7 @@ def test_an_evaluation_is_a_wandb_run_of_its_own(run_dir: Path, tmp_path: Path) 
         "eval/ruler_bits_per_byte/1000",
         "eval/needle",
     )
-    deadline = time.monotonic() + 60  # W&B's own process writes the file, some time after it said it finished
+    deadline = time.monotonic() + 60  # W&B's process writes the file some time after it reports success
     while missing := [word for word in words if word.encode() not in kept.read_bytes()]:
         assert time.monotonic() < deadline, missing
         time.sleep(0.05)

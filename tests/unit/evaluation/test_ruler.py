@@ -1,4 +1,4 @@
-"""RULER: prompts that fit and hold their answers, scores, and models that find all or nothing by construction."""
+"""Tests RULER: prompts that fit and contain their answers, scores, and models that find all or nothing."""
 
 import itertools
 import json
@@ -49,7 +49,6 @@ def material() -> Material:
 
 
 def reader(asked: Sequence[Sample], new_tokens: int) -> list[str]:
-    """Answers from what stands in the prompt alone."""
     return [f" {read(each.prompt.rpartition(chr(10) * 2)[2], each.prompt)}, I think." for each in asked]
 
 
@@ -114,7 +113,7 @@ def test_other_processes_make_the_same_prompts(tokenizer, material, monkeypatch)
 
 
 def test_bits_of_expected_answers(tokenizer: Tokenizer, material: Material) -> None:
-    """The model gives each byte of an answer 2 bits where the prompt has the answer, and else 5."""
+    """The model gives each byte of an answer 2 bits if the prompt contains the answer, and 5 otherwise."""
     asked: list[tuple[str, str, int]] = []
 
     def score(texts: Sequence[tuple[str, str]], length: int) -> list[float]:
@@ -179,7 +178,7 @@ def test_prompts_fit_hold_their_answers_and_come_again(name, tokenizer, material
 
 @pytest.mark.parametrize("words", [["a"] * 500 + ["x" * 400] * 5, ["x" * 400] * 5 + ["a"] * 500])
 def test_a_line_through_two_sizes_does_not_overfill_a_length(words: list[str], tokenizer: Tokenizer) -> None:
-    """In text whose words differ in length as no text's do."""
+    """The lengths of the words vary more than in any real text."""
     made = samples("niah_single_2", 1500, 4, 0, tokenizer, Material(words))
     assert all(900 < len(sample.tokens) + 128 <= 1500 for sample in made)
 
@@ -197,7 +196,7 @@ def test_the_number_of_answers_is_rulers(tokenizer: Tokenizer, material: Materia
     ("length", "in_example", "in_list"), [(4095, {3: 10, 1: 10}, (6, 1)), (4096, {10: 10, 3: 30}, (30, 3))]
 )
 def test_frequencies_of_common_words_are_rulers(length, in_example, in_list, material):
-    """As `generate_input_output` of RULER's common_words_extraction.py counts them."""
+    """The counts are from `generate_input_output` of RULER's common_words_extraction.py."""
     sample = TASKS["cwe"].make(random.Random(0), 50, Setting(length, material))
     parts = sample.prompt.split("\n\n")
     example, asked = (Counter(re.findall(r"\d+\. (\S+)", part)) for part in (parts[1], parts[4]))
@@ -207,7 +206,7 @@ def test_frequencies_of_common_words_are_rulers(length, in_example, in_list, mat
 
 
 def test_frequencies_of_coded_words_are_rulers(material: Material) -> None:
-    """As `generate_input_output` of RULER's freq_words_extraction.py counts them: 4000 / 50 words with the dots."""
+    """The counts are from `generate_input_output` of RULER's freq_words_extraction.py: 4000 / 50 words with dots."""
     sample = TASKS["fwe"].make(random.Random(0), 900, Setting(4000, material))
     found = Counter(sample.prompt.split("\n\n")[1].split())
     expected = [int(1000 * rank**-2.0 / (math.pi**2 / 6)) for rank in range(1, 81)]
@@ -216,7 +215,7 @@ def test_frequencies_of_coded_words_are_rulers(material: Material) -> None:
 
 
 def test_a_length_that_there_are_words_for_is_filled(tokenizer, material, monkeypatch):
-    """The search for how many units have room tries more of them, for which the words do not last."""
+    """The search for the number of units also tries larger numbers, for which there are too few words."""
     monkeypatch.setattr(ruler_words, "USABLE", 380 / (len(FIRST) * len(NOUNS)))
     task = TASKS["niah_multikey_2"]
     of_all = len(tokenizer.encode(task.make(random.Random(0), 350, Setting(5000, material)).prompt))

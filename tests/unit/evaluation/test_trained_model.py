@@ -1,4 +1,4 @@
-"""What `gsa_hf` does not have is scored by the training's own model: as a run does, and as the other where both can."""
+"""Tests scoring by the training's own model where `gsa_hf` lacks a feature, and compares both where it does not."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,11 @@ ALL: dict[str, dict[str, dict[str, Any]]] = {"pool": POOL, "blocks": BLOCKS, "pl
 
 @pytest.fixture(autouse=True)
 def one_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has one already."""
     monkeypatch.setattr(trained_model, "init_parallel", lambda *_: single_rank())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Path]]:
-    """Model, config and run folder of each."""
     made = {}
     for name, sections in ALL.items():
         config = evaluated_config(evaluate={"max_blocks": READ}, **sections)

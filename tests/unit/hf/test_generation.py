@@ -1,4 +1,4 @@
-"""Generation beside `model.generate()`: token by token, with padding, blocks, groups of layers; what it refuses."""
+"""Compares generation with `model.generate()`: token by token, with padding, blocks, groups of layers; and errors."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CUDA = torch.cuda.is_available()
 
 
 class WithoutGraphs:
-    """In the place of `DecodingGraphs`, which need a CUDA device."""
+    """Replaces `DecodingGraphs`, which need a CUDA device."""
 
     def __init__(self, decoder: decoding.FusedDecoder) -> None:
         self.decoder, self.refreshes = decoder, []
@@ -53,7 +53,6 @@ def test_what_fused_steps_have_not_is_decoded_by_the_model(changes: dict[str, An
 
 
 def chosen(model: Any, monkeypatch: pytest.MonkeyPatch) -> type:
-    """The decoder of a model on a GPU."""
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr(type(model), "device", torch.device("cuda"))
         return type(generation.Generator(model).decoder)
@@ -76,7 +75,7 @@ LAYER = "model.layers.0."
 def test_layers_of_other_classes_are_called(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As adapters and quantisation make them: by the model's forward pass, and the log says why."""
+    """Adapters and quantisation create such layers. The model's forward pass runs, and the log says why."""
     caplog.set_level("INFO", "gsa_hf")
     model = make_model("sparse")
     model.set_attn_implementation("gsa")
@@ -102,7 +101,7 @@ def test_layers_of_other_classes_are_called(
 
 
 def test_weights_that_fused_steps_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised in a layer that stays nn.Linear, as torchao has them, and left on another device by `device_map`."""
+    """Weights are quantised inside nn.Linear, as by torchao, or on another device by `device_map`."""
     quantised, offloaded = make_model("sparse"), make_model("sparse")
     linear = quantised.model.layers[0].mlp.up_proj
     linear.weight = type("Int4", (torch.nn.Parameter,), {})(linear.weight.detach())
@@ -123,7 +122,7 @@ def prefill_by_torch(model: Any) -> None:
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again with the same generator: it takes the cache as the first time has left it."""
+    """A second call with the same generator uses the cache of the first."""
     model = make_model(name)
     wanted = by_transformers(model, 10)
     if name != "dense":
@@ -137,7 +136,7 @@ def test_fused_steps_give_the_tokens_of_transformers(name: str, monkeypatch: pyt
     assert generator.generate(PROMPTS, 2).tokens == [row[:2] for row in wanted]
     assert generator._graphs is first
     if "selection_block" in MODELS[name]:
-        # After 30, 15 and 21 tokens blocks begin at the second and third step.
+        # After 30, 15 and 21 tokens, blocks begin at the second and third step.
         assert first.refreshes[:9] == [False, True, True, *[False] * 6]
 
 
@@ -171,7 +170,7 @@ def test_products_of_few_rows_give_the_same_tokens(
 @pytest.mark.skipif(CUDA, reason="on a GPU it is captured: tests/gpu")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More sequences have more programs than there are at once on a device."""
+    """Several sequences have more programs than a device runs at once."""
     model = make_model("blocks")
     model.set_attn_implementation("gsa")
     decoder = decoding.FusedDecoder(model)
@@ -192,7 +191,7 @@ def test_one_sequence_alone_reads_ahead_what_it_keeps(batch: int, monkeypatch: p
 @pytest.mark.skipif(CUDA, reason="by the interpreter, which has enough with two layers")
 @torch.no_grad()
 def test_a_selection_is_made_again_from_the_cache() -> None:
-    """Of the block that began at the third step: those around it, which keep a selection, write no queries."""
+    """The block began at the third step. Steps around it keep a selection and write no queries."""
     model = make_model("blocks", attn_implementation="gsa")
     decoder = decoding.FusedDecoder(model, products="rows")
     decoder.open(1, 64)
@@ -215,7 +214,7 @@ def test_a_selection_is_made_again_from_the_cache() -> None:
 
 
 def test_which_products_are_taken() -> None:
-    """On a CPU, and in fp32, torch's; the kernels where they are asked for and fit."""
+    """torch's are used on a CPU and in fp32; the kernels where requested and supported."""
     chosen = decoding.FusedDecoder(make_model("dense"))
     chosen.open(1, 16)
     assert chosen.products == "torch"

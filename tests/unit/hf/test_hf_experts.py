@@ -1,4 +1,4 @@
-"""Mixtures of experts in transformers: routed token by token, whatever multiplies them; what is refused."""
+"""Tests mixtures of experts in transformers: routing by token, whatever computes the products, and errors."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_every_token_gets_its_experts_by_their_weights(score: str) -> None:
     assert not isinstance(model().model.layers[0].mlp, GSASparseMLP)
     bias = layer.gate.e_score_correction_bias
     assert bias is not None
-    bias.copy_(torch.tensor([0.0, 5.0, 0.0, 0.0, -5.0, 0.0]))  # expert 1 is always one of the two, 4 never
+    bias.copy_(torch.tensor([0.0, 5.0, 0.0, 0.0, -5.0, 0.0]))  # every token takes expert 1, and none takes 4
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         found = layer(x)
@@ -70,7 +70,7 @@ def test_every_token_gets_its_experts_by_their_weights(score: str) -> None:
 
 
 def test_how_experts_are_multiplied_changes_nothing() -> None:
-    """The implementations that transformers has: in values and gradients."""
+    """All implementations of transformers give the same values and gradients."""
     found = {}
     for implementation in ("eager", "batched_mm", "grouped_mm"):
         made = model(implementation)

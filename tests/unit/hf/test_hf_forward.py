@@ -1,4 +1,4 @@
-"""The model of gsa_hf in plain torch: attention beside explicit loops, and what stands around it."""
+"""Compares the plain torch model of gsa_hf with explicit loops, and tests the code around its attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first layer's attention by loops, from its input [L, d]."""
+    """Compute the first layer's attention by loops, from its input [L, d]."""
     config, attention = model.config, model.model.layers[0].self_attn
     indexer = attention.indexer
     names = {
@@ -46,7 +46,7 @@ def oracle_of(model: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     }
     state = attention.state_dict()
     weights = {key: state[name].double() for key, name in names.items() if name in state}
-    if indexer is None:  # the loops score whatever attends
+    if indexer is None:  # the loops always compute scores
         weights |= {
             "w_iq": torch.zeros(8, 32).double(),
             "w_ik": torch.zeros(8, 32).double(),
@@ -106,7 +106,7 @@ def test_attention_and_indexer_loss_match_the_loops(
         assert loss is None
         return
     assert expected["budget"].unique().numel() > 3 or model.config.adaptive_k == "off"
-    # The first query sees one key, and has nothing to learn.
+    # The first query has one causal key, and therefore no loss.
     torch.testing.assert_close(loss.double(), expected["kl"][1:].mean(), rtol=1e-4, atol=1e-6)
 
 
@@ -150,7 +150,6 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse", "pool"])
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_padding_changes_nothing(name: str, side: str) -> None:
-    """Neither variances nor selections nor blocks nor groups see it."""
     model, lengths, room = tiny_model(name), (30, 23, 9), 30
     rows = [distinct_tokens(1, length, seed=length) for length in lengths]
     tokens, mask = torch.zeros(3, room, dtype=torch.long), torch.zeros(3, room, dtype=torch.long)
@@ -172,7 +171,7 @@ def slots_of_tokens(side: str, length: int, room: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["gsa", "blocks"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_that_start_again_are_documents(name: str, attention: str) -> None:
-    """Without a cache and a mask; else transformers does not look for them, and they see each other."""
+    """Documents need neither cache nor mask; with one, transformers lets the documents attend to each other."""
     model = tiny_model(name, attention=attention)
     rows = [distinct_tokens(1, length, seed=length) for length in (13, 17)]
     positions = torch.cat([torch.arange(13), torch.arange(17)])[None]

@@ -1,4 +1,4 @@
-"""generate() on transformers' own caches: with a cache as without."""
+"""Tests generate() on transformers' own caches: results with and without a cache are equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from gsa_hf.token_order_gsa import key_groups, token_order
 from helpers.hf import MODELS, distinct_tokens, tiny_model
 
 GREEDY = {"do_sample": False, "no_repeat_ngram_size": 1}
-"""No token twice: in the first layer two keys of one token have one score, and rounding decides."""
+"""Greedy without repeated tokens: in the first layer two keys of one token tie, and rounding decides."""
 
 
 def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Prompts with padding in front."""
     room = max(lengths)
     tokens, mask = torch.zeros(2, len(lengths), room, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -30,7 +29,7 @@ def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_100_tokens_with_a_cache_are_those_without(name: str) -> None:
-    """Adaptive budgets; in the second model shared selections, whose blocks the prompts cut."""
+    """Budgets are adaptive; the second model has shared selections, and prompts end inside blocks."""
     model, prompts = tiny_model(name, attention="sdpa"), padded((14, 9))
     with_cache = model.generate(**prompts, max_new_tokens=100, **GREEDY)
     without = model.generate(**prompts, max_new_tokens=100, use_cache=False, **GREEDY)
@@ -57,7 +56,7 @@ def test_a_row_of_a_batch_is_that_prompt_alone() -> None:
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
 @pytest.mark.parametrize("name", ["blocks", "pool"])
 def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> None:
-    """Whether they cut a block or a group of keys."""
+    """Gaps may be inside a block or a group of keys."""
     model, prompt = tiny_model(name), distinct_tokens(1, 14)
     tokens, mask = torch.zeros(2, 1, 20, dtype=torch.long)
     slots = [0, 1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 16, 18, 19]
@@ -70,7 +69,7 @@ def test_gaps_in_a_prompt_change_nothing(name: str, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_beams(name: str, static: bool) -> None:
-    """Reordering takes the first queries of the running blocks along."""
+    """Reordering includes the first queries of open blocks."""
     model, prompts = tiny_model(name), padded((11, 6))
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 24, "length_penalty": 0.5, **GREEDY}
     without = model.generate(**prompts, use_cache=False, **options)
@@ -96,7 +95,7 @@ def test_sampling() -> None:
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_prompt_lookup_crops_the_cache(name: str) -> None:
-    """Several tokens at once after a cache; some of them are taken back."""
+    """Several tokens follow a cache at once, and some are removed again."""
     model, prompt = tiny_model(name, indexer_rope=True), distinct_tokens(1, 12).repeat(1, 2)
     plain = model.generate(prompt, max_new_tokens=30, do_sample=False)
     drafted = model.generate(prompt, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)

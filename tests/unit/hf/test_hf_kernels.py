@@ -1,4 +1,4 @@
-"""`attn_implementation="gsa"` beside "eager", in Triton's interpreter; tests/gpu/test_hf_on_gpu.py runs it on a GPU."""
+"""Compares `attn_implementation="gsa"` with "eager" in Triton's interpreter; tests/gpu/test_hf_on_gpu.py uses a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps(
     swap_at: int | None = None,
     decodes_by: str = "",
 ) -> torch.Tensor:
-    """Logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
+    """Return logits of the prompt and of one token after the other; at `swap_at` the sequences change places."""
     held, found = {CACHE_ARGUMENT: a_cache(model, kind)}, []
     places = [(0, prompt), *((t, t + 1) for t in range(prompt, tokens.shape[1]))]
     with torch.no_grad():
@@ -86,8 +86,8 @@ def steps(
 def test_prompt_and_decoding(
     changes: dict[str, Any], kind: str, prompt: int, length: int, swap_at: int | None
 ) -> None:
-    """A batch with padding in front. The first sequence enters its third block; in a static cache selections of
-    blocks are kept, but not through a change of places."""
+    """The batch has padding in front, and the first sequence enters its third block. A static cache keeps selections of
+    blocks, but not when sequences change places."""
     model = model_of(**changes)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, prompt, kind, swap_at)
@@ -107,8 +107,8 @@ def test_prompt_and_decoding(
 def test_short_inputs_attend_to_all_keys(
     changes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of fewer keys than the limit is dense attention and makes no scores; tokens decoded from there on pass
-    the limit as a longer prompt's do."""
+    """A prompt with fewer keys than the limit uses dense attention and computes no scores. Tokens decoded after it pass
+    the limit as after a longer prompt."""
     model = model_of(**changes, dense_below=24, k_max=8)
     tokens, mask = padded(length, 3)
     expected = steps(model, tokens, mask, length, "dynamic")
@@ -150,7 +150,7 @@ def test_groups_of_keys(kind: str, prefill: str, pads: int, changes: dict[str, A
 
 @pytest.mark.parametrize("kept", [31, 32])
 def test_a_cropped_block_is_selected_again(kept: int) -> None:
-    """Other tokens from 31 on, one at a time; or from 32 on two at once, the first of a block among them."""
+    """New tokens follow one at a time from 31 on, or two at once from 32 on, including the first of a block."""
     budget = {"index_topk": 8, "k_min": 8, "k_max": 8}
     model = model_of(**BLOCKS, **budget, num_hidden_layers=1)
     tokens, mask = distinct_tokens(1, 35), torch.ones(1, 35, dtype=torch.long)
@@ -176,14 +176,14 @@ def test_a_cropped_block_is_selected_again(kept: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, BLOCKS], ids=["queries", "blocks"])
 def test_loss_and_gradients(changes: dict[str, Any]) -> None:
-    """Padding in front of one sequence and after the other."""
+    """The sequences have padding in front or at the end."""
     model = model_of(
         **changes, num_hidden_layers=1, indexer_loss_coef=1.0, indexer_temperature="learned"
     ).train()
     tokens, mask = padded(20, 3)
     mask[0, 17:] = 0
     labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, 3] = -100  # it follows padding, whose output is anything
+    labels[1, 3] = -100  # it follows padding, whose output is arbitrary
     found = []
     for attention in ("eager", "gsa"):
         model.set_attn_implementation(attention)
@@ -211,7 +211,7 @@ def test_pieces_and_documents() -> None:
         by_kernels = [model(tokens, position_ids=positions, **options).logits for options in seen]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(documents, packed, rtol=1e-4, atol=1e-4)
-    for found, expected in zip(by_kernels, together, strict=True):  # documents see each other
+    for found, expected in zip(by_kernels, together, strict=True):  # documents attend to each other
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert (found - packed).abs().max() > 0.1
 

@@ -1,4 +1,4 @@
-"""Gated Sparse Attention in the place of other models' attention."""
+"""Tests Gated Sparse Attention in place of other models' attention."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_replaced(
 
 
 def test_gates_of_other_forms_learn_and_generate() -> None:
-    """They begin open: what they add or multiply with leaves the host's outputs as they were."""
+    """Gates start open, so that the host's outputs do not change at first."""
     tokens = distinct_tokens(2, 12)
     for form in (
         {"gate_form": "additive", "gate_activation": "identity", "gate_input": "input_independent"},

@@ -1,4 +1,4 @@
-"""Folders of models: written, read, and run without this repository."""
+"""Tests model folders: written, read, and run without this repository."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
 
 
 def test_fields_of_earlier_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
-    """transformers keeps unknown fields and ignores them: the model would have had other budgets."""
+    """transformers keeps and ignores unknown fields, so that the model would have other budgets."""
     with pytest.raises(
         ValueError, match=r"index_pool is now indexer_pool: rename it in config\.json or in the call"
     ):
@@ -97,7 +97,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gsa", "blocks-rope-reuse"])
 def test_weights_that_wait_on_the_disk(name: str, tmp_path: Path) -> None:
-    """accelerate has them at hand in the forward pass of the module that they belong to alone."""
+    """accelerate provides them only in the forward pass of their module."""
     pytest.importorskip("accelerate")
     model, tokens = tiny_model(name), distinct_tokens(2, 20)
     model.save_pretrained(tmp_path / "model")
@@ -132,7 +132,7 @@ def test_a_folder_with_code_runs_without_the_repository(tmp_path: Path) -> None:
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")
     }
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    # -S and the packages' folders alone: an editable installation of this repository would be found through its .pth.
+    # -S and only the package folders: the .pth of an editable installation would find this repository.
     packages = [path for path in sys.path if path.endswith("site-packages")]
     code = f"import sys; sys.path += {packages!r}\n" + ALONE.format(folder=str(folder), **files)
     run = [sys.executable, "-S", "-c", code]
@@ -160,7 +160,7 @@ def test_overrides_that_cannot_be(fields: dict[str, object], message: str, tmp_p
 
 
 def test_a_saved_folder_has_the_code_that_it_names(tmp_path: Path) -> None:
-    """Where the folder that was read named code, and the package was imported in its place."""
+    """The source folder names code, and the package was imported in its place."""
     model = tiny_model()
     model.config.auto_map = {
         "AutoConfig": "configuration_gsa.GSAConfig",

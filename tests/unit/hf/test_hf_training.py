@@ -1,4 +1,4 @@
-"""Training with transformers' tools, and its pipelines."""
+"""Tests training with transformers' tools, and its pipelines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_indexer_learns_from_its_own_loss_alone() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("backbone", [False, True])
 def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpointed: bool) -> None:
-    """From the logits, as with label smoothing, or the hidden states, as with TRL's fused heads."""
+    """The loss comes from the logits, as with label smoothing, or from hidden states, as with TRL's fused heads."""
     model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(2, 20)
     _, inside = gradients(model, input_ids=tokens, labels=tokens)
     if checkpointed:
@@ -85,7 +85,7 @@ def test_the_indexer_learns_where_the_loss_is_outside(backbone: bool, checkpoint
 
 @pytest.mark.parametrize("passes", [1, 4])
 def test_weight_of_the_indexers_loss_over_accumulated_passes(passes: int) -> None:
-    """Outside the model it counts once for each pass, whatever divides the outer loss; a caller may add it instead."""
+    """Outside the model the loss counts once per pass, whatever divides the outer loss; a caller may add it instead."""
     model, tokens = tiny_model(indexer_loss_coef=0.5).train(), distinct_tokens(passes, 20)
 
     def accumulated(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,14 +132,13 @@ def test_a_coefficient_that_nothing_adds_is_refused() -> None:
 
 
 def test_an_idle_indexer_waits_for_no_gradient() -> None:
-    """DistributedDataParallel would."""
     model, tokens = tiny_model().train(), distinct_tokens(2, 20)
     _, found = gradients(model, input_ids=tokens, labels=tokens)
     assert {name for name, each in model.named_parameters() if each.requires_grad} == found.keys()
 
 
 class Wrapped(torch.nn.Module):
-    """What quantisation and adapters put in the place of a linear layer: it is called, its weight is no weight."""
+    """Replaces a linear layer like quantisation and adapters: the module is called, and its weight is not a weight."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ def test_the_indexer_scores_in_fp32_under_autocast() -> None:
 
 
 def test_masked_labels_and_the_mean_over_a_step() -> None:
-    """Two passes of unequal length with the number of labels of both are one pass of both."""
+    """Two passes of unequal length, with the label count of both, equal one pass of both."""
     model = tiny_model(indexer_loss_coef=1.0).train()
     rows = [distinct_tokens(1, length, seed=length) for length in (20, 12)]
     labels = [row.clone() for row in rows]
@@ -200,7 +199,7 @@ def test_masked_labels_and_the_mean_over_a_step() -> None:
 
 
 def test_ten_steps_of_trainer(tmp_path: Path) -> None:
-    """In a process of its own: accelerate sets variables, and takes LOCAL_RANK for a world of ranks."""
+    """A separate process runs it, because accelerate sets variables and infers a world of ranks from LOCAL_RANK."""
     command = ["tests/helpers/hf_trainer.py", str(tmp_path)]
     run_script(command, tmp_path / "log", ranks=1, launcher="python")
 
@@ -226,7 +225,7 @@ def test_serve_loads_a_folder_by_the_script_of_the_page(
     manager = serving.ModelManager(device="cpu", model_timeout=-1)
     page = (ROOT / "docs/how_to/hugging_face.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n((?:(?!```).)*^app\(\)\n)```", page, re.MULTILINE | re.DOTALL)
-    monkeypatch.setattr(transformers, "GSAForCausalLM", None, raising=False)  # put back at the end
+    monkeypatch.setattr(transformers, "GSAForCausalLM", None, raising=False)  # restored at the end
     monkeypatch.setattr("transformers.cli.transformers.app", lambda: None)
     exec(script, {})
     model, processor = manager.load_model_and_processor(str(tmp_path))

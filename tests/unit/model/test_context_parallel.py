@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds; the training itself is in tests/distributed."""
+"""Tests which tokens a context-parallel rank holds; tests/distributed trains with it."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_all_ranks_see_equally_many_keys(size: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_more_chunks_even_out_what_does_not_grow_with_the_position(size: int) -> None:
-    """As the keys that 32 neighbours select together."""
+    """An example is the number of keys that 32 neighbouring queries select together."""
     length = 1024
     keys = [1 - math.exp(-position / 200) for position in range(length)]
 
@@ -82,7 +82,7 @@ def test_megatron_core_cuts_its_rotary_angles_in_the_same_way(rank: int) -> None
     theirs = get_pos_emb_on_this_cp_rank(angles, 0, Group())
     ours = LocalRotaryEmbedding(ContextSharding(rank, 3), **options)
     assert torch.equal(ours(24), theirs)
-    assert ours(24) is ours(24)  # whoever makes tables of the angles makes them once
+    assert ours(24) is ours(24)  # tables of angles are made once
     finer = LocalRotaryEmbedding(ContextSharding(rank, 3, 4), **options)(24)
     positions = local_part(torch.arange(24)[None], ContextSharding(rank, 3, 4))[0]
     assert torch.equal(finer, angles[positions])

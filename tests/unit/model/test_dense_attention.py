@@ -1,4 +1,4 @@
-"""Which dense attention a config means."""
+"""Tests which dense attention a config selects."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backward_pass_sees_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient has one memory order, whichever the next layer produces."""
+    """The gradient has one memory order, whatever the next layer produces."""
     strides: list[tuple[int, ...]] = []
 
     class Watched(torch.autograd.Function):

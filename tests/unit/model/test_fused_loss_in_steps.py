@@ -1,4 +1,4 @@
-"""The indexer loss in attention's backward pass: when it is there, and what it trains and measures there."""
+"""Tests when attention's backward pass computes the indexer loss, and what it trains and measures then."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from helpers.single_rank import (
 
 @pytest.fixture
 def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many queries each call has of the attention whose backward pass gives the indexer's gradients.
+    """Record the queries of each call of the attention whose backward pass computes the indexer's gradients.
 
-    Here it takes fp32, and its target is fp32, to show more digits: in fp16, and over these few tokens, the
-    gradient of `head_weight` is off by up to half a percent.
+    Input and target are fp32 here, to compare more digits. With an fp16 target and few tokens, the gradient of
+    `head_weight` is off by up to half a percent.
     """
     monkeypatch.setattr(distillation_op, "can_fuse_indexer_loss", lambda q, k: True)
     wide = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
@@ -57,7 +57,7 @@ def distillations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def counted_kl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each addition to the statistic of the indexer loss has."""
+    """Record the size of each addition to the statistic of the indexer loss."""
     counts: list[int] = []
     add = LayerStats.add
 
@@ -92,7 +92,7 @@ def test_the_loss_in_attentions_backward_pass_matches_the_reference(
 def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
     distillations: list[int], counted_kl: list[int]
 ) -> None:
-    """The first pass has no graph, and is plain attention; each query's loss is counted once."""
+    """The first pass has no graph and is plain attention; each query's loss counts once."""
     reference = one_step({}, SPARSE, fused=False, heads=8)
     assert counted_kl == [48]
     counted_kl.clear()
@@ -110,8 +110,8 @@ def test_recomputing_the_core_repeats_no_loss_in_its_backward_pass(
 def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
     distillations: list[int], counted_kl: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under context parallelism, with a learned temperature, recomputation, and the kernels that take the
-    sums from selection and attention."""
+    """The runs are as under context parallelism, with a learned temperature and recomputation. The kernels get the sums
+    from selection and attention."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
@@ -134,7 +134,7 @@ def test_runs_of_queries_with_the_loss_in_attentions_backward_pass(
 
 
 def model_of_kernels(phase: PhaseConfig, gsa: dict[str, Any]) -> tuple[Model, Any]:
-    """One layer that measures, in this phase; and the configuration."""
+    """Return one layer that measures, in this phase, and the configuration."""
     config = tiny_config(
         [phase],
         model={"num_layers": 1, "num_heads": 8, "head_dim": 32, "init_std": 0.2},
@@ -154,7 +154,11 @@ ELSEWHERE = [
     (FROZEN_INDEXER, {}, 16),
     (SPARSE, {"attention_kernel": "gathered"}, 16),
     (SPARSE, {"attention_kernel": "gathered", "selection_block": 16, "local_window": 16}, 1),
-    (SPARSE, {"indexer_loss_row_fraction": 0.25}, 1),  # of some rows the estimate of the sum alone
+    (
+        SPARSE,
+        {"indexer_loss_row_fraction": 0.25},
+        1,
+    ),  # if some rows are sampled, only the estimate of the sum
 ]
 
 
@@ -169,7 +173,7 @@ def test_the_loss_stays_in_the_forward_pass(
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where not all queries of selections as bits teach the indexer."""
+    """In these cases some queries with a packed mask do not train the indexer."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     model, config = model_of_kernels(phase, gsa)
     fraction = config.gsa.indexer_loss_row_fraction
@@ -186,7 +190,7 @@ def test_a_share_of_the_rows_that_is_all_of_them_stays_in_attentions_backward_pa
     counted_kl: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sequence of 16 queries, in stretches of this length."""
+    """The sequence has 16 queries, in stretches of this length."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", queries)
     model, config = model_of_kernels(SPARSE, {"indexer_loss_row_fraction": 0.25})
     token_losses(model, random_batches(config)[0], row_fraction=config.gsa.indexer_loss_row_fraction)
@@ -199,7 +203,7 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     model, config = model_of_kernels(SPARSE, {})
     batch = random_batches(config)[0]
     with torch.no_grad():
-        token_losses(model, batch, measuring=True)  # what a recomputed pass does first
+        token_losses(model, batch, measuring=True)  # as a recomputed pass does first
         assert counted_kl == []
         token_losses(model, batch, measuring=True, evaluating=True)
     assert distillations == []
@@ -208,7 +212,7 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
     assert (distillations, counted_kl) == ([16], [16])
     losses.sum().backward()
     assert (distillations, counted_kl) == ([16], [16, 16])
-    mean = read_stats(model)["indexer_kl"][0]  # of twice the same
+    mean = read_stats(model)["indexer_kl"][0]  # mean of two equal values
     assert mean > 0
     stats = model.runtime.stats
     stats.reset()
@@ -220,7 +224,6 @@ def test_the_loss_is_measured_without_a_backward_pass_in_validation(
 def test_when_attention_distils(
     distillations: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that it depends on, one by one."""
     model, _ = model_of_kernels(SPARSE, {})
     over_chunks = model.attentions[0].over_chunks
     teaches = model.runtime.attention_pass
@@ -261,7 +264,7 @@ def test_when_attention_distils(
 
 
 def test_kernels_that_do_not_take_the_model_leave_the_loss_in_the_forward_pass(counted_kl: list[int]) -> None:
-    """fp32 here, as nothing says otherwise."""
+    """The model is fp32 by default."""
     model, config = model_of_kernels(SPARSE, {})
     token_losses(model, random_batches(config)[0], measuring=True)
     assert counted_kl == [16]

@@ -1,4 +1,4 @@
-"""`train.fused_ops`: the same model, calculated by fused kernels (interpreted here)."""
+"""Tests `train.fused_ops`: the same model computed by fused kernels, interpreted here."""
 
 import dataclasses
 from typing import Any

@@ -33,7 +33,7 @@ from helpers.single_rank import (
 
 DENSE_ALL = PhaseConfig(name="dense", attention="dense", train="all", steps=10, lr=1e-2, min_lr=1e-3)
 
-CASES = [  # each option once: the interpreter is slow
+CASES = [  # each option once, because the interpreter is slow
     ("paper", SPARSE),
     ("window, rope and reuse", SPARSE),
     ("sparse-only", SPARSE),
@@ -57,7 +57,7 @@ def test_one_step_matches_the_reference(variant: str, phase: PhaseConfig) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_groups_of_keys_make_the_step_of_the_reference(phase: PhaseConfig) -> None:
-    """Sequences are one document, since the kernels support no others."""
+    """Sequences are one document, because the kernels support no others."""
     gsa = {"indexer_pool": 2, "indexer_rope": True, "k_base": 4, "k_min": 3, "k_max": 9}
     steps = [one_step(gsa, phase, fused, attend_across=True) for fused in (True, False)]
     assert_same_step(*steps)
@@ -93,7 +93,7 @@ def test_groups_of_keys_that_the_kernels_do_not_have_are_named(
 
 
 IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
-"""All causal keys, bits, lists, and lists and bits of blocks."""
+"""All causal keys, packed mask, lists, and lists and packed mask of blocks."""
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ IN_RUNS = [CASES[0], *CASES[3:6], CASES[-1]]
 def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     variant: str, phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of its sampled queries, here 4 to 7 and 16 to 19."""
+    """The test also covers the sampled queries, here 4 to 7 and 16 to 19."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     gsa, cuts = VARIANTS[variant], (0, 16, 24) if variant.startswith("blocks") else (0, 7, 12, 24)
@@ -109,14 +109,17 @@ def test_runs_of_queries_make_the_step_of_the_whole_sequence(
     for fused in (False, True):
         runs = one_step(gsa, phase, fused, cuts=cuts)
         if 7 in cuts:  # through the sampled queries
-            for name in ("adjacent_overlap", "union_ratio_32"):  # look at neighbours, but not across runs
+            for name in (
+                "adjacent_overlap",
+                "union_ratio_32",
+            ):  # they compare neighbours, but not across runs
                 take_over(name, whole, runs)
         assert_same_step(runs, whole)
 
 
 @pytest.mark.slow
 def test_the_loss_takes_the_sums_that_selection_and_attention_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels for bf16, which read them; the temperature is learned, and a window adds keys."""
+    """The bf16 kernels read these sums. The temperature is learned, and a window adds keys."""
     blocks = Blocks(32, 32, 4, 32, 4, segment=32, stacked=True)
     seen: list[Inputs] = []
     monkeypatch.setattr(kl_op, "choose_blocks", lambda inputs: (seen.append(inputs), blocks)[1])
@@ -153,7 +156,7 @@ def test_the_gated_baseline_runs_on_the_dense_kernel() -> None:
 
 
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives no log-sum-exp: our kernel computes it for the sampled queries."""
+    """The other kernel returns no log-sum-exp, so our kernel computes it for the sampled queries."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
         monkeypatch.setattr(query_sample, name, value)
     config = tiny_config([DENSE_ALL], model={"head_dim": 32}, gsa={"attention": "dense"})
@@ -178,7 +181,7 @@ def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does where G1's gradient arrives: without recomputation it is in its place and not copied."""
+    """Where G1's gradient is written does not matter either: without recomputation it needs no copy."""
     placed: list[bool] = []
 
     def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -197,7 +200,7 @@ def test_recomputing_the_core_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("part", ["linear_qkv", "indexer"])
 @pytest.mark.parametrize("variant", ["paper", "lists", "blocks"])
 def test_no_kernel_stumbles_over_nan(variant: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with such numbers is left out, and logged like any other."""
+    """A step with NaN is skipped, and logged like any other."""
     monkeypatch.setattr(query_sample, "SPARSE_EVERY", 1)  # some query leaves keys out
     gsa = VARIANTS[variant]
     config = tiny_config(

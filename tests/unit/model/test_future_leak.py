@@ -1,4 +1,4 @@
-"""No token influences an earlier one, nor one of another document: to the last bit, through the whole model."""
+"""Tests that no token changes an earlier token or another document, to the last bit, in the whole model."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def build(variant: str) -> Model:
 def run(
     model: Model, tokens: torch.Tensor, labels: torch.Tensor, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
+    """Return losses [B, L] and selections [B, L, layers, L] of one training forward pass."""
     selections: list[torch.Tensor] = []
     hooks = [
         attention.register_forward_hook(lambda *_: selections.append(shared_mask(model)))
@@ -54,7 +54,7 @@ def run(
 def test_changed_tokens_leave_everything_before_them_as_it_was(variant: str, packed: bool) -> None:
     model = build(variant)
     batch = random_batches(tiny_config(), seed=1)[0]
-    # The labels stay: a changed label would change the loss of the position before it.
+    # The labels stay, because a changed label would change the loss of the previous position.
     losses, selections = run(model, batch.tokens, batch.labels, packed)
     generator = torch.Generator().manual_seed(2)
     selections_moved = 0

@@ -1,4 +1,4 @@
-"""Gates in all their forms against their equations in straight-line torch, fp64: values and every gradient."""
+"""Compares all forms of gates with their equations in plain fp64 torch: values and every gradient."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ QK_NORM = {"qk_norm": True}
 
 
 def config_of(gsa: dict[str, Any], model: dict[str, Any] | None = None, sparse: bool = False) -> Config:
-    """One layer, dense or with an indexer that selects every key."""
+    """Return a config with one layer, dense or with an indexer that selects every key."""
     if sparse:
         gsa = {**gsa, "k_base": LENGTH, "k_max": LENGTH, "adaptive_k": "off"}
     return tiny_config(
@@ -123,7 +123,7 @@ def compare(config: Config) -> None:
 def straight_line(
     h: torch.Tensor, w: dict[str, torch.Tensor], config: Config, angles: torch.Tensor
 ) -> torch.Tensor:
-    """The layer's result [B, L, d] by the equations of arXiv 2505.06708, section 2."""
+    """Compute the layer's result [B, L, d] by the equations of arXiv 2505.06708, section 2."""
     g, group = config.gsa, HEADS // KV_HEADS
     qkv = (h @ w["linear_qkv.weight"].T).unflatten(-1, (KV_HEADS, group + 2, D_K))
     q, k, v = qkv[..., :group, :].flatten(2, 3), qkv[..., group, :], qkv[..., group + 1, :]
@@ -171,7 +171,7 @@ def straight_line(
 
 
 def logits_on_heads(h: torch.Tensor, w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
-    """[B, L, heads, channels] of each gate, cut out of the parameters head by head."""
+    """Slice each gate's logits [B, L, heads, channels] out of the parameters head by head."""
     g = config.gsa
     shared, size = g.gate_sharing == "head_shared", 1 if g.gate_granularity == "headwise" else D_K
     groups, group = (1, 1) if shared else (KV_HEADS, HEADS // KV_HEADS)

@@ -1,4 +1,4 @@
-"""Initial weights: their size by kind. Other layouts start the same model: tests/distributed/test_many_layouts.py."""
+"""Tests the size of initial weights by kind; tests/distributed/test_many_layouts.py compares layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.single_rank import named_weights, single_rank, tiny_config, tiny_mo
 
 CONFIG = tiny_config(model={"hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 128, "init_std": 0.02})
 
-# dimension and stride by which tensor parallelism splits each matrix
+# Dimension and stride by which tensor parallelism splits each matrix.
 SPLITS = {
     "word_embeddings.weight": (0, 1),
     "output_layer.weight": (0, 1),
@@ -55,7 +55,7 @@ def test_matrices_have_the_configured_spread_and_output_projections_less() -> No
         into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
         kinds.add(into_residual)
         expected = reduced if into_residual else CONFIG.model.init_std
-        # the standard error of a standard deviation is std / sqrt(2 n)
+        # The standard error of a standard deviation is std / sqrt(2 n).
         assert abs(weight.std() / expected - 1) < 4 / math.sqrt(2 * weight.numel()), name
         assert abs(weight.mean()) < 4 * expected / math.sqrt(weight.numel()), name
     assert kinds == {True, False}

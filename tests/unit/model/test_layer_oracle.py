@@ -1,4 +1,4 @@
-"""GSASelfAttention, as the model builds it, against the looped oracle in fp64: values and every gradient."""
+"""Compares GSASelfAttention, as the model builds it, with the looped oracle in fp64: values and every gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KL_SCALE = 0.37
 NO_GATES = {"value_gate": False, "output_gate": False}
 
 
-# Of the two pairs of a head the second is slowed down by half of the factor, of the three of the indexer another one.
+# Of a head's two pairs the second is slowed down by half of the factor; of the indexer's three pairs another one.
 YARN = RopeScalingConfig("yarn", 4.0, 16, beta_fast=3.0, beta_slow=0.2, attention_factor=1.2)
 
 
@@ -170,12 +170,11 @@ def test_layer_equals_the_oracle(name: str) -> None:
     for key in trained:
         (expected,) = torch.autograd.grad(theirs["kl"].sum(), trained[key], retain_graph=True)
         actual = parameters[f"indexer.{INDEXER[key]}"].grad
-        tolerance = 1e-6 if key == "log_beta" else 1e-9  # beta is taken in fp32
+        tolerance = 1e-6 if key == "log_beta" else 1e-9  # beta is fp32
         assert_close(actual.reshape(expected.shape), KL_SCALE * expected, f"d KL / d {key}", tolerance)
 
 
 def seen_by_leaders(case: Case, config: Config, sequence: int) -> list[int]:
-    """How many keys the queries see that select."""
     documents = case.packing[sequence] if case.packing else [0] * LENGTH
     return [
         sum(documents[s] == documents[t] for s in range(t + 1))
@@ -184,7 +183,7 @@ def seen_by_leaders(case: Case, config: Config, sequence: int) -> list[int]:
 
 
 def test_the_cases_select_and_adapt() -> None:
-    """The comparison would prove little if every query attended to all it sees, or to equally many keys."""
+    """The comparison would prove little if every query attended to all its causal keys, or to equal numbers of them."""
     config = tiny_config(model={"num_layers": 1, "hidden_size": 12}, train={"seq_len_tokens": LENGTH})
     options = oracle_options(config, CASES["GSA"], torch.tensor(0.0))
     weights = random_weights(options, 12, seed=7)
@@ -196,7 +195,7 @@ def test_the_cases_select_and_adapt() -> None:
 
 
 def test_whole_model_hands_its_layers_rotary_angles_and_documents() -> None:
-    """The layer above got both from the test; here GPTModel provides them, in fp32."""
+    """The layer above gets both from the test; here GPTModel provides them in fp32."""
     config = tiny_config(model={"rope_base": 50.0}, train={"global_batch_size": 1, "micro_batch_size": 1})
     model = tiny_model(config, VARIANCE_EMA)
     enter_phase(model, SPARSE)
@@ -238,7 +237,7 @@ INDEXER = {
 
 def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerOptions:
     m, g = config.model, config.gsa
-    # The layer keeps its average and takes beta = exp(log beta) in fp32.
+    # The layer keeps its average, and beta = exp(log beta), in fp32.
     beta = log_beta.float().exp().double() if g.indexer_temperature == "learned" else g.indexer_temperature
     return LayerOptions(
         num_heads=m.num_heads,
@@ -269,7 +268,7 @@ def oracle_options(config: Config, case: Case, log_beta: torch.Tensor) -> LayerO
 
 
 def fused_base(w: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
-    """Matrices (or their gradients) of the base as the layer keeps them: row blocks per key-value head."""
+    """Return matrices (or gradients) of the base as the layer stores them: row blocks per key-value head."""
     m = config.model
     r = m.num_heads // m.num_kv_heads
 
@@ -303,7 +302,7 @@ def load_weights(
 
 
 def unfused(layer: GSASelfAttention, config: Config) -> dict[str, torch.Tensor]:
-    """The oracle's fp64 weights from a layer's, by inverting `fused_base` on row numbers."""
+    """Return the oracle's fp64 weights from a layer's, by inverting `fused_base` on row numbers."""
     m = config.model
     d_k, n_h, n_kv = m.head_dim, m.num_heads, m.num_kv_heads
     sizes = {"w_q": n_h, "w_k": n_kv, "w_v": n_kv, "w_vg": n_kv, "w_og": n_h, "b_vg": n_kv, "b_og": n_h}
@@ -332,7 +331,7 @@ def unfused(layer: GSASelfAttention, config: Config) -> dict[str, torch.Tensor]:
 def run_layer(
     model: Model, layer: GSASelfAttention, h: torch.Tensor, case: Case, cotangent: torch.Tensor
 ) -> torch.Tensor:
-    """One training pass, forward and backward, as the step runs it; h and the result are [B, L, d]."""
+    """Run one training pass, forward and backward, as a step does; h and the result are [B, L, d]."""
     runtime = model.runtime
     warm_up = case.phase.train == "indexer"
     runtime.attention_pass = replace(
@@ -353,7 +352,6 @@ def run_layer(
 
 
 def frequencies(dim: int, config: GSATransformerConfig) -> torch.Tensor:
-    """As the layer's, in fp64."""
     rates = config.rotary_base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return rates if config.yarn is None else config.yarn.scaled(rates, config.rotary_base)
 
@@ -361,7 +359,7 @@ def frequencies(dim: int, config: GSATransformerConfig) -> torch.Tensor:
 def assert_close(
     actual: torch.Tensor | None, expected: torch.Tensor, what: str, tolerance: float = 1e-9
 ) -> None:
-    """Equal to a fraction of the largest entry."""
+    """Check equality up to a fraction of the largest entry."""
     assert actual is not None, what
     assert actual.shape == expected.shape, what
     largest = expected.abs().max()

@@ -1,4 +1,4 @@
-"""A layer that is a mixture of experts, against the same in loops over tokens: output, losses and every gradient."""
+"""Compares a mixture of experts with loops over tokens: output, losses and every gradient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 
 def layer_of(moe: dict[str, Any], **train: Any) -> tuple[MixtureOfExperts, Config]:
-    """A layer of one global batch, with loads and biases as if it had trained before."""
+    """Create a layer for one global batch, with loads and biases as if it had trained before."""
     config = tiny_config(moe={**SIZES, **moe}, train={"micro_batch_size": 4, "global_batch_size": 4, **train})
     layer: Any = tiny_model(config).gpt.decoder.layers[0].mlp
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def layer_of(moe: dict[str, Any], **train: Any) -> tuple[MixtureOfExperts, Confi
 
 
 def inputs_of(config: Config, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [L, B, d], and what the output is weighted with for a gradient."""
+    """Draw hidden [L, B, d], and the weights of the output that give a gradient."""
     train = config.train
     generator = torch.Generator().manual_seed(2)
     shape = (train.seq_len_tokens, train.global_batch_size, config.model.hidden_size)
@@ -75,7 +75,6 @@ def feed_forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> 
 
 
 def in_loops(layer: MixtureOfExperts, moe: MoEConfig, hidden: torch.Tensor, weights: torch.Tensor) -> Made:
-    """By the definitions, token by token."""
     own = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
     hidden = hidden.detach().double().requires_grad_()
     length, sequences = hidden.shape[:2]
@@ -141,7 +140,7 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel i
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
 @pytest.mark.parametrize("name", CASES)
 def test_grouped_experts_are_those_one_by_one(name: str, fused: bool) -> None:
-    """In fp32, as near to fp64 as these: the same weights under the same names in a checkpoint."""
+    """In fp32 both are equally close to fp64, and a checkpoint has the same weights under the same names."""
     found, expected = (layer_of({**CASES[name], "experts_impl": each}) for each in ("grouped", "sequential"))
     if fused:
         found[0].experts.activation = fused_weighted_swiglu
@@ -153,7 +152,7 @@ def test_grouped_experts_are_those_one_by_one(name: str, fused: bool) -> None:
         grouped.gradients["hidden"], one_by_one.gradients["hidden"], rtol=1e-5, atol=1e-5
     )
     routers = grouped.gradients["router.weight"], one_by_one.gradients["router.weight"]
-    torch.testing.assert_close(*routers, rtol=1e-5, atol=1e-5)  # by way of the rows' weights
+    torch.testing.assert_close(*routers, rtol=1e-5, atol=1e-5)  # through the rows' weights
     for number in (1, 2):
         together = torch.stack(
             [one_by_one.gradients[f"experts.local_experts.{e}.linear_fc{number}.weight"] for e in range(8)]
@@ -180,7 +179,7 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zero() -> None:
 
 
 def test_a_later_token_drops_no_earlier_one() -> None:
-    """Capacity is a matter of the tokens before; else the future would leak."""
+    """Capacity depends only on earlier tokens; otherwise the future would leak."""
     layer, config = layer_of({"capacity_factor": 1.0})
     hidden, _ = inputs_of(config, torch.float32)
     before = layer(hidden)[0]

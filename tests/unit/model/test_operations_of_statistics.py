@@ -1,4 +1,4 @@
-"""What a measuring forward pass launches beside what others do: the host must stay ahead of the device."""
+"""Tests how many launches a measuring forward pass adds, because the host must stay ahead of the device."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ VIEWS = {
 
 
 class Operations(TorchDispatchMode):
-    """Counts those that launch a kernel on a GPU."""
+    """Counts the operations that launch a kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Operations(TorchDispatchMode):
 
 
 def operations(layers: int) -> tuple[int, int]:
-    """Counts operations that measuring adds to a forward pass, and operations that reduce its statistics."""
+    """Count the operations that measuring adds to a forward pass, and those that reduce its statistics."""
     config = tiny_config(model={"num_layers": layers}, train={"global_batch_size": 2})
     model = tiny_model(config, variance_ema=0.02)
     enter_phase(model, SPARSE)
     (batch,) = random_batches(config)
     numbers = []
     for measuring in (False, True):
-        token_losses(model, batch, measuring=measuring)  # makes what is made once
+        token_losses(model, batch, measuring=measuring)  # creates what is created once
         model.runtime.stats.reset()
         with Operations() as counted:
             token_losses(model, batch, measuring=measuring)

@@ -1,4 +1,4 @@
-"""The products on a layer's input and their gradients, against plain torch. Over ranks: tests/distributed."""
+"""Compares the products on a layer's input, and their gradients, with plain torch; tests/distributed uses ranks."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ def layer() -> GSASelfAttention:
 
 
 def inputs_and_gradients(attention: GSASelfAttention) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The normed input, and gradients of QKV, of the gates' logits, and of a third result."""
+    """Return the normed input, and gradients of QKV, of the gates' logits, and of a third result."""
     torch.manual_seed(1)
     width = attention.config.hidden_size
     rows = len(attention.linear_qkv.weight), len(gates_of(attention).weight), width
@@ -65,7 +65,7 @@ def test_one_input_of_several_products() -> None:
 
 
 def test_the_gates_alone() -> None:
-    """Nobody reads the input they hand on; frozen weights get no gradient."""
+    """The gates' returned input is unused, and frozen weights get no gradient."""
     attention = layer()
     hidden, grads = inputs_and_gradients(attention)
     for parameter in gates_of(attention).parameters():
@@ -119,7 +119,7 @@ def test_the_indexers_products(accumulates: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def add_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch, for fp64 on CPUs."""
+    """Use plain torch, for fp64 on CPUs."""
     sums = pytest.importorskip("gsa_kernels.fused.sums.op")
 
     def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:

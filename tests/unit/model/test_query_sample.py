@@ -1,4 +1,4 @@
-"""Which queries the statistics of attention look at, and that they are the plain statistics of these."""
+"""Tests which queries the statistics of attention measure, and that the results equal plain statistics."""
 
 import pytest
 import torch
@@ -61,13 +61,13 @@ def test_context_parallel_ranks_share_the_sample_out(length: int, size: int) -> 
     assert len(sparse) == 32
     assert all(second == first + 1 for first, second in pairs)
     assert all(group == list(range(group[0], group[0] + 32)) for group in groups)
-    if length == 4096:  # no border of a chunk cuts a run
+    if length == 4096:  # no border of a chunk splits a run
         assert len(pairs) == len(whole.neighbours) == 8 * 63
         assert len(groups) == 16
 
 
 def measured(phase: PhaseConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """What the first layer adds to its statistics in one forward pass."""
+    """Return what the first layer adds to its statistics in one forward pass."""
     config = tiny_config(
         gsa={"local_window": 2}, train={"seq_len_tokens": 24, "micro_batch_size": 2, "global_batch_size": 2}
     )

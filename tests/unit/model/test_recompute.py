@@ -1,4 +1,4 @@
-"""Recomputation in the backward pass changes memory, never a number."""
+"""Tests that recomputation in the backward pass changes memory, but no number."""
 
 import weakref
 from typing import Any
@@ -37,7 +37,7 @@ DENSE_ALL = PhaseConfig(attention="dense", train="all")
 def one_step(
     gsa: dict[str, Any], recompute: str, phase: PhaseConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]], list[torch.Tensor]]:
-    """Loss, gradients, statistics and the moving averages of one logged step."""
+    """Return loss, gradients, statistics and the moving averages of one logged step."""
     phase = DENSE_ALL if gsa.get("attention") == "dense" else phase
     config = tiny_config(
         [phase],
@@ -80,7 +80,7 @@ def test_warm_up_trains_every_indexer_and_nothing_else(recompute: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_selections_go_with_the_backward_pass_though_the_loss_stays(recompute: str) -> None:
-    """At 128K a layer's lists take half a gigabyte, and the schedule holds the loss into the next micro-batch."""
+    """Long sequences have large lists, and the schedule holds the loss into the next micro-batch."""
     config = tiny_config([SPARSE], train={"recompute": recompute})
     model = tiny_model(config)
     enter_phase(model, SPARSE)
@@ -99,7 +99,7 @@ def test_selections_go_with_the_backward_pass_though_the_loss_stays(recompute: s
 
 
 def test_recomputed_layers_make_no_rotary_tables_of_their_own() -> None:
-    """Recomputation detaches the angles that it is given. What the layers share is kept as long as the model."""
+    """Recomputation detaches its input angles. Tables that the layers share live as long as the model."""
     runtime, angles = tiny_model(tiny_config([SPARSE])).runtime, torch.randn(6, 1, 1, 8)
     tables = runtime.rotary_tables(angles, 1.0)
     assert all(a is b for a, b in zip(runtime.rotary_tables(angles.detach(), 1.0), tables, strict=True))

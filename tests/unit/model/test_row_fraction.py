@@ -1,4 +1,4 @@
-"""The indexer loss from a share of the queries: an unbiased estimate that a resumed run repeats."""
+"""Tests the indexer loss from a share of the queries: an unbiased estimate that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_each_row_is_as_likely_as_any_other_and_each_part_has_its_share() -> Non
 @pytest.mark.parametrize("block", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("length", [128, 256, 4096, 8192])
 def test_a_quarter_is_a_quarter_of_the_queries_however_many_share_a_row(length: int, block: int) -> None:
-    """Every fourth stretch of 128 queries, or one of two; all of a single one."""
+    """The sample has every fourth stretch of 128 queries, or one of two, or all of a single one."""
     one_of = min(4, length // 128)
     firsts = set()
     for seed in range(30):
@@ -83,7 +83,7 @@ def test_a_quarter_is_a_quarter_of_the_queries_however_many_share_a_row(length: 
 
 
 def test_all_rows_are_shared_out_in_whole_tiles_of_the_kernels() -> None:
-    """Where nothing is left out, the sums of tensor-parallel ranks are what they were."""
+    """If no rows are left out, the sums of tensor-parallel ranks do not change."""
     for block in (1, 32):
         sample, factor = sample_rows(1024, 1.0, None, (1, 2), block)
         assert (sample.start, sample.stretch, sample.every, factor) == (128, 128, 2, 1)
@@ -94,7 +94,7 @@ def test_all_rows_are_shared_out_in_whole_tiles_of_the_kernels() -> None:
 def test_a_loss_is_of_the_queries_that_were_drawn(
     block: int, pool: int, implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """128 queries in four stretches: of half of them the loss has a KL, and twice their sum."""
+    """Half of 128 queries in four stretches have a KL, and the loss is twice their sum."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 32)
     length = 128
     geometry = Geometry(selection_block=block, local_window=block if block > 1 else 0, indexer_pool=pool)
@@ -125,7 +125,7 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
         drawn = ~kl[0].isnan()
         queries = (
             drawn.repeat_interleave(block) if pool == 1 else drawn.roll(-pool)
-        )  # the first group has no row
+        )  # The first group has no row.
         stretches = queries.view(4, 32).float().mean(1).round().int().tolist()
         assert stretches in ([1, 0, 1, 0], [0, 1, 0, 1])
         assert drawn.sum() * block in (64, 64 - pool)
@@ -138,7 +138,7 @@ def test_a_loss_is_of_the_queries_that_were_drawn(
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("fraction", [1, 0.5])
 def test_shares_of_a_sample_are_its_rows_once_each(fraction: float, size: int) -> None:
-    """Also where there are fewer runs than ranks: the last of these have none."""
+    """If there are fewer runs than ranks, the last ranks have none."""
     num_rows = 5 * STRETCH_ROWS + 3
     whole, factor = sample_rows(num_rows, fraction, 1)
     shares = [sample_rows(num_rows, fraction, 1, (rank, size)) for rank in range(size)]
@@ -161,7 +161,7 @@ def test_chunks_of_a_sample_are_its_rows() -> None:
 
 
 def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
-    """Half of four stretches: the draws start at the first or the second stretch, and some step draws each."""
+    """Half of four stretches are drawn, from the first or the second on, and some step makes each draw."""
     by_draw: dict[SampledRows, dict[str, torch.Tensor]] = {}
     for step in range(100):
         draw = _sample_of(step)
@@ -198,7 +198,7 @@ def train(model: Model, optimizer: Any, config: Any, steps: range) -> list[torch
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_rows_depend_on_step_micro_batch_and_layer_alone(recompute: str) -> None:
-    """Not on what ran before (so a resumed run draws the same), and not on recomputation."""
+    """Earlier work does not matter, so that a resumed run draws the same, and neither does recomputation."""
     config = config_with(0.5, global_batch_size=2, recompute=recompute)
     model = tiny_model(config, variance_ema=0.02)
     seeds: list[tuple[int, int | None]] = []

@@ -1,4 +1,4 @@
-"""Largest attention logit and the share of indexer scores without slope, against the definitions pair by pair."""
+"""Compares the largest attention logit, and the share of indexer scores without slope, with definitions per pair."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_largest_logit_matches_a_causal_pair(documents: bool) -> None:
     ]
     assert largest_logit(q, k, mask).item() == pytest.approx(max(logits), rel=1e-5)
     hidden = k.clone()
-    hidden[:, 8, :, :] = 100 * q[:, 1, ::2]  # of the last token, which the second query does not see
+    hidden[:, 8, :, :] = 100 * q[:, 1, ::2]  # of the last token, which is not causal for the second query
     assert largest_logit(q[:, :2], hidden, mask[:, :2]) == largest_logit(q[:, :2], k, mask[:, :2])
 
 

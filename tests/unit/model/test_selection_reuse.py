@@ -1,4 +1,4 @@
-"""Layers in groups: the first selects, the others attend to the same keys and own no indexer."""
+"""Tests layers in groups: the first layer selects, and the others attend to the same keys without an indexer."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the layers report about their attention, where two ways of measuring must agree."""
+"""Tests statistics of attention for which two ways of measuring must agree."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from helpers.single_rank import (
 
 
 def test_recall_is_the_same_from_dense_probabilities_and_from_sparse_attention() -> None:
-    """Only of the first layer: after it the two phases compute other activations."""
+    """The test uses only the first layer, because later activations differ between the phases."""
     config = tiny_config(gsa={"local_window": 2})
     dense, sparse = measure(config, WARM_UP), measure(config, SPARSE)
     assert dense["recall"][0] == pytest.approx(sparse["recall"][0], rel=1e-6)

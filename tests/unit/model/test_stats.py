@@ -1,4 +1,4 @@
-"""Statistics per layer come together late, in whatever number they were put in, and as the plain sums."""
+"""Tests that deferred statistics per layer equal plain sums, in whatever number they are added."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def read(stats: LayerStats) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(("large", "most_bytes"), [(0, 0), (20, 100), (1 << 16, 1000), (1 << 16, 1 << 24)])
 def test_sums_and_extremes_of_many_batches(large, most_bytes, monkeypatch):
-    """Layers may have been measured more or less often, or not at all; what is added may wait, or be too large to."""
+    """Layers may be measured more or less often, or never; large additions do not wait."""
     monkeypatch.setattr(stats_room, "LARGE", large)
     monkeypatch.setattr(waiting, "MOST_BYTES", most_bytes)
     stats = LayerStats(3, CPU)

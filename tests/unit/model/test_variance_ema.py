@@ -1,4 +1,4 @@
-"""V̄, the moving average of the adaptive budget: what it averages, when it moves, where it is used."""
+"""Tests V̄, the moving average of the adaptive budget: what it averages, when it changes, where it is used."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def averages(model: Model) -> list[float]:
 
 
 def steps(model: Model, phase: PhaseConfig, count: int) -> Iterator[dict[str, list[float]]]:
-    """Steps of two micro-batches on other text each; what each measured."""
+    """Take steps of two micro-batches with different text; yield each step's measurements."""
     for seed in range(count):
         model.runtime.stats.reset()
         step_gradients(model, phase, random_batches(CONFIG, seed), CONFIG, measures=True)
@@ -49,7 +49,7 @@ def test_first_step_starts_the_average_and_later_ones_decay_it(phase: PhaseConfi
             else [DECAY * old + (1 - DECAY) * new for old, new in zip(expected, means, strict=True)]
         )
         assert averages(model) == pytest.approx(expected, rel=1e-6)
-    assert len(set(averages(model))) == 2  # each layer its own
+    assert len(set(averages(model))) == 2  # each layer has its own
 
 
 def test_a_step_uses_the_value_from_before_it_in_all_its_micro_batches() -> None:
@@ -69,7 +69,7 @@ def test_without_an_average_every_query_gets_k_base_and_afterwards_budgets_diffe
 
 
 def test_order_of_the_micro_batches_does_not_matter() -> None:
-    """Otherwise one micro-batch would reach the next through the average."""
+    """No micro-batch may influence the next one through the average."""
     batches = random_batches(CONFIG)
     results = []
     for order in (batches, batches[::-1]):
@@ -97,7 +97,7 @@ def test_a_phase_without_indexer_keeps_the_average() -> None:
 
 
 def test_average_stays_fp32_in_a_bf16_model() -> None:
-    """megatron-core's Float16Module casts buffers too; bf16 could not follow a decay of 0.99."""
+    """megatron-core's Float16Module also casts buffers, but bf16 cannot follow a decay of 0.99."""
     config = tiny_config(train={"precision": "bf16"}, gsa={"variance_ema_decay": 0.99})
     model = tiny_model(config, variance_ema=0.0123456789)
     assert model.gpt.decoder.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16

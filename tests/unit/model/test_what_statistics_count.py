@@ -1,4 +1,4 @@
-"""Which queries count in which statistic, against loops over single tokens; packing alone moves no sink."""
+"""Compares the queries in each statistic with loops over single tokens; packing alone does not move a sink."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("documents", [1, 2, 4, 8])
 def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> None:
-    """The first token gets most of a query's attention, as much in each document. Of the sequence's first token the
-    share falls with the number of documents, which is why that is another measure."""
+    """A document's first token gets most of a query's attention, whatever the number of documents. The share of the
+    sequence's first token falls with this number, and is therefore a separate measure."""
     length, heads, logit = 128, 3, torch.tensor([4.0, 6.0, 2.0])
     packed = documents * length
     starts = torch.arange(packed).div(length, rounding_mode="floor")[None].int() * length
@@ -65,7 +65,7 @@ def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> N
     stats = LayerStats(1, CPU, heads)
     stats.record(0, found)
     of = read(stats)
-    counted = range(64, length + 1)  # keys that a query sees
+    counted = range(64, length + 1)  # causal keys of a query
     for head in range(heads):
         shares = [1 / (1 + (keys - 1) * math.exp(-logit[head])) for keys in counted]
         mean = math.fsum(shares) / len(shares)
@@ -76,7 +76,7 @@ def test_packing_leaves_the_sink_of_the_same_heads_as_it_is(documents: int) -> N
     by_position = [values[0] for name, values in of.items() if name.startswith("sink_by_position/")]
     assert len(by_position) == len(POSITIONS)
     assert sum(by_position) == pytest.approx(1, rel=1e-5)
-    # Of all queries, also those that see few keys, as far as they see the sequence's first token.
+    # This covers all queries, also with few causal keys, if the sequence's first token is one of these.
     shares = [
         1 / (1 + (keys - 1) * math.exp(-each)) for keys in range(1, length + 1) for each in logit.tolist()
     ]
@@ -158,7 +158,7 @@ def test_overlap_with_the_top_keys_matches_the_loops(monkeypatch: pytest.MonkeyP
 
 
 def batch_of(documents: list[int], config: Config, filler: int = 0) -> MicroBatch:
-    """One sequence of documents of these lengths, EOS included, and filler."""
+    """Create one sequence of documents of these lengths, including EOS, and filler."""
     generator = torch.Generator().manual_seed(len(documents))
     blocks = torch.randint(
         1, config.model.vocab_size, (1, LENGTH + 1), generator=generator, dtype=torch.int32
@@ -190,7 +190,7 @@ def one_sequence(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.mark.parametrize("phase", [SPARSE, WARM_UP], ids=lambda phase: phase.name)
 def test_filler_changes_no_statistic_of_choices(one_sequence: Config, phase: PhaseConfig) -> None:
-    """A document of 17 tokens, then 7 of filler, beside the same document alone, in a sequence of 17."""
+    """A document of 17 tokens with 7 of filler is compared with the same document alone in a sequence of 17."""
 
     filled = batch_of([17], one_sequence, filler=8)
     assert filled.causal_keys()[0].tolist() == [*range(1, 18), *[1] * 7]
@@ -210,7 +210,7 @@ def test_filler_changes_no_statistic_of_choices(one_sequence: Config, phase: Pha
 
 
 def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(one_sequence: Config) -> None:
-    """Against loops over the first layer's selections."""
+    """The expected values are loops over the first layer's selections."""
     model = tiny_model(one_sequence, variance_ema=0.02)
     enter_phase(model, SPARSE)
     kept: list[torch.Tensor] = []
@@ -259,8 +259,7 @@ def test_neighbours_of_two_documents_and_queries_without_a_choice_are_no_pairs(o
 
 
 def test_the_average_and_the_loss_are_means_over_the_queries_that_count(one_sequence: Config) -> None:
-    """Two sequences, of one document and of eight, in two micro-batches: the step's mean is over all rows, not of
-    the micro-batches' means."""
+    """Two micro-batches have one and eight documents. The step's mean covers all rows, not the micro-batches' means."""
     config = tiny_config(
         gsa={"k_base": 3, "k_min": 2, "k_max": 4, "variance_ema_decay": 0.75},
         train={"seq_len_tokens": LENGTH, "micro_batch_size": 1, "global_batch_size": 2},
@@ -361,7 +360,7 @@ def test_the_record_has_vectors_as_dicts_and_heads_as_a_table() -> None:
     assert (record["max_activation_dimension"], record["max_activation_token"]) == (4, STARTS_DOCUMENT)
     assert record["layer_max_activation_dimension"] == [1, 4, 2]
     nothing = torch.full((2,), math.nan)
-    for layer in (0, 2):  # as of a step whose numbers are not finite
+    for layer in (0, 2):  # as in a step with non-finite numbers
         stats.record(
             layer, Statistics(vectors={"head_first_token_attention": Vector(nothing, torch.ones(2))})
         )

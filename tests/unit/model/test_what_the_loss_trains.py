@@ -1,4 +1,4 @@
-"""The indexer loss trains the indexer and nothing else, at the scale the specification gives it."""
+"""Tests that the indexer loss trains only the indexer, at the specified scale."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_indexer_loss_does_not_reach_the_base(recompute: str) -> None:
 def test_indexer_gradient_matches_lambda_times_the_mean_kl_over_queries_and_layers(
     phase: PhaseConfig, gsa: dict[str, int]
 ) -> None:
-    """Finite differences of the logged KL. Dense attention, where no selection can jump."""
+    """The test uses finite differences of the logged KL, and dense attention, where no selection changes."""
     config = tiny_config(gsa=gsa)
     weights = named_weights(tiny_model(config))
     generator = torch.Generator().manual_seed(5)

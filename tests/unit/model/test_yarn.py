@@ -1,4 +1,4 @@
-"""`model.rope_scaling`: the angles of transformers' `rope_parameters`, in every place that makes angles."""
+"""Compares `model.rope_scaling` with the angles of transformers' `rope_parameters`, wherever angles are computed."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ def test_rates_and_attention_factor_match_transformers(name: str) -> None:
     )
     model, theirs = tiny_model(config), to_hf_config(config)
     rates, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    # To the last bit but one: 1 / (factor * x) there, 1 / x / factor here.
+    # Values agree except for the last bit: 1 / (factor * x) there, 1 / x / factor here.
     exact: dict[str, Any] = {"rtol": 2.5e-7, "atol": 0}
     torch.testing.assert_close(model.gpt.rotary_pos_emb.inv_freq, rates, **exact)
     assert model.attentions[0].rotary_magnitude == pytest.approx(magnitude, rel=1e-12)
@@ -97,8 +97,8 @@ def test_tables_of_the_fused_heads_have_the_factor() -> None:
 
 
 def test_a_run_goes_on_with_another_base_and_with_yarn(tmp_path: Path) -> None:
-    """4K -> 32K -> 128K in small: weights of one run, another base and length in the next. Its first logits match
-    the weights as exported before, with that base and YaRN set in an evaluation."""
+    """A small version of 4K -> 32K -> 128K: the next run has another base and length. Its first logits equal an
+    evaluation of the earlier export with this base and YaRN."""
     first = config_of("GSA")
     model = random_model(first)
     checkpoint = save(model, first, tmp_path / "checkpoints")

@@ -1,4 +1,4 @@
-"""`squared_update` of many parameters, each in one pass over weight and moments: nothing of their size is written."""
+"""Computes `squared_update` of many parameters, each in one pass over weight and moments, without large temporaries."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from gsa_kernels.devices import launching_on
 
-# Twice 16 bytes of each tensor per thread; as many programs as an H200 holds at once (not measured).
+# Each thread loads twice 16 bytes of each tensor. An H200 runs this number of programs at once (not measured).
 ELEMENTS, WARPS, MAX_PROGRAMS = 2048, 8, 1056
 
 
@@ -20,10 +20,10 @@ def squared_updates(
     eps: torch.Tensor,
     decay: float,
 ) -> torch.Tensor:
-    """Sum of `squared_update` over the parameters: 0-d fp64. Adds up in fp32 within a program; deterministic.
+    """Sum `squared_update` over the parameters: 0-d fp64, deterministic; fp32 sums within a program.
 
     Args:
-        weights, exp_avgs, exp_avg_sqs: at least one; contiguous, any floats, on one device
+        weights, exp_avgs, exp_avg_sqs: at least one of each; contiguous, any floats, on one device
         rate, eps: 0-d fp32, on the same device
     """
     for name, tensors in (("weights", weights), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
@@ -49,7 +49,7 @@ def squared_updates(
 def _update_kernel(
     weights, exp_avgs, exp_avg_sqs, rate, eps, partials, count, decay, ELEMENTS: tl.constexpr
 ):  # fmt: skip
-    """One program: stretches of ELEMENTS at a fixed stride."""
+    """One program sums stretches of ELEMENTS at a fixed stride."""
     rate_value, eps_value = tl.load(rate), tl.load(eps)
     total = tl.zeros([ELEMENTS], tl.float32)
     first = tl.program_id(0).to(tl.int64) * ELEMENTS

@@ -1,4 +1,4 @@
-"""What a step of AdamW changed, from its moments after the step."""
+"""Computes how much a step of AdamW changed the weights, from the moments after the step."""
 
 import torch
 
@@ -11,11 +11,11 @@ def squared_update(
     eps: torch.Tensor,
     decay: float,
 ) -> torch.Tensor:
-    """Sum of (rate exp_avg / (sqrt(exp_avg_sq) + eps) + decay weight)^2 over a parameter's elements: 0-d fp64.
+    """Sum (rate exp_avg / (sqrt(exp_avg_sq) + eps) + decay weight)^2 over a parameter's elements: 0-d fp64.
 
     Args:
-        weight, exp_avg, exp_avg_sq: of one shape; after the step
-        rate, eps: 0-d; the corrections of both moments' bias are in them
+        weight, exp_avg, exp_avg_sq: equal shapes; values after the step
+        rate, eps: 0-d; they include the bias corrections of both moments
     """
     update = exp_avg.float() / exp_avg_sq.float().sqrt().add_(eps)
     update.mul_(rate).add_(weight, alpha=decay)

@@ -1,8 +1,5 @@
-"""Cross-entropy over a vocabulary that may be split over ranks: one pass over the logits, and one backwards.
-
-Nothing of the size of the logits is kept or written beside them: the backward pass can put their gradient in
-their place.
-"""
+"""Computes cross-entropy over a vocabulary that may be split over ranks, with one pass over the logits each way. No
+temporary has the size of the logits. The backward pass can overwrite the logits with their gradient."""
 
 from typing import Any
 
@@ -21,17 +18,17 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup | None = None,
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """-log softmax(logits)[target] of each row, in fp32. The definition is `cross_entropy`.
+    """Return -log softmax(logits)[target] of each row, in fp32. `cross_entropy` defines the result.
 
-    Deterministic. Each rank of `group` gets the same losses and the gradient of its own columns.
+    The function is deterministic. Each rank of `group` gets the same losses and the gradient of its own columns.
 
     Args:
-        logits: [N, V / ranks], this rank's part of the vocabulary in the order of the ranks; bf16 or fp32,
-            rows contiguous
+        logits: [N, V / ranks], this rank's part of the vocabulary in the order of the ranks; bf16 or fp32, rows
+            contiguous
         targets: int64 [N] in 0 .. V - 1, the same on every rank
         group: ranks that hold the other parts; None: the vocabulary is whole
-        overwrite_logits: the backward pass writes the gradient over the logits, which nobody else may need, nor a
-            second backward pass
+        overwrite_logits: the backward pass overwrites the logits with their gradient. Nothing else, and no second
+            backward pass, may need the logits.
 
     Returns:
         fp32 [N]
@@ -70,14 +67,14 @@ class _CrossEntropy(torch.autograd.Function):
         out = logits if ctx.overwrite_logits else torch.empty_like(logits)
         write_gradient(logits, targets, maximum, total, grad.float().contiguous(), ctx.first_column, out)
         if ctx.overwrite_logits:
-            increment_version(logits)  # so that a second backward pass is an error
+            increment_version(logits)  # so that a second backward pass raises an error
         return out, None, None, None
 
 
 def _over_ranks(
     maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same three of the whole vocabulary; a target's logit is 0 on the ranks that do not hold it."""
+    """Reduce the three over the whole vocabulary; a target's logit is 0 on the ranks that do not hold it."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), target_logit])

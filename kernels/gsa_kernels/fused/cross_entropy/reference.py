@@ -1,10 +1,10 @@
-"""Cross-entropy of each token over the vocabulary."""
+"""Defines the cross-entropy of each token over the vocabulary."""
 
 import torch
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log softmax(logits)[target], calculated in fp32 (fp64 if the logits are fp64).
+    """Return -log softmax(logits)[target] in fp32 (fp64 if the logits are fp64).
 
     Args:
         logits: [N, V]

@@ -1,4 +1,4 @@
-"""Kernels of the cross-entropy: statistics of each row of logits, and the gradient."""
+"""Implements the kernels of the cross-entropy: statistics of each row of logits, and the gradient."""
 
 import torch
 import triton
@@ -14,12 +14,12 @@ GRADIENT_COLUMNS, GRADIENT_WARPS = 4096, 4
 def row_statistics(
     logits: torch.Tensor, targets: torch.Tensor, first_column: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum, sum of exp(logit - maximum), and the target's logit (0 if another rank holds it): fp32 [N] each.
+    """Return maximum, sum of exp(logit - maximum), and the target's logit (0 if another rank holds it): fp32 [N] each.
 
     Args:
         logits: [N, V]
         targets: int64 [N]
-        first_column: token of the first column
+        first_column: token id of the first column
     """
     rows, columns = logits.shape
     maximum, total, target_logit = logits.new_empty(3, rows, dtype=torch.float32)
@@ -48,7 +48,7 @@ def write_gradient(
     first_column: int,
     out: torch.Tensor,
 ) -> None:
-    """out = (exp(logits - maximum) / total - [column is the target]) * grad; `out` may be `logits`.
+    """Write out = (exp(logits - maximum) / total - [column is the target]) * grad; `out` may be `logits`.
 
     Args:
         maximum, total, grad: fp32 [N]
@@ -77,7 +77,7 @@ def write_gradient(
 def _vocabulary_statistics_kernel(
     logits, targets, maximum, total, target_logit, stride, first_column, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: one row."""
+    """One program takes one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest = -float("inf")
@@ -101,7 +101,7 @@ def _vocabulary_gradient_kernel(
     logits, targets, maximum, total, grad, out, stride, stride_out, first_column, columns,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of one row."""
+    """One program takes a block of one row."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns

@@ -1,4 +1,4 @@
-"""A sigmoid gate in one kernel each way; its two inputs are kept."""
+"""Computes a sigmoid gate in one kernel each way; both inputs are saved."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ import triton.language as tl
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 
 BLOCK, WARPS = 4096, 8
-"""Elements and warps of a program: 32 bytes a load and thread in bf16."""
+"""Elements and warps of a program: each thread loads 32 bytes at a time in bf16."""
 
 
 def fused_sigmoid_gate(x: torch.Tensor, gate_logits: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate_logits), calculated in fp32. The definition is `sigmoid_gate`; differentiable in both.
+    """Return x * sigmoid(gate_logits), computed in fp32 and differentiable in both. `sigmoid_gate` defines the result.
 
     Args:
-        x: any shape; bf16 or fp32. Copied where it is not contiguous.
+        x: any shape; bf16 or fp32. Copied if not contiguous.
         gate_logits: the shape and dtype of x; for broadcast gates use `sigmoid_gate`
 
     Returns:
@@ -71,7 +71,7 @@ def _gate_backward_kernel(x, logits, grad, grad_x, grad_logits, size, BLOCK: tl.
     logit = tl.load(logits + offsets, mask=exists, other=0.0).to(tl.float32)
     upstream = tl.load(grad + offsets, mask=exists, other=0.0).to(tl.float32)
     opening = tl.sigmoid(logit)
-    # 1 - sigmoid(x) = sigmoid(-x) does not cancel
+    # 1 - sigmoid(x) = sigmoid(-x); the right side does not cancel.
     by_logit = upstream * value * opening * tl.sigmoid(-logit)
     tl.store(grad_x + offsets, (upstream * opening).to(grad_x.dtype.element_ty), mask=exists)
     tl.store(grad_logits + offsets, by_logit.to(grad_logits.dtype.element_ty), mask=exists)

@@ -1,4 +1,4 @@
-"""The sigmoid gates: G2 on the values (GSA, equation 9) and G1 on the attention output (equation 10)."""
+"""Defines the sigmoid gates: G2 on the values (GSA, equation 9) and G1 on the attention output (equation 10)."""
 
 import torch
 
@@ -6,7 +6,7 @@ from gsa_kernels.checks import compute_dtype
 
 
 def sigmoid_gate(x: torch.Tensor, gate_logits: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate_logits), calculated in fp32 (fp64 if an input is fp64).
+    """Return x * sigmoid(gate_logits), computed in fp32 (fp64 if an input is fp64).
 
     Args:
         x: any shape, for example [B, L, H, D]

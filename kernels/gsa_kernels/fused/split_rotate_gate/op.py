@@ -1,4 +1,4 @@
-"""Split, rotary embedding and gate G2 in one kernel each way, with one gradient for each projection."""
+"""Computes split, rotary embedding and gate G2 in one kernel each way, with one gradient per projection."""
 
 from typing import Any
 
@@ -24,15 +24,15 @@ def fused_split_rotate_gate(
     value_gate: bool,
     output_gate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Q and K rotated, V * sigmoid(G2), and the logits of G1. The definition is `split_rotate_gate`.
+    """Return rotated Q and K, V * sigmoid(G2), and the logits of G1. `split_rotate_gate` defines the result.
 
-    Results are views [B, L, ...] of memory in the order [L, B, ...], G1's logits one of gate_logits. No gradients of
-    cos and sin.
+    Results are views [B, L, ...] of memory in the order [L, B, ...]. The logits of G1 are a view of gate_logits. cos
+    and sin get no gradients.
 
     Args:
         qkv: [L, B, Hkv (G + 2) D], contiguous, D one of limits.HEAD_SIZES; bf16 or fp32
         gate_logits: [L, B, Hkv rows], contiguous, dtype of qkv; None without gates
-        cos, sin: fp32 [L, D / 2], of the tokens' positions, contiguous
+        cos, sin: fp32 [L, D / 2], for the tokens' positions, contiguous
     """
     check_shape("qkv", qkv, "[L, B, Hkv (G + 2) D]", (None, None, None))
     length, batch, width = qkv.shape
@@ -103,7 +103,7 @@ class _SplitRotateGate(torch.autograd.Function):
             **_constants(ctx),
             num_warps=WARPS,
         )
-        # The gated V, which attention keeps as well, gives the gate's gradient: v = gated / sigmoid.
+        # The gradient of the gate follows from the gated V, which attention saves as well: v = gated / sigmoid.
         ctx.save_for_backward(cos, sin, *((gate_logits, v) if value_gate else ()))
         gates = None
         if gate_logits is not None and output_gate:

@@ -1,4 +1,4 @@
-"""From the projections of a layer to what its attention reads: split, rotary embedding on Q and K, gate G2 on V."""
+"""Turns the projections of a layer into attention inputs: split, rotary embedding on Q and K, gate G2 on V."""
 
 import torch
 
@@ -16,14 +16,14 @@ def split_rotate_gate(
     value_gate: bool,
     output_gate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Q and K rotated, V * sigmoid(G2), and the logits of G1, batch first; calculated in fp32 (fp64).
+    """Return rotated Q and K, V * sigmoid(G2), and the logits of G1, batch first; computed in fp32 (fp64).
 
-    G query heads share a key-value head. The rotation turns the pairs (x[i], x[i + D / 2]).
+    G query heads share a key-value head. The rotation applies to the pairs (x[i], x[i + D / 2]).
 
     Args:
         qkv: [L, B, Hkv (G + 2) D]: per key-value head its G queries, the key, the value
-        gate_logits: [L, B, Hkv rows]: per key-value head D rows of G2 if `value_gate`, then G D rows of G1
-            if `output_gate`; None without gates
+        gate_logits: [L, B, Hkv rows]: per key-value head D rows of G2 if `value_gate`, then G D rows of G1 if
+            `output_gate`; None without gates
         cos, sin: [L, D / 2], of the angles
 
     Returns:

@@ -1,7 +1,7 @@
-"""Kernels: one program takes some tokens and one key-value head with its query heads.
+"""Implements the kernels: one program takes some tokens and one key-value head with its query heads.
 
-Tokens are rows n = position * B + sequence of the memory order [L, B]. A head is handled as its two halves,
-whose elements the rotary embedding turns in pairs.
+Tokens are rows n = position * B + sequence in the memory order [L, B]. A head is handled as two halves, whose elements
+the rotary embedding pairs.
 """
 
 import triton
@@ -65,7 +65,7 @@ def heads_backward_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     GATE_ROWS: tl.constexpr, VALUE_GATE: tl.constexpr, COPY_GATES: tl.constexpr,
 ):  # fmt: skip
-    """COPY_GATES: G1's gradient is not in grad_logits yet."""
+    """COPY_GATES means that the gradient of G1 is not in grad_logits yet."""
     HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(1)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -82,7 +82,7 @@ def heads_backward_kernel(
     for member in tl.static_range(GROUP):
         head = source + (kv_head * GROUP + member) * stride_qh
         first, second = _load_halves(grad_q, head, mask, HALF)
-        # the rotation backwards
+        # This inverts the rotation.
         _store_halves(
             grad_qkv, target + member * D, first * c + second * s, second * c - first * s, mask, HALF
         )

@@ -1,7 +1,5 @@
-"""Sums that a step adds to what it has, in one or two launches each. Deterministic.
-
-torch has a launch for the sum, one before it for a cast to fp64, and one for the addition.
-"""
+"""Adds sums of a step to existing values in one or two launches each, deterministically. torch needs one launch for the
+sum, one before it for a cast to fp64, and one for the addition."""
 
 import torch
 import triton
@@ -11,20 +9,20 @@ from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import launching_on
 
 BLOCK, WARPS = 16384, 16
-"""Elements that the one program of `add_total` takes at a time, 32 a thread."""
+"""Elements that the only program of `add_total` takes at a time, 32 per thread."""
 
 ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
-"""Tile of `add_column_sums`: eight loads of 16 bytes a thread in bf16 (docs/kernels.md, Tuning)."""
+"""Tile of `add_column_sums`: each thread makes eight loads of 16 bytes in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""Programs in total, about what an H200 runs at once; and at most per column, what a thread has registers for."""
+"""Total programs, about what an H200 runs at once, and the maximum per column, for which a thread has registers."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:
-    """total += the sum of `values`.
+    """Add the sum of `values` to `total`.
 
     Args:
-        values: any shape, fp32; copied where it is not contiguous
+        values: any shape, fp32; copied if not contiguous
         total: fp64, 0-d
     """
     check_shape("total", total, "0-d", ())
@@ -35,10 +33,10 @@ def add_total(values: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
-    """sums[c] += sum over n of rows[n, c], added up in fp32.
+    """Add the sum over n of rows[n, c], computed in fp32, to sums[c].
 
     Args:
-        rows: [N, C], bf16 or fp32; copied where it is not contiguous
+        rows: [N, C], bf16 or fp32; copied if not contiguous
         sums: [C], fp32, contiguous
     """
     check_shape("rows", rows, "[N, C]", (None, None))
@@ -51,7 +49,7 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
         return
     across = triton.cdiv(columns, COLUMNS)
     wanted = min(max(PROGRAMS // across, 1), MOST_PARTS)
-    height = triton.cdiv(count, wanted * ROWS) * ROWS  # of a program's stretch of rows
+    height = triton.cdiv(count, wanted * ROWS) * ROWS  # rows per program
     parts = triton.cdiv(count, height)
     partial_sums = torch.empty(parts, columns, dtype=torch.float32, device=rows.device)
     with launching_on(rows, "rows"):

@@ -1,4 +1,4 @@
-"""SwiGLU in one kernel each way; only its input is kept."""
+"""Computes SwiGLU in one kernel each way; only the input is saved."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ ROWS, COLUMNS, WARPS = 4, 512, 4
 
 
 def fused_swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension. The definition is `swiglu`.
+    """Return silu(first half) * second half of the last dimension. `swiglu` defines the result.
 
     Args:
         x: [..., 2F], contiguous; bf16 or fp32
@@ -53,13 +53,13 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _grid(rows: int, columns: int) -> tuple[int]:
-    """On one axis, for of the others a grid has at most 65535 programs."""
+    """Put all programs on the first axis of the grid, because the other axes are limited to 65535 programs."""
     return (triton.cdiv(columns, COLUMNS) * triton.cdiv(rows, ROWS),)
 
 
 @triton.jit
 def _halves(rows_total, columns_total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets in an [N, F] and in an [N, 2F] tensor, and which of them exist."""
+    """Return offsets in an [N, F] and in an [N, 2F] tensor, and which of them exist."""
     across = tl.cdiv(columns_total, COLUMNS)
     rows = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]

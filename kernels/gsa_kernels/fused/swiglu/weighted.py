@@ -1,4 +1,4 @@
-"""SwiGLU with a weight per row, for experts: one kernel forward, one backward; the two inputs are saved."""
+"""Computes SwiGLU with a weight per row, for experts: one kernel forward, one backward; the two inputs are saved."""
 
 from typing import Any
 
@@ -8,16 +8,17 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
 
-# Not tuned on a GPU yet: rows of some hundred columns, as experts have, leave few lanes of the last block idle.
+# These are not tuned yet. Rows of experts have some hundred columns, so few lanes of the last block are idle.
 ROWS, COLUMNS, WARPS = 8, 256, 4
 
 
 def fused_weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of each row, times its weight. The definition is `weighted_swiglu`; differentiable
-    in both, and repeats bit for bit.
+    """Return silu(first half) * second half of each row, times its weight. `weighted_swiglu` defines the result.
+
+    The function is differentiable in both and repeats bit for bit.
 
     Args:
-        x: [N, 2F]; bf16 or fp32. Copied where it is not contiguous.
+        x: [N, 2F]; bf16 or fp32. Copied if not contiguous.
         weights: fp32 [N]
 
     Returns:
@@ -93,7 +94,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has whole rows, so that the gradients of their weights are sums in one fixed order."""
+    """A program has whole rows, so that the gradients of their weights are sums in a fixed order."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     weight = tl.load(weights + rows, mask=rows < rows_total, other=0.0)[:, None]
     by_weight = tl.zeros([ROWS], tl.float32)
