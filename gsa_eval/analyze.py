@@ -1,4 +1,4 @@
-"""An analysis of a model's attention on one text, from top to bottom."""
+"""Run an analysis of a model's attention on one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts of about one length, in large batches, with CUDA graphs on a GPU."""
+"""Generate greedy answers to many prompts of about one length, in large batches, with CUDA graphs on a GPU."""
 
 from __future__ import annotations
 

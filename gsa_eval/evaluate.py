@@ -1,4 +1,4 @@
-"""Runs an evaluation from the command line's arguments to its results."""
+"""Run an evaluation from the arguments of the command line to its results."""
 
 from __future__ import annotations
 

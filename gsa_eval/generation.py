@@ -1,4 +1,4 @@
-"""Continuations of prompts, in batches."""
+"""Generate continuations of prompts, in batches."""
 
 from __future__ import annotations
 

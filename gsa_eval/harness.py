@@ -1,8 +1,8 @@
-"""Our models in lm-evaluation-harness, as its model `gsa_train`.
+"""Register our models in lm-evaluation-harness, as its model `gsa_train`.
 
     python -m gsa_eval.harness run --model gsa_train --model_args run=RUN_DIR,step=N --tasks hellaswag
 
-is the harness' own command line, which knows this model. `gsa-evaluate --tasks` calls `run_tasks`.
+This is the harness' own command line, which then knows the model. `gsa-evaluate --tasks` calls `run_tasks`.
 """
 
 from __future__ import annotations

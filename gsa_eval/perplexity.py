@@ -1,4 +1,4 @@
-"""Perplexity, bits per byte and loss by position of a model on text."""
+"""Compute perplexity, bits per byte and loss by position of a model on text."""
 
 from __future__ import annotations
 

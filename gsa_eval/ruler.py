@@ -1,6 +1,6 @@
-"""RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654), by its rules, with our own texts.
+"""Make prompts for RULER's 13 synthetic tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-A task makes a prompt with `size` units of filling; `fill` finds the largest size that fits a length.
+A task makes a prompt with `size` units of filling text. `fill` finds the largest size that fits a prompt length.
 """
 
 from __future__ import annotations

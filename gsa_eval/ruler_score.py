@@ -1,4 +1,4 @@
-"""Scores a model on RULER: tasks by length, and the effective length."""
+"""Score a model on RULER: accuracy by task and length, and the effective length."""
 
 from __future__ import annotations
 

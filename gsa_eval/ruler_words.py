@@ -1,4 +1,4 @@
-"""Generates the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
+"""Generate the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that an evaluation may change in a trained model: its attention, not its weights."""
+"""Define the settings of a trained model's attention that an evaluation may change. Weights never change."""
 
 from __future__ import annotations
 

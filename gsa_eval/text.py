@@ -1,4 +1,4 @@
-"""Text for scoring a model, cut into sequences: packed as in training, or each document by itself in windows."""
+"""Cut text into sequences for scoring a model: packed as in training, or each document separately in windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint as the model that training builds, on one rank, for features that `gsa_hf` lacks."""
+"""Load a checkpoint as the model that training builds, on one rank, for features that `gsa_hf` lacks."""
 
 from __future__ import annotations
 

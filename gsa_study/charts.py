@@ -1,4 +1,4 @@
-"""Draws a study's charts: the metrics of its runs by tokens and by training time."""
+"""Draw a study's charts: the metrics of its runs against tokens and against training time."""
 
 from __future__ import annotations
 

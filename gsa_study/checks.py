@@ -1,4 +1,4 @@
-"""Checks a study file, without the configs of its runs, which have their own checks."""
+"""Check a study file. The configs of its runs have their own checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/study.py --study FILE`: runs that are compared with each other, and what is compared."""
+"""Define the study file of `launch/study.py --study FILE`: the runs that are compared, and the values to compare."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Writes the page of time and memory, which compares the benchmarks of one machine with the theory, and efficiency.csv
-with all numbers in full precision."""
+"""Write the page of time and memory, which compares the benchmarks of one machine with the theory.
+
+efficiency.csv receives all numbers in full precision.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts benchmark results to rows of the page of time and memory: GSA over the standard model, and the theory."""
+"""Convert benchmark results to rows of the page of time and memory: GSA divided by the standard model, and the theory."""
 
 from __future__ import annotations
 

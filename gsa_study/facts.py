@@ -1,4 +1,4 @@
-"""Defines the facts about a run in tables and figures, from its local folder or from the record in docs/results."""
+"""Define the facts about a run in tables and figures, read from its local folder or from the record in docs/results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the figure of a study's page: the first metric of each arm, and losses by tokens and by training time."""
+"""Draw the figure of a study's page: the first metric of each arm, and losses against tokens and training time."""
 
 from __future__ import annotations
 

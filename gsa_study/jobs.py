@@ -1,4 +1,4 @@
-"""Lists the jobs of a study as commands that a user could type: train, evaluate, save selections."""
+"""List the jobs of a study as commands that a user could type: train, evaluate, save selections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a study's report from the run folders: one HTML page, and the tables as Markdown and CSV."""
+"""Write a study's report from the run folders: one HTML page, and the tables as Markdown and CSV."""
 
 from __future__ import annotations
 

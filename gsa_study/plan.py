@@ -1,4 +1,4 @@
-"""Decides from the states of the jobs which are finished, which run next, and which are refused."""
+"""Decide from the states of the jobs which jobs are finished, which run next, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads and writes the record of a study in docs/results: CSVs from which its page can be made without run folders.
+"""Read and write the record of a study in docs/results: CSVs from which its page can be made without run folders.
 
-`<study>.csv` has each value of each finished run, `records/<study>_runs.csv` a row for each finished run, and
-`records/<study>_curves.csv` its losses, all in full precision. A run that is finished in a local folder replaces its
-record; the records of other runs are kept.
+`<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
+`records/<study>_curves.csv` has its losses. All numbers have full precision. A finished run in a local folder replaces
+its record; the records of other runs are kept.
 """
 
 from __future__ import annotations

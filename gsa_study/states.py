@@ -1,4 +1,4 @@
-"""Reads the states of a study's jobs (finished, changed, failed) from the run folders and from failures.jsonl."""
+"""Read the states of a study's jobs (finished, changed, failed) from the run folders and from failures.jsonl."""
 
 from __future__ import annotations
 

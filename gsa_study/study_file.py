@@ -1,4 +1,4 @@
-"""Reads a study file and lists its runs; reports all mistakes at once."""
+"""Read a study file and list its runs. All mistakes are reported at once."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ OBJECTIVES: dict[str, Objective] = {"cross_entropy": cross_entropy}
 def masked_loss(
     loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss to differentiate and a separate sum for the log. The schedule divides the first tensor in place."""
+    """Return the loss to differentiate, which the schedule divides in place, and a separate sum for the log."""
     loss_sum = (token_losses.float() * loss_mask).sum()
     return loss_sum * loss_scale, {"loss_sum": loss_sum.detach().clone()}
 

@@ -299,7 +299,8 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """Replay the CUDA graph for each micro-batch, then reduce the gradients, as the schedule without pipelining does."""
+    """Replay the CUDA graph for each micro-batch, then reduce the gradients. The schedule without pipelining does the
+    same."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)

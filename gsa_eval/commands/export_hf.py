@@ -4,8 +4,9 @@ installation.
     python launch/export_hf.py --run RUN_DIR [--step N] --out DIR [--dtype bf16|fp32]
     python launch/export_hf.py --checkpoint DIR --out DIR
 
-DIR gets weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card. The
-checkpoint may be of any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be converted.
+DIR receives weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card.
+The checkpoint may have any layout. Exit code 2: wrong use, a damaged checkpoint, or a tokenizer that cannot be
+converted.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
     python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
 
-Greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may be of any layout; nothing is
-written. On a CUDA device the kernels run, on others plain torch, which is slow for long texts; --attention names
-another one. Texts go to the standard output, rates and choices to the standard error. Exit code 2: wrong use, no such
-checkpoint, an empty prompt, or one longer than the model's context. 130: Ctrl-C.
+Decoding is greedy, or sampled with --temperature, --top-k, --top-p and --seed. The checkpoint may have any layout; no
+file is written. A CUDA device runs the kernels; other devices run plain torch, which is slow for long texts.
+--attention selects another implementation. Texts go to the standard output, rates and choices to the standard error.
+Exit code 2: wrong use, no such checkpoint, an empty prompt, or a prompt longer than the model's context. 130: Ctrl-C.
 """
 
 from __future__ import annotations

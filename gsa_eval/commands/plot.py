@@ -2,8 +2,8 @@
 
     python launch/plot.py RUN_DIR [RUN_DIR ...] [--html]
 
-With --html one page that needs no server and no network, with all figures to zoom into, config, events and restarts:
-RUN_DIR/report.html of one run, comparison.html in the first one's folder of several.
+--html writes one page that needs no server and no network: all figures, which can be zoomed, config, events and
+restarts. The page of one run is RUN_DIR/report.html. The page of several runs is comparison.html in the first folder.
 """
 
 from __future__ import annotations

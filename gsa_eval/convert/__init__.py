@@ -1,4 +1,4 @@
-"""Exports models to Hugging Face's transformers and imports them (the extra `hf`)."""
+"""Export models to Hugging Face's transformers and import them (the extra `hf`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense models of other architectures as GSA models: known architectures, their sizes, and the source of each weight.
+"""Describe dense models of other architectures as GSA models: their sizes, and the source of each weight.
 
 Features that a GSA model cannot represent are refused.
 """

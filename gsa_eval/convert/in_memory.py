@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any layout, or an exported folder, as a transformers model in memory."""
+"""Load a checkpoint of any layout, or an exported folder, as a transformers model in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Maps tensors of a checkpoint to tensors of a Hugging Face folder (`gsa_hf`), with conversions both ways.
+"""Map tensors of a checkpoint to tensors of a Hugging Face folder (`gsa_hf`), with conversions in both directions.
 
-n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f width of the feed-forward layer.
+Symbols: n_h query heads, n_kv key-value heads, g = n_h / n_kv, d_k head size, d hidden size, f feed-forward width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face folder as a transformers model: complete, or refused; no code in the folder runs.
+"""Read a Hugging Face folder as a complete transformers model, or refuse the folder. No code in the folder runs.
 
-transformers itself loads a model whose weights and config.json do not fit together, with random weights in the
-place of missing ones. So the weights are read and checked here.
+transformers itself fills missing weights with random values if weights and config.json do not fit together. This
+module therefore reads and checks the weights itself.
 """
 
 from __future__ import annotations

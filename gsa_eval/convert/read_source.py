@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a running run, which may delete it meanwhile (checkpoint.keep_last), or set it aside."""
+"""Read a checkpoint of a running run, which may meanwhile delete (checkpoint.keep_last) or set aside the checkpoint."""
 
 from __future__ import annotations
 

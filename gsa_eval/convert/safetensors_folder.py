@@ -1,4 +1,4 @@
-"""Weights in transformers' format: safetensors, in one file or in shards with an index."""
+"""Read and write weights in transformers' format: safetensors, in one file or in shards with an index."""
 
 from __future__ import annotations
 

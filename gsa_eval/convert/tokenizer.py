@@ -1,4 +1,4 @@
-"""Converts a run's tokenizer to a form that transformers' AutoTokenizer loads, with the same ids."""
+"""Convert a run's tokenizer to a form that transformers' AutoTokenizer loads, with the same ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's section of analyses: pictures that `gsa-analyze` wrote into a run's folder."""
+"""Render the report's section of analyses: pictures that `gsa-analyze` wrote into a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of the HTML report: figures as dicts, which plotly's JavaScript draws."""
+"""Build the charts of the HTML report as dicts, which plotly's JavaScript draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's section of evaluations: a table of all, and the tables and pictures of each."""
+"""Render the report's section of evaluations: one table of all, and the tables and pictures of each."""
 
 from __future__ import annotations
 

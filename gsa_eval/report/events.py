@@ -1,4 +1,4 @@
-"""Events of a run: restarts, spikes and the reaction to them, faults."""
+"""List the events of a run: restarts, spikes and the reaction to them, faults."""
 
 from __future__ import annotations
 

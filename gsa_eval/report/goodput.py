@@ -1,4 +1,6 @@
-"""Renders two tables for the report: a run's lost time by category, and its starts with the fault that ended each."""
+"""Render two tables for the report: a run's lost time by category, and the run's starts with the fault that ended
+each.
+"""
 
 from __future__ import annotations
 

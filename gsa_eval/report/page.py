@@ -1,7 +1,7 @@
-"""Writes one HTML page about one or several runs: configs, events, and every panel of gsa_train.metrics.panels.
+"""Write one HTML page about one or several runs: configs, events, and every panel of gsa_train.metrics.panels.
 
-The page needs no server and no network: style, numbers and plotly's JavaScript, which draws the charts, are inside. It
-is made from the run folders only: during a run, after it, or after a kill.
+The page needs no server and no network, because it contains its style, its numbers and plotly's JavaScript. It is made
+from the run folders only: during a run, after a run, or after a kill.
 """
 
 from __future__ import annotations

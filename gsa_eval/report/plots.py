@@ -1,4 +1,4 @@
-"""Draws figures of a run from its metrics.jsonl alone: during the run, after it, or after a kill."""
+"""Draw figures of a run from its metrics.jsonl alone: during the run, after the run, or after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Series from a run's metrics.jsonl, for charts."""
+"""Extract series from a run's metrics.jsonl, for charts."""
 
 from __future__ import annotations
 

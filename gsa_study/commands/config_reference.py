@@ -1,9 +1,9 @@
-"""The page of every config field, `docs/reference/config.md`, made from the dataclasses.
+"""Write the page of every config field, `docs/reference/config.md`, from the dataclasses.
 
     python -m gsa_study.commands.config_reference > docs/reference/config.md
 
-Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. torch is not
-imported.
+Types and defaults come from the fields, meanings from the text under each field, ranges from `checks.py`. The command
+does not import torch.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
     python launch/results.py [--studies DIR] [--out DIR] [--benches DIR] [key=value ...]
 
-First the records (`<study>.csv` and `records/`) take the runs that are finished in folders here. Then it writes a page
-for each study file in `--studies` that has a `question`, a page of time and memory from what the benches wrote, and
-README.md, the table of all pages. Verdicts in the pages are kept. A figure stays as it is where no losses are recorded.
-Exit code 2: wrong use, a mistake in a study file, a damaged file of a record or a
-bench, or no room.
+First the command adds the finished runs of local folders to the records (`<study>.csv` and `records/`). Then it
+writes:
+- a page for each study file in `--studies` that has a `question`;
+- a page of time and memory, from the results of the benchmarks;
+- README.md, the table of all pages.
+
+Verdicts in the pages are kept. A figure stays unchanged where no losses are recorded. Exit code 2: wrong use, a
+mistake in a study file, a damaged record or benchmark file, or no room on the disk.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [--tables DIR] [key=value ...]
 
-Trains the arms of a study file with each of its seeds, evaluates them, packs what another machine needs, and writes
-the report that compares them. The same command goes on after any end. Exit code 2: wrong use, a mistake in the file, a
-package that is not installed, a run that began with another config, or no room on the disk. 1: a job has failed, and
-the others are done. 75: stopped, or a job was interrupted: the same command goes on. 130: a second Ctrl-C. 0: all is
-done.
+The command trains each arm of a study file with each seed, evaluates the models, and writes the report that compares
+them. --pack also packs what another machine needs to continue. After any end, the same command continues.
+
+Exit code 0: all jobs are finished. 1: a job has failed, and the others are finished. 2: wrong use, a mistake in the
+file, a package that is not installed, a run that began with another config, or no room on the disk. 75: stopped, or a
+job was interrupted; the same command continues. 130: a second Ctrl-C.
 """
 
 from __future__ import annotations

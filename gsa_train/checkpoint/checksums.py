@@ -1,4 +1,4 @@
-"""CRC-32 of files, computed by several threads over parts whose checksums are then combined."""
+"""Compute the CRC-32 of files: several threads process parts, whose checksums are then combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint's files are intact and belong to the step and the run that its folder names."""
+"""Check that a checkpoint's files are intact, and belong to the step and the run that its folder names."""
 
 from __future__ import annotations
 

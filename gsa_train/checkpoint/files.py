@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: listing them, making them durable, and checking that they are unchanged.
+"""List checkpoint folders, make them durable on disk, and check that they are unchanged.
 
     <run folder>/checkpoints/step_00000200/                 one checkpoint, with the run's config.yaml and a copy of its
                                                             tokenizer (tokenizer.model or tokenizer.json)
@@ -7,8 +7,8 @@
     <run folder>/checkpoints/latest                         the name of the newest one; replaced last, atomically
     <run folder>/checkpoints/set_aside/                     checkpoints newer than the one a rewind loaded
 
-A save writes into `.tmp_step_00000200/` and renames it once every file is on the disk, so a folder with the final
-name was complete when it got that name.
+A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. A folder with the final
+name was therefore complete when it got that name.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Checks that weights and optimizer state are finite: before a save, so that no checkpoint with NaN is written
-(and none deleted for it), and after a start or a rewind has loaded them."""
+"""Check that weights and optimizer state are finite, before a save and after a start or a rewind has loaded them.
+
+The check before a save keeps NaN out of checkpoints, and keeps the older checkpoint that the save would delete.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Loads the pickles in a checkpoint without running the functions that they name.
+"""Load the pickles in a checkpoint without running arbitrary functions.
 
-A pickle may name any function, and unpickling calls it. torch's `.metadata` is a pickle, which torch loads as it is;
-the objects beside the tensors are pickles, which torch's planner loads with `weights_only=False`. This module puts
-readers with a list of allowed names in their place. torch itself reads tensors with `weights_only=True`.
+A pickle may name any function, and unpickling calls the function. torch unpickles the file `.metadata` without a
+restriction. torch's planner unpickles objects other than tensors with `weights_only=False`. This module replaces both
+readers by readers with a list of allowed names. torch itself reads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations

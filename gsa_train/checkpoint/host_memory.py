@@ -1,4 +1,4 @@
-"""Pinned host memory, from which a save writes while training continues."""
+"""Allocate pinned host memory, from which a save writes while training continues."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The content of a checkpoint, and loading it, in megatron-core's sharded format.
+"""Define the content of a checkpoint and load it, in megatron-core's sharded format.
 
 A checkpoint holds the model, the phase's optimizer, and `RunState`: everything else that a run needs to continue as if
-it had never stopped. It loads into any layout. Its files: `files.py`; writing them: `save.py`.
+it had never stopped. It loads into any layout. `files.py` lists the files; `save.py` writes them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Optimizer state in a checkpoint: `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
+"""Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
 
-Each rank writes and reads in place the shards that it keeps (`StatePart`), so no host or device memory is added.
-megatron-core 0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them, 12 bytes per parameter, in
-the host memory of every data-parallel rank. Its other forms do not load into other tensor or pipeline sizes.
+Each rank writes and reads its own shards in place (`StatePart`), so no host or device memory is added. megatron-core
+0.16.1 writes the same tensors (`fully_reshardable`), but gathers all of them in the host memory of every data-parallel
+rank: 12 bytes per parameter. Its other formats do not load into other tensor or pipeline sizes.
 
-megatron-core's planner describes a rank's shard of a tensor by offset and shape. A range of a flattened matrix is up to
-three such boxes: the end of a row, whole rows, the beginning of one.
+megatron-core's planner describes a rank's shard of a tensor as a box: an offset and a shape. A range of a flattened
+matrix consists of up to three boxes: the end of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading a checkpoint's tensors by several threads, and checking the files by what was read.
+"""Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each part that it reads. Combined with the checksums of unread parts, they
-give the checksums of the whole files, which the manifest lists. So a start reads a checkpoint once.
+Every rank records the checksum of each part that it reads. These checksums, combined with the checksums of unread
+parts, give the checksums of whole files, which the manifest lists. A start therefore reads a checkpoint only once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Saving while training continues.
+"""Save checkpoints while training continues.
 
-The training waits for the plan (who writes what, a few small collectives). Its share is copied to host memory while
-the next step computes; its update waits for the rest of the copy (staging.py). A thread of each rank then writes and
-fsyncs its files, the threads exchange what they wrote over a gloo group of their own, and the main rank's thread
-publishes: metadata, manifest, final name, `latest`, deletion of old checkpoints, in this order. One save is under way
-at a time; the next one waits for it.
+Training waits only for the plan: a few small collectives that decide which rank writes what. Each rank's share is
+copied to host memory while the next step computes. The update of that step waits for the rest of the copy
+(staging.py). A thread of each rank then writes and fsyncs the rank's files. The threads exchange their results over a
+separate gloo group. The main rank's thread publishes: metadata, manifest, final name, `latest`, deletion of old
+checkpoints, in this order. Only one save runs at a time; the next save waits for it.
 
-Plan, file format and metadata are megatron-core's. Its own background machinery is not used: it forks processes of
-the trainer, waits for ever for a writer that was killed, and keeps a manager process that survives a SIGKILL of its
-rank. A thread dies with its process, and torch releases the interpreter's lock while it writes.
+Plan, file format and metadata are megatron-core's. megatron-core's own asynchronous save is not used: it forks the
+trainer, waits for ever for a killed writer, and keeps a manager process that survives a SIGKILL of its rank. A thread
+ends with its process, and torch releases the interpreter's lock while it writes.
 """
 
 from __future__ import annotations

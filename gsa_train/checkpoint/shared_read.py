@@ -1,4 +1,4 @@
-"""Replicas share the reading of a checkpoint: each reads a part, and broadcasts it to the ranks that need the same."""
+"""Share the reading of a checkpoint between replicas: each reads a part and broadcasts it to ranks that need the same."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The copies of a save, filled while the next step computes.
+"""Copy the tensors of a save while the next step computes.
 
-A step reads what a checkpoint holds (weights, optimizer state, averages) and changes it only in its update. So the
-copies may take until then: on a GPU a separate stream fills pinned memory, and the update waits for it on the
-device; tensors in host memory are copied by a thread, and the update waits for that.
+A step reads the tensors of a checkpoint (weights, optimizer state, averages) and changes them only in its update. The
+copies may therefore run until the update. On a GPU a separate stream fills pinned memory, and the update waits for the
+stream on the device. A thread copies tensors in host memory, and the update waits for the thread.
 """
 
 from __future__ import annotations

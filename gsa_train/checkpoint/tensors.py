@@ -1,6 +1,6 @@
-"""Reads and writes a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
+"""Read and write a checkpoint's weights tensor by tensor, in one process without process groups, for converters.
 
-`checkpoint.initial_weights` loads what is written here in any layout. It has weights only, no optimizer state.
+`checkpoint.initial_weights` loads the written weights in any layout. The files contain no optimizer state.
 """
 
 from __future__ import annotations

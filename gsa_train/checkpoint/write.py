@@ -1,6 +1,6 @@
-"""Writes the files of one checkpoint: this rank's share, then the metadata.
+"""Write the files of one checkpoint: this rank's share, then the metadata.
 
-Nothing here may use megatron-core's groups or the device: it runs in a thread during training.
+Nothing here may use megatron-core's groups or the device, because a thread runs this code during training.
 """
 
 from __future__ import annotations

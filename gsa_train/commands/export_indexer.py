@@ -1,4 +1,4 @@
-"""Exports a trained model's indexer projections on real text, for benchmarks that need real selections."""
+"""Export a trained model's indexer projections on real text, for benchmarks that need real selections."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Blocks of tokens for every rank: one rank per data-parallel replica reads, the others receive.
+"""Distribute blocks of tokens: one rank of each data-parallel replica reads them, and the other ranks receive them.
 
-All pipeline stages need the tokens (documents bound attention in every layer), so one broadcast per step carries
-them, before the pipeline schedule starts; inside it stages are at different micro-batches.
+All pipeline stages need the tokens, because documents bound the attention in every layer. One broadcast per step sends
+the tokens before the pipeline schedule starts. Inside the schedule, stages work on different micro-batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The tokenizer of a config, for a start and for a dry run. Does not import torch, which a dry run does not need."""
+"""Load the tokenizer of a config, for a start and for a dry run. A dry run does not need torch, so torch is not
+imported.
+"""
 
 from __future__ import annotations
 

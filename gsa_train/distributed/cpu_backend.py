@@ -1,7 +1,7 @@
-"""Patches that let megatron-core train on CPUs over gloo. A run on GPUs never imports this file.
+"""Patch megatron-core so that it trains on CPUs over gloo. A run on GPUs never imports this file.
 
-megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. Each
-replacement below is needed by:
+megatron-core 0.16.1 names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
+each replacement and the code that needs it:
 
     torch.cuda.current_device()          used as `device=` everywhere
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
@@ -12,8 +12,8 @@ replacement below is needed by:
     torch.cuda.Stream()                  gradient buffers of several optimizer instances
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout
 
-Gloo's groups (megatron-core makes about twenty) also share their network device: by default each opens its own,
-whose thread wakes up a hundred times a second.
+Gloo's process groups (megatron-core makes about twenty) also share one network device here. By default each group
+opens its own device, whose thread wakes up a hundred times a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adds the indexer loss of a layer to the backward pass of the pipeline stage that holds the layer."""
+"""Add the indexer loss of a layer to the backward pass of the pipeline stage that holds the layer."""
 
 from __future__ import annotations
 

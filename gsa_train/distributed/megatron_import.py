@@ -1,7 +1,7 @@
-"""Imports megatron-core without packages that a run never calls, which halves a start's import time.
+"""Import megatron-core without packages that a run never calls, which halves the import time of a start.
 
-These are W&B and TensorBoard, which it imports for its own logging (our sinks import them if needed), and
-torch's compiler, which decorating its fused functions imports: `model/mcore/config.py` switches those off.
+megatron-core imports W&B and TensorBoard for its own logging. Our sinks import them only if needed. megatron-core also
+imports torch's compiler when it decorates its fused functions, which `model/mcore/config.py` switches off.
 """
 
 from __future__ import annotations

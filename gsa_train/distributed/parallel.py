@@ -1,4 +1,4 @@
-"""The parallel layout: megatron-core's process groups in one frozen object."""
+"""Describe the parallel layout: one frozen object holds megatron-core's process groups."""
 
 from __future__ import annotations
 

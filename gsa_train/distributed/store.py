@@ -1,4 +1,4 @@
-"""A separate connection to the store of torch.distributed."""
+"""Open a separate connection to the store of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous copies of numbers between host and device."""
+"""Copy numbers between host and device asynchronously."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts for the user of a run: spikes, stalls, failed saves. W&B sends them (wandb_sink)."""
+"""Define alerts for the user of a run: spikes, stalls, failed saves. W&B sends them (wandb_sink)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Counts and reports records that a run's logs could not store, on a full disk or a failing file system.
+"""Count and report records that a run's logs could not store, on a full disk or a failing file system.
 
-Reported when a file first fails, and again when it works, with the number of records that waited or are missing.
+A report is made when a file first fails. A second report, when the file works again, says how many records waited or
+are missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes metrics.jsonl: each record whole and in order; a failed write does not end the run.
+"""Write metrics.jsonl: each record whole and in order. A failed write does not end the run.
 
-Records that cannot be written wait in memory, and are written as soon as the disk has room.
+Records that cannot be written wait in memory until the disk has room.
 """
 
 from __future__ import annotations

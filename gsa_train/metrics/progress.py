@@ -1,4 +1,4 @@
-"""Console output: a progress bar on a terminal, otherwise one plain line per logged record."""
+"""Print progress to the console: a bar on a terminal, otherwise one plain line per logged record."""
 
 from __future__ import annotations
 

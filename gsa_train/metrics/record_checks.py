@@ -1,5 +1,4 @@
-"""Checks records before they are used: a flipped bit in a log may leave valid JSON that has lost a key, or has another
-value under it."""
+"""Check records before they are used. A flipped bit may leave valid JSON with a missing key or a wrong value."""
 
 from __future__ import annotations
 

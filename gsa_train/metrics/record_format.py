@@ -1,21 +1,24 @@
-"""The format of records, and of metrics.jsonl, which stores them.
+"""Define the format of records, and of metrics.jsonl, which stores them.
 
-A *record* is a flat dict for one logged step, with the time at which it was made (`time`, Unix seconds). A value is a
-number, a string, None (not applicable), a list with one number per layer (keys `layer_*`), a dict of numbers (`lrs`:
-group -> learning rate; `sink_by_position`: positions -> share), or a list by layer of lists by head (keys `head_*`) or
-by expert (`expert_loads`).
-Other happenings have separate records with an `event`: spikes and the reaction to them
-(gsa_train/reliability/monitor/); validation results (`validation`), where sets after the first have their name in their
-keys (`validation_<name>_loss`), and `*_by_source` are dicts source -> value; scores of tasks (`tasks`), where
-`eval_<score>` are dicts task -> value; saves that ended (`checkpoint`),
-failed (`checkpoint_failed`), and checkpoints found damaged (`checkpoint_damaged`): their `step` is the checkpoint's;
-they are logged when the loop learns of them, up to `logging.every_steps` later. `log_failed` and `log_written` (not in
-the file concerned) say that a file cannot be written, and can again; `log_lost` names the records that it lacks
-(lost_records.py).
+A *record* is a flat dict for one logged step. `time` is when the record was made, in Unix seconds. A value is one of:
+- a number, a string, or None (not applicable);
+- a list with one number per layer (keys `layer_*`);
+- a dict of numbers (`lrs`: group -> learning rate; `sink_by_position`: positions -> share);
+- a list by layer of lists by head (keys `head_*`) or by expert (`expert_loads`).
 
-`metrics.jsonl` is strict JSON, one object per line, and floats read back bit-equal. JSON has no NaN, so a
-non-finite number is written as the string "NaN", "Infinity" or "-Infinity": visible, valid in every
-parser, and accepted by `float()` and JavaScript's `Number()`. `read_records` turns them back into floats.
+Other events have separate records with the key `event`:
+- spikes and the reaction to them (gsa_train/reliability/monitor/);
+- `validation`: results. Sets after the first have their name in their keys (`validation_<name>_loss`), and
+  `*_by_source` are dicts source -> value;
+- `tasks`: scores of tasks, where `eval_<score>` are dicts task -> value;
+- `checkpoint`, `checkpoint_failed`, `checkpoint_damaged`: a save that ended, a save that failed, a checkpoint found
+  damaged. `step` is the checkpoint's step. The loop logs them up to `logging.every_steps` later;
+- `log_failed`, `log_written`: a file cannot be written, or can be written again. The file itself lacks these records;
+- `log_lost`: the records that a file lacks (lost_records.py).
+
+`metrics.jsonl` is strict JSON with one object per line. Floats read back bit-equal. JSON has no NaN, so a number that
+is not finite is written as the string "NaN", "Infinity" or "-Infinity", which `float()` and JavaScript's `Number()`
+accept. `read_records` turns the strings back into floats.
 """
 
 from __future__ import annotations

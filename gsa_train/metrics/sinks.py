@@ -1,4 +1,4 @@
-"""The sinks of logged records: metrics.jsonl, TensorBoard and Weights & Biases. Opened on rank 0 only."""
+"""Open the sinks of logged records on rank 0: metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes TensorBoard's events of a run. Where they cannot be written, training continues without them."""
+"""Write TensorBoard's events of a run. If they cannot be written, training continues without them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Outages of W&B's server: how long a run waits, and what it does then.
+"""Handle outages of W&B's server: how long a run waits, and what the run does then.
 
-Training needs no W&B. Each wait has a limit; unsent records stay in the run folder, for `wandb sync`. A start whose
-records the server has is marked as `wandb sync` marks it, so that one command sends all others, and these only.
+Training needs no W&B. Each wait has a limit, and unsent records stay in the run folder for `wandb sync`. A start whose
+records have reached the server is marked as `wandb sync` would mark it. One `wandb sync` then sends only the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoints as artifacts.
+"""Log to Weights & Biases: one run over all restarts, tokens as the x axis, alerts, config and checkpoint artifacts.
 
-No credential leaves this machine or enters the run folder: W&B reads its API key from the environment or netrc,
-and the part before the @ of an address in the config is removed.
+No credential leaves this machine or enters the run folder. W&B reads its API key from the environment or netrc. If the
+config holds an address with a part before the @, that part is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Settings of one forward pass through the attention layers: set by the step, read by every layer."""
+"""Define the settings of one forward pass through the attention layers. The step sets them, and every layer reads
+them.
+"""
 
 from __future__ import annotations
 

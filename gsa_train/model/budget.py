@@ -1,4 +1,4 @@
-"""V̄, the moving average of the score variance that scales each query's budget (eq. 8)."""
+"""Update V̄, the moving average of the score variance, which scales each query's key budget (eq. 8)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Context parallelism: each rank holds a few chunks of the sequence and attends to the keys of the whole sequence.
+"""Gather keys and values for context parallelism, in which each rank holds a few chunks of the sequence.
 
-Queries stay local. Keys and values are all-gathered, and their gradients reduce-scattered.
+Queries stay local and attend to the keys of the whole sequence. Keys and values are all-gathered, and their gradients
+are reduce-scattered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dense causal attention by other libraries, for passes that do not need the probabilities."""
+"""Run dense causal attention of other libraries, for passes that do not need the probabilities."""
 
 from __future__ import annotations
 

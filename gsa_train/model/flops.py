@@ -1,7 +1,7 @@
-"""Parameters and floating-point operations of a model, computed from its shapes.
+"""Compute parameters and floating-point operations of a model from its shapes.
 
-d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size,
-L sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
+Symbols: d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size, L
+sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The gate variants of the gated-attention study (arXiv 2505.06708), in plain torch.
+"""Implement the gate variants of the gated-attention study (arXiv 2505.06708) in plain torch.
 
-The paper's two gates, a sigmoid per head and channel, come from one projection (gates.py) with fused kernels.
+The two gates of the GSA paper, a sigmoid per head and channel, are in gates.py, with fused kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The projection that computes the gate logits: G2 on values (eq. 9), G1 on the output (eq. 10), and variants."""
+"""Project hidden states to gate logits: G2 on values (eq. 9), G1 on the output (eq. 10), and variants."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Gated Sparse Attention as a megatron-core attention module, in the order of the paper's equations.
+"""Implement Gated Sparse Attention as a megatron-core attention module, in the order of the paper's equations.
 
     h -> Q, K, V -> G2 on V -> RoPE on Q, K -> indexer scores I -> k_t and S_t -> softmax over S_t -> G1 -> W_O
 
 Shapes: L tokens of this context-parallel rank, B sequences, n heads of this tensor-parallel rank, d_k head size.
-Activations of megatron-core are [L, B, ...]; from the indexer to G1 tensors are batch first, for gsa_kernels.
+megatron-core's activations are [L, B, ...]. From the indexer to G1, tensors are batch first, for gsa_kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The lightning indexer (eq. 7): small queries, one key per token and head weights, which score every key."""
+"""Implement the lightning indexer (eq. 7): small queries, one key per token and head weights give each causal key a
+score.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation of a layer's attention in the backward pass."""
+"""Recompute a layer's attention in the backward pass."""
 
 from __future__ import annotations
 

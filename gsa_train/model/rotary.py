@@ -1,4 +1,4 @@
-"""Rotary angles of this rank's positions."""
+"""Compute the rotary angles of this rank's positions."""
 
 from __future__ import annotations
 

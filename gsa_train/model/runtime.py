@@ -1,4 +1,4 @@
-"""State that the attention layers of one rank share during a pass."""
+"""Hold the state that the attention layers of one rank share during a pass."""
 
 from __future__ import annotations
 

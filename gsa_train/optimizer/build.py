@@ -1,9 +1,10 @@
-"""The optimizers. To add one, write two functions and add a row to OPTIMIZERS; `train.optimizer` chooses.
+"""Build the optimizers. To add an optimizer, write two functions and add a row to OPTIMIZERS; `train.optimizer`
+chooses.
 
 A row declares the optimizer's state per parameter. Checkpoints, resharding, corruption checks, the handover between
 phases and the dry run's memory estimate read this declaration.
 
-This module does not import torch, because dry runs and config checks come before.
+This module does not import torch, because dry runs and config checks use it before torch is loaded.
 """
 
 from __future__ import annotations

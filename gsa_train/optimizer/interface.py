@@ -1,4 +1,4 @@
-"""Interface of a phase's optimizer for step, trainer and checkpoint, independent of `parallel.strategy`."""
+"""Define the interface of a phase's optimizer for step, trainer and checkpoint, independent of `parallel.strategy`."""
 
 from __future__ import annotations
 

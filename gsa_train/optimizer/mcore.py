@@ -1,8 +1,8 @@
-"""A phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding around
-torch's optimizer (build.py). zero.py has the one for `parallel.strategy: deepspeed`.
+"""Implement a phase's optimizer with `parallel.strategy: megatron`: megatron-core's data-parallel wrapper and sharding
+around torch's optimizer (build.py). zero.py implements `parallel.strategy: deepspeed`.
 
-Each phase builds its own and closes it at the end, so that a frozen base needs no gradient buffers or optimizer state,
-and the sparse phase starts with fresh state.
+Each phase builds its own optimizer and closes it at the end. A frozen base therefore needs no gradient buffers or
+optimizer state, and the sparse phase starts with fresh state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
+"""Capture the forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
 
-A small model's step is limited by kernel launches from Python, which take longer than most of its kernels. A graph
-contains all launches of a micro-batch and starts with one call. It is captured once and replayed for every micro-batch:
-the same kernels in the same order on the same addresses, so results are equal bit for bit.
+Kernel launches from Python limit the step of a small model, because a launch takes longer than most of its kernels. A
+graph contains all launches of a micro-batch and starts with one call. The graph is captured once and replayed for
+every micro-batch. The replay runs the same kernels in the same order on the same addresses, so results are equal bit
+for bit.
 
-The addresses must stay valid: weights, gradient buffers and moving averages are updated in place, and each micro-batch
+The addresses must stay valid. Weights, gradient buffers and moving averages are updated in place, and each micro-batch
 is copied in before its replay. Python code in a pass runs only once, during capture.
 """
 

@@ -1,4 +1,4 @@
-"""Global norms of a phase's gradients and updates, each parameter once, and gradient clipping.
+"""Compute global norms of a phase's gradients and updates, and clip gradients. Each parameter counts once.
 
 The host does not wait for the device.
 """

@@ -1,9 +1,9 @@
-"""`parallel.strategy: deepspeed`: DeepSpeed's ZeRO in place of megatron-core's gradient buffers and optimizer.
+"""Implement `parallel.strategy: deepspeed`: DeepSpeed's ZeRO replaces megatron-core's gradient buffers and optimizer.
 
 megatron-core keeps the model, its tensor and sequence parallelism and the schedule. DeepSpeed reduces the gradients
-over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. This reads
-internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...): a test of each stage compares
-every step with a run on one rank.
+over the data-parallel ranks, shards fp32 weights and moments (and model weights in stage 3), and updates. The code
+reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...). A test of each stage
+therefore compares every step with a run on one rank.
 """
 
 from __future__ import annotations

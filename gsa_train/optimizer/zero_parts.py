@@ -1,4 +1,4 @@
-"""How DeepSpeed 0.19.8 shards a model over the data-parallel ranks, and how to undo its changes to the model."""
+"""Read how DeepSpeed 0.19.8 shards a model over the data-parallel ranks, and undo its changes to the model."""
 
 from __future__ import annotations
 

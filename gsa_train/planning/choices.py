@@ -1,4 +1,4 @@
-"""Fields of a config that choose code by its name, from the tables of rooms above the config."""
+"""List the config fields that choose code by its name, from the tables of rooms above the config."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The report of a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
+"""Report a dry run: layout, parameters, operations, time, memory, tokens and checkpoints.
 
-Exact: the layout, the parameters, the tokens. By formula: operations per token (matrix products only, document
-boundaries ignored, budget k_base; see model/flops.py), and the memory of a training step (memory/, which says what
-is not in it), whose column `total` is the peak: `working` and `logits` are not in use at once. From the operations, a
-device's peak rate and an MFU, given or measured: the time.
+Layout, parameters and tokens are exact. Operations per token follow a formula (model/flops.py): they count matrix
+products only, with budget k_base, and ignore document boundaries. Memory of a training step follows a formula that has
+stated limits (memory/). Its column `total` is the peak, because `working` and `logits` are not in use at once. Time
+follows from the operations, a device's peak rate and an MFU, which is given or measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Ends a short command without a traceback: at Ctrl-C, out of memory, or if the reader of its output has ended, as
-with `| head`."""
+"""End a short command without a traceback: at Ctrl-C, out of memory, or when the reader of its output has ended, as
+with `| head`.
+"""
 
 from __future__ import annotations
 

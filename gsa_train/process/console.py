@@ -1,7 +1,7 @@
-"""Writes the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
+"""Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-It replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines above the limit of
-memory, or with a write error, are dropped and counted; the count is written with the next line.
+The thread's writer replaces `sys.stdout` and `sys.stderr`. Lines wait in memory while they cannot be written. Lines
+beyond the memory limit, or with a write error, are dropped. The next line reports how many were dropped.
 """
 
 from __future__ import annotations

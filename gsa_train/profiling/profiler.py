@@ -1,4 +1,4 @@
-"""Traces a few training steps and records the device's allocations: `profile` in the config.
+"""Trace a few training steps and record the device's allocations (section `profile` of the config).
 
 For each profiled rank, in `<run>/profile/steps_<first>-<last>/`:
     rank_<rank>.json.gz        for ui.perfetto.dev or chrome://tracing; its names: gsa_train.profiling.trace_spans

@@ -1,4 +1,6 @@
-"""A device's time, each instant counted once: compute by trace span, exposed communication, idle."""
+"""Break down a device's time into compute by trace span, exposed communication and idle time. Each instant counts
+once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summary of a profiler's trace: time by trace span, and the slowest operations."""
+"""Summarize a profiler's trace: time by trace span, and the slowest operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of trace spans (gsa_train.profiling.profiler); without a profiler they cost nothing."""
+"""Define names of trace spans (gsa_train.profiling.profiler). Without a profiler the spans cost nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Measures the time of a rank's own work on a step, without waits for other ranks, and the times of the step's parts;
-warns of stragglers."""
+"""Measure the time of a rank's own work on a step, without waits for other ranks, and the times of the step's parts.
+
+The module also warns of stragglers.
+"""
 
 from __future__ import annotations
 

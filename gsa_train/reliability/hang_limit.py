@@ -1,5 +1,8 @@
-"""Computes how long a rank may make no progress: in a step a multiple of the recent step times, else
-`parallel.timeout_minutes`. Reads, compilation, validation, saves and logs may take long without a hang."""
+"""Compute how long a rank may make no progress.
+
+The limit in a step is a multiple of the recent step times. Elsewhere it is `parallel.timeout_minutes`, because reads,
+compilation, validation, saves and logs may take long without a hang.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Detects a hang, reports the rank that caused it, and ends all ranks.
+"""Detect a hang, report the rank that caused it, and end all ranks.
 
 A thread of each rank writes heartbeats to the store of torch.distributed: a counter, and the activity of the main
-thread. Rank 0 reads them; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
+thread. Rank 0 reads the heartbeats; the last rank does if rank 0 is frozen. If no rank makes progress within the limit
 (hang_limit.py), the reader writes a report, W&B sends an alert, and every rank that can writes its stacks. Then all
-ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert
-too, because rank 0, which holds W&B, may be the rank that hung.
+ranks end with exit code 1, and torchrun or Slurm restarts them from the last checkpoint. Rank 0 holds W&B and may be
+the rank that hung. The next start therefore sends the alert too.
 
-At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock: a rank that
+At the end of a run the store may end with the first rank that exits, so each rank uses only its own clock. A rank that
 cannot leave, for example because a peer died, logs this and ends with the run's exit code.
 """
 

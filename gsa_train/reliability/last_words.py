@@ -1,7 +1,7 @@
-"""Reports why a process ends: on stderr, or in the summary that torchrun prints last.
+"""Report why a process ends: on stderr, or in the summary that torchrun prints last.
 
 The summary shows the content of TORCHELASTIC_ERROR_FILE of each rank. The format is defined by
-torch.distributed.elastic.multiprocessing.errors.ErrorHandler; this module writes it without importing torch.
+torch.distributed.elastic.multiprocessing.errors.ErrorHandler. This module writes the file without importing torch.
 """
 
 from __future__ import annotations

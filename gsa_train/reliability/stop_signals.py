@@ -1,5 +1,7 @@
-"""Handles stop requests to this process: signals and the time limit. Imports no torch, so that handlers are installed
-before the slow imports."""
+"""Handle stop requests to this process: signals and the time limit.
+
+The module does not import torch, so that handlers are installed before the slow imports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes all ranks stop before the same step, even if only one rank receives the signal."""
+"""Stop all ranks before the same step, even if only one rank receives the signal."""
 
 from __future__ import annotations
 

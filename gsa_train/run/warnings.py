@@ -1,4 +1,4 @@
-"""Warn about slow steps on CPUs, text in which most queries attend densely, and an indexer close to random selection."""
+"""Warn about slow steps on CPUs, text in which most queries attend densely, and an almost random indexer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts a new run from the weights of another run (`checkpoint.initial_weights`).
+"""Start a new run from the weights of another run (`checkpoint.initial_weights`).
 
-Like Megatron-LM's `--finetune` and torchtitan's `checkpoint.initial_load_path`, it resets step, optimizer state and
-schedules; the text starts at its beginning unless `checkpoint.initial_text` is `continue`. The new run may change
-sequence length, rotary base, YaRN or key budget, and may add gates and an indexer to a dense model.
+Step, optimizer state and schedules are reset, as with Megatron-LM's `--finetune`. The text starts at its beginning
+unless `checkpoint.initial_text` is `continue`. The new run may change sequence length, rotary base, YaRN or key
+budget, and may add gates and an indexer to a dense model.
 """
 
 from __future__ import annotations

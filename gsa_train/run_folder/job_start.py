@@ -1,4 +1,4 @@
-"""Tells a restart by torchrun or Slurm from a new start by the user."""
+"""Distinguish a restart by torchrun or Slurm from a new start by the user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Locks a run folder so that one run at a time writes to it: a second run would delete an unfinished save of the first.
+"""Lock a run folder so that only one run at a time writes to it. A second run would delete an unfinished save.
 
-Uses a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and Lustre
-apply it across nodes. On a file system without locks, the run logs a warning and continues.
+The lock is a POSIX lock: the system releases it when the process dies, and forked readers do not inherit it. NFS and
+Lustre apply it across nodes. On a file system without locks, the run logs a warning and continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chooses where a run starts: at step 0, or at a checkpoint that fits its config."""
+"""Choose where a run starts: at step 0, or at a checkpoint that fits its config."""
 
 from __future__ import annotations
 

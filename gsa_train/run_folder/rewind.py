@@ -1,7 +1,7 @@
-"""Rewinds a run to an earlier checkpoint and skips the batches around a spike.
+"""Rewind a run to an earlier checkpoint and skip the batches around a spike.
 
-The skipped steps are recorded in the checkpoints folder, for a restart right after the rewind, and in every later
-checkpoint, for copies. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
+The checkpoints folder records the skipped steps, for a restart right after the rewind. Every later checkpoint records
+them too, for copies. A rewind equals a restart from the checkpoint with `train.iterations_to_skip`.
 """
 
 from __future__ import annotations

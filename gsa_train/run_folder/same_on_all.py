@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same config and see the same run folder: each node reads its own files."""
+"""Check that all ranks have the same config and see the same run folder, because each node reads its own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records each start of a run in `starts.jsonl`: step, layout, device, host, source commit and command."""
+"""Record each start of a run in `starts.jsonl`: step, layout, device, host, source commit and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by their names or files, and prepared for scoring between training steps."""
+"""Find tasks of lm-evaluation-harness by names or files, and prepare them for scoring between training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that a run scores between steps: their tokens, and the function from log-likelihoods to scores."""
+"""Define tasks that a run scores between steps: their tokens, and the function from log-likelihoods to scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most probable next token after a position, by the training model's forward pass on any layout: no cache."""
+"""Find the most probable next token after a position, by the training model's forward pass. No KV cache is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation: perplexities and attention statistics on fixed text, and n-gram models' perplexities on it."""
+"""Measure perplexities and attention statistics on fixed text, and n-gram models' perplexities on the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of request files: their tokens, and a model's log-likelihoods of them."""
+"""Score request files: read their tokens, and compute a model's log-likelihoods of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tasks between training steps: log-likelihoods of continuations, by the training model's forward pass.
+"""Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
-Requests are packed into sequences of the training sequence length, each a document that sees no other. An
-indexer over groups of keys gets each in a separate sequence, as short as possible: its kernels take one document per
-sequence. The sequences are dealt over the data-parallel replicas, and every rank of a replica takes part, as in
-validation: scores equal a single rank's, and the training state does not change.
+Requests are packed into sequences of the training length, each as a separate document. An indexer over groups of keys
+gets each request in a separate sequence, as short as possible, because its kernels take one document per sequence. The
+sequences are dealt over the data-parallel replicas, and every rank of a replica takes part. Scores equal a single
+rank's scores, and the training state does not change.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""A run's wall time from the lines of goodput.jsonl: ETTR and the time lost, each second counted once.
+"""Compute a run's account of wall time from goodput.jsonl: ETTR and the time lost, each second counted once.
 
 A line says how the main rank has spent its time since its process began, at a step of the run:
 
     start   the process has opened the run folder; `began`: when the process began
-    steps   the number of steps done (`phase` of the last one)
-    rewind  the run has gone back to an earlier checkpoint
+    steps   the number of steps done (`phase` of the last one) rewind  the run has gone back to an earlier checkpoint
     end     the process leaves on purpose: `reason`
     lost    written by the next start for a process that wrote no `end`: `time` is its last sign of life, `progress`
-            the last progress of its main thread
+        the last progress of its main thread
 
-Every line has `time` (Unix seconds), `step`, and `seconds`: activity -> seconds, which add up to `time` - `began`
-(`progress` - `began` of a `lost` line). docs/reference/goodput.md defines the terms.
+Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
+`began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a run's use of time on the main rank: lines of goodput.jsonl, and its process's sign of life."""
+"""Write a run's use of time on the main rank: lines of goodput.jsonl, and a sign of life of the process."""
 
 from __future__ import annotations
 

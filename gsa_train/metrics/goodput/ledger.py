@@ -1,4 +1,4 @@
-"""Reads goodput.jsonl and alive.json of a run folder, of a run in progress, complete or killed."""
+"""Read goodput.jsonl and alive.json of a run folder. The run may be in progress, complete or killed."""
 
 from __future__ import annotations
 

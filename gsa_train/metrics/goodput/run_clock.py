@@ -1,4 +1,4 @@
-"""Measures the main thread's activities from the begin of its process, each second counted once."""
+"""Measure the main thread's activities from the beginning of its process. Each second is counted once."""
 
 from __future__ import annotations
 

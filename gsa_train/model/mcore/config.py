@@ -1,4 +1,4 @@
-"""Translate the config into megatron-core's."""
+"""Translate our config into megatron-core's config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How megatron-core marks expert parameters, which are replicated over different ranks than dense parameters."""
+"""Mark expert parameters as megatron-core does: they are replicated over different ranks than dense parameters."""
 
 from __future__ import annotations
 

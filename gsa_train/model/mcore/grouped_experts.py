@@ -1,6 +1,7 @@
-"""The routed experts of one layer on this rank: SwiGLU with torch's grouped matrix products.
+"""Run the routed experts of one layer on this rank: SwiGLU with torch's grouped matrix products.
 
-`moe.experts_impl` chooses between this and megatron-core's SequentialMLP; checkpoints have the same names and shapes.
+`moe.experts_impl` chooses between this module and megatron-core's SequentialMLP. Both have the same names and shapes
+in checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: router, token exchange, routed and shared experts."""
+"""Implement a mixture-of-experts layer: router, token exchange, routed and shared experts."""
 
 from __future__ import annotations
 

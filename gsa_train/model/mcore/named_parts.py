@@ -1,5 +1,6 @@
-"""megatron-core's layer and model with named trace spans (gsa_train.profiling.trace_spans), and the sandwich-norm
-layer."""
+"""Add named trace spans (gsa_train.profiling.trace_spans) to megatron-core's layer and model; define the sandwich-norm
+layer.
+"""
 
 from __future__ import annotations
 

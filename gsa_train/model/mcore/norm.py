@@ -1,4 +1,4 @@
-"""RMSNorm that works under sequence parallelism without Transformer Engine or Apex."""
+"""Implement RMSNorm under sequence parallelism without Transformer Engine or Apex."""
 
 from __future__ import annotations
 

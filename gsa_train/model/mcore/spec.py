@@ -1,4 +1,4 @@
-"""megatron-core's layer specification with our attention plugged in."""
+"""Build megatron-core's layer specification with our attention."""
 
 from __future__ import annotations
 

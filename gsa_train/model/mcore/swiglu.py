@@ -1,4 +1,4 @@
-"""SwiGLU as the activation module of megatron-core's feed-forward layer."""
+"""Wrap SwiGLU as the activation module of megatron-core's feed-forward layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router of an MoE layer, and the update of loads and biases after a step."""
+"""Route tokens of an MoE layer, and update loads and biases after a step."""
 
 from __future__ import annotations
 

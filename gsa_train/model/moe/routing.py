@@ -1,6 +1,6 @@
-"""Choice of experts, balance loss and z-loss, as plain functions.
+"""Compute the choice of experts, the balance loss and the z-loss as plain functions.
 
-T tokens, E experts, k per token. Computed in fp32, or in fp64 for fp64 logits.
+Symbols: T tokens, E experts, k per token. Results are computed in fp32, or in fp64 for fp64 logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Send tokens to the ranks of their experts, and the experts' outputs back.
 
-A choice is a (token, expert) pair; a rank has T k of them. Choices are sorted by expert, so that the rows for each rank
-are contiguous; one all-to-all sends them, and the reverse all-to-all returns the outputs. With expert tensor
-parallelism each rank of an expert gets a copy, and the partial outputs are summed after their return.
+A choice is a (token, expert) pair, and a rank has T k choices. Choices are sorted by expert, so that the rows for each
+rank are contiguous. One all-to-all sends the rows, and the reverse all-to-all returns the outputs. With expert tensor
+parallelism, each rank that holds a part of an expert gets a copy. The partial outputs are summed after their return.
 
 All data moves by permutations whose backward passes are gathers. There are no atomic additions, unlike in
 megatron-core's dispatchers, so results repeat bit for bit.

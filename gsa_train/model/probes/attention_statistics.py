@@ -1,6 +1,6 @@
-"""Probes of measured steps: budgets, selections and attention probabilities, from a layer's tensors.
+"""Measure budgets, selections and attention probabilities from a layer's tensors, in steps that are measured.
 
-`MeasuredQueries` computes once what is equal in all layers, to keep the kernel launches per layer few.
+`MeasuredQueries` computes values that are equal in all layers once, which saves kernel launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deferred reductions: keep small tensors of all layers and reduce them together, with few kernel launches."""
+"""Defer reductions: keep small tensors of all layers and reduce them together, with few kernel launches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The largest activation of the residual stream and its place: massive activations occur in few dimensions, at first
-tokens and delimiters."""
+"""Find the largest activation of the residual stream and its place.
+
+Massive activations occur in few dimensions, at first tokens and delimiters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of the measured queries that depend only on the documents: equal in all layers, so computed once."""
+"""Compute properties of the measured queries that depend only on the documents. All layers share them."""
 
 from __future__ import annotations
 

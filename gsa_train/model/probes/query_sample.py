@@ -1,7 +1,7 @@
-"""The queries that attention statistics sample: evenly spaced chunks of adjacent queries.
+"""Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
 
-Their positions depend only on the sequence length and are the same in each sequence, layer, step and layout. A change
-between two logged steps is thus a change of the model, and a checkpoint needs no state.
+Their positions depend only on the sequence length, and are the same in each sequence, layer, step and layout. A change
+between two logged steps is thus a change of the model, and a checkpoint needs no state for the sample.
 """
 
 from __future__ import annotations

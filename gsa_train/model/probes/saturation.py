@@ -1,7 +1,7 @@
-"""Early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
+"""Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
-Logged steps compare few queries (`QuerySample.sparse`) with all their causal keys, which costs one matrix product for a
-small fraction of the pairs.
+Logged steps compare few queries (`QuerySample.sparse`) with all their causal keys. The cost is one matrix product for
+a small fraction of the pairs.
 """
 
 from __future__ import annotations

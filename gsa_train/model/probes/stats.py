@@ -1,4 +1,4 @@
-"""Statistics of the layers: kept on the device, reduced once per logged step."""
+"""Keep statistics of the layers on the device, and reduce them once per logged step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the parts of a simulation from a run's folder, and simulates the run itself for comparison."""
+"""Read the parts of a simulation from a run's folder, and simulate the run itself for comparison."""
 
 from __future__ import annotations
 

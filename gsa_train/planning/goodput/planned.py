@@ -1,4 +1,4 @@
-"""Formats a simulated run: ETTR, the best interval between checkpoints, and categories of time."""
+"""Format a simulated run: ETTR, the best interval between checkpoints, and categories of time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Simulates a run of many GPUs with random faults, restarts and saves, from measured times.
+"""Simulate a run of many GPUs with random faults, restarts and saves, from measured times.
 
-Faults strike GPUs one by one, each after a time that is exponentially distributed, so that among `gpus` of them one is
-hit every `mtbf / gpus` seconds on average. A fault costs what was done since the newest durable checkpoint, the time
-until it is detected, the time until the next start, and that start. No fault strikes a run that is down.
+Each GPU fails after an exponentially distributed time. Among `gpus` GPUs one fails every `mtbf / gpus` seconds on
+average. A fault costs the work since the newest durable checkpoint, the time until the fault is detected, the time
+until the next start, and that start. No fault strikes while the run is down.
 """
 
 from __future__ import annotations

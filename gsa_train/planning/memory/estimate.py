@@ -1,14 +1,14 @@
-"""Memory of each rank's device in a training step, from a config alone.
+"""Estimate the memory of each rank's device in a training step, from a config alone.
 
-Counts tensor by tensor what the layers keep (layer.py) and what is in addition in use when memory is at its
-peak (moments.py): on GPUs the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
-linear layers; the reference core by its large tensors only. Tests compare it with traces of the real step
-(tests/unit/test_memory_trace.py). Not included: what a checkpoint, a validation and a logged step need for a moment,
-buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
+The estimate counts, tensor by tensor, what the layers keep (layer.py) and what is used in addition at the peak
+(moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
+linear layers. The reference core is counted by its large tensors only. Tests compare the estimate with traces of the
+real step (tests/unit/test_memory_trace.py). Not included: temporary memory of a checkpoint, a validation or a logged
+step, buffers of NCCL and DeepSpeed, the CUDA context, and the allocator's gaps (`max_memory_reserved`).
 
-`attention_impl: auto` is counted as on a GPU, `precision: auto` as bf16, lists of keys at their longest
-(selection.py), experts as grouped products whose loads are even (`worst_expert_load` gives the worst case). The
-estimate is for the context-parallel rank with most.
+`attention_impl: auto` is counted as on a GPU, and `precision: auto` as bf16. Key lists have their largest length
+(selection.py). Experts are grouped products with even loads (`worst_expert_load` gives the worst case). The estimate
+is for the context-parallel rank that needs most.
 """
 
 from __future__ import annotations

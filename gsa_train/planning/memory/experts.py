@@ -1,7 +1,7 @@
-"""Memory that a mixture of experts keeps, and uses in addition, at even loads of its experts.
+"""Estimate the memory that a mixture of experts keeps, and uses in addition, if the loads of its experts are even.
 
-Symbols in shapes, in addition to sizes.py's: T = B L / shards tokens that a rank routes to k of E experts each, N = T
-k copies rows that it sends, one copy for each rank that splits an expert's width; R rows that its own experts get, w
+Symbols in shapes, in addition to sizes.py: T = B L / shards tokens that a rank routes to k of E experts each; N = T k
+rows that the rank sends, one copy for each rank that splits an expert's width; R rows that its own experts receive; w
 their width on this rank.
 """
 

@@ -1,4 +1,4 @@
-"""Memory that one layer keeps of one micro-batch from forward to backward pass, tensor by tensor."""
+"""Estimate the memory that one layer keeps of a micro-batch from forward to backward pass, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The moments of a step at which memory may peak, and the memory then used in addition to what is kept.
+"""List the moments of a step at which memory may peak, and the memory that each uses in addition to what is kept.
 
-Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated,
-or already freed, counts negative. Only the last layer of a stage matters: when the others run, less is kept. Moments at
-which traces never peaked are left out: attention's projections, norms, sums.
+Bytes are relative to all that the stage's layers keep of the micro-batches in flight: memory not yet allocated, or
+already freed, counts negative. Only the last layer of a stage matters, because less is kept while other layers run.
+Moments at which traces never peaked are left out: attention's projections, norms, sums.
 """
 
 from __future__ import annotations

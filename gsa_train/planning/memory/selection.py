@@ -1,7 +1,7 @@
-"""Estimates the memory of selections, and of the fused kernels during selection, attention and indexer loss.
+"""Estimate the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
-Key lists are assumed to have their largest length, as if neighbouring queries shared no keys. A trained indexer's lists
-are shorter.
+Key lists (for each tile of neighbouring queries, the keys that any of them selects) are assumed to have their largest
+length, as if the queries shared no keys. A trained indexer's lists are shorter.
 """
 
 from __future__ import annotations

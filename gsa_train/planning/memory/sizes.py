@@ -1,8 +1,8 @@
-"""Sizes of one micro-batch on one rank, from which the other memory modules count bytes.
+"""Define the sizes of one micro-batch on one rank, from which the other memory modules count bytes.
 
-In shapes: L tokens of this context-parallel rank, Lw of the whole sequence, B sequences, d hidden size, q, kv and f the
-columns of queries, of keys (and of values) and of the feed-forward layer on this tensor-parallel rank, n_h its query
-heads. Activations are in the working precision unless a text says otherwise.
+Symbols in shapes: L tokens of this context-parallel rank, Lw tokens of the whole sequence, B sequences, d hidden size.
+On this tensor-parallel rank: q columns of queries, kv columns of keys (and of values), f columns of the feed-forward
+layer, n_h query heads. Activations are in the working precision unless a text says otherwise.
 """
 
 from __future__ import annotations

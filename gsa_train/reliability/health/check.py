@@ -1,4 +1,4 @@
-"""Checks all devices of a job before it trains; names bad ones by host, index and UUID."""
+"""Check all devices of a job before training, and name bad devices by host, index and UUID."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks NVIDIA's driver about a device (NVML, package nvidia-ml-py): ECC errors, rows to be remapped, critical XIDs."""
+"""Ask NVIDIA's driver about a device (NVML, package nvidia-ml-py): ECC errors, rows to be remapped, critical XIDs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the links between the ranks with known numbers: sent around a ring, and summed over all ranks."""
+"""Check the links between the ranks: known numbers are sent around a ring, and summed over all ranks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Detects silent data corruption: wrong results of a device, or weights that changed in memory.
+"""Detect silent data corruption: wrong results of a device, or weights that changed in memory.
 
-Two checks run at the intervals of `monitor`. One repeats a step's forward and backward pass with the same weights,
-micro-batches and random numbers: the loss, and the bits of each rank's gradients before their reduction, must be equal.
-The other compares the weights of data-parallel replicas bit for bit. Both are exact, because our kernels are
-deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
+Two checks run at the intervals of `monitor`. One check repeats a step's forward and backward pass with the same
+weights, micro-batches and random numbers. The loss, and the bits of each rank's gradients before their reduction, must
+be equal. The other check compares the weights of data-parallel replicas bit for bit. Both checks are exact because our
+kernels are deterministic; configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-Neither check finds an error that repeats, or an error in a shard of the distributed optimizer, which has no replica.
+Neither check finds an error that repeats. Neither finds an error in a shard of the distributed optimizer, which has no
+replica.
 """
 
 from __future__ import annotations

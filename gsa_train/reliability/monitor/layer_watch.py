@@ -1,4 +1,4 @@
-"""Watches statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
+"""Watch statistics of the layers that often jump before the loss does, at logged steps, which measure them."""
 
 from __future__ import annotations
 

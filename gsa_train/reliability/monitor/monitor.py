@@ -1,8 +1,8 @@
-"""Acts on the verdicts on the steps, on the host: counts spikes, logs events, applies the policy `monitor.action`.
+"""Act on the verdicts about steps, on the host: count spikes, log events, and apply the policy `monitor.action`.
 
-The device judges a step and skips its update if needed, before the host knows (spikes.py). The host reads a verdict
-READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. So all ranks, and every repetition
-of the run, act at the same step, and the host never waits for the current step.
+The device judges a step and skips its update if needed (spikes.py), before the host knows. The host reads a verdict
+READ_DELAY_STEPS steps later, or before a logged or saved step if that comes first. All ranks, and every repetition of
+the run, therefore act at the same step. The host never waits for the current step.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """

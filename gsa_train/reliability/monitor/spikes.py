@@ -1,11 +1,11 @@
-"""Detects spikes on the device, with the same result on all ranks, before the update.
+"""Detect spikes on the device before the update, with the same result on all ranks.
 
-A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict masks
-the update on the device; the host reads it later (monitor.py). `robust` compares the logarithm of the gradient norm,
-whose noise is multiplicative and has a long tail; `sigma` compares the norm itself.
+A step's loss and gradient norm over the global batch are compared with the last `window_steps` steps. The verdict
+masks the update on the device, and the host reads the verdict later (monitor.py). `robust` compares the logarithm of
+the gradient norm, whose noise is multiplicative and has a long tail. `sigma` compares the norm itself.
 
 A large gradient with a usual loss is most often caused by a short stretch of unusual text. If clipping bounds its
-update, `robust` flags it only if the loss then rises or the norm stays large.
+update, `robust` flags the step only if the loss then rises or the norm stays large.
 """
 
 from __future__ import annotations
