@@ -1,4 +1,5 @@
-"""Convert benchmark results to rows of the page of time and memory: GSA divided by the standard model, and the theory."""
+"""Convert benchmark results to rows of the page of time and memory: GSA relative to the standard model, and the
+theory."""
 
 from __future__ import annotations
 

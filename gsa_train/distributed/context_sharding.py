@@ -25,7 +25,7 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """How sequences are sharded over the context-parallel ranks, and this rank's place."""
+    """Describes how sequences are sharded over the context-parallel ranks, and this rank's place."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +41,7 @@ class ContextSharding:
 
 
 def query_chunks(local_length: int, cut: ContextSharding) -> list[QueryChunk]:
-    """Returns this rank's chunks in the order in which it holds them; on one rank the whole sequence.
+    """Returns this rank's chunks in the order in which the rank holds them. A single rank gets the whole sequence.
 
     Args:
         local_length: number of tokens of this rank, L / size.

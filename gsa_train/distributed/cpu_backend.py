@@ -94,7 +94,7 @@ def _names_cuda(device: Any) -> bool:
 
 @cache
 def install() -> None:
-    """Patch torch and megatron-core for this process, before any megatron object is made; a second call does nothing.
+    """Patch torch and megatron-core for this process, before any megatron object is made. A second call does nothing.
 
     Raises:
         RuntimeError: the process has a CUDA device.
@@ -120,9 +120,9 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    # `with torch.device(...)` knows functions by a list that torch makes at its first use. It must contain torch's own
-    # functions, which the replacements call: else transformers' models are created on the CPU instead of "meta", and
-    # stay unfilled.
+    # `with torch.device(...)` recognizes functions by a list that torch makes at its first use. The list must contain
+    # torch's own functions, which the replacements call. Otherwise transformers creates models on the CPU instead of
+    # "meta", and they stay unfilled.
     _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

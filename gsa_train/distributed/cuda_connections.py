@@ -27,9 +27,8 @@ BLACKWELL = 10
 def prepare_connections(
     layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
 ) -> None:
-    """Set the variable to 1 if one of the layouts needs that and it is unset. Rank 0 logs it.
-
-    Call it before torch is imported.
+    """Set the variable to 1 if it is unset and one of the layouts needs it. Rank 0 logs this. Call before importing
+    torch.
 
     Args:
         layouts: layouts of this process; CUDA's context sees only the first.
@@ -57,8 +56,8 @@ def prepare_connections(
 
 
 def compute_capability() -> int | None:
-    """Returns the major compute capability of the first NVIDIA device; None without one. Asks NVML, since CUDA must
-    not start."""
+    """Returns the major compute capability of the first NVIDIA device, or None without a device. Asks NVML, because
+    CUDA must not start."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """The same for all layers and micro-batches of a step or validation, except `will_recompute`."""
+    """All layers and micro-batches of a step or validation share these settings, except `will_recompute`."""
 
     sparse: bool = False
     """Attend to the selected keys; False: to all causal keys of the document."""
@@ -55,7 +55,7 @@ class AttentionPass:
 
     @property
     def needs_indexer_loss(self) -> bool:
-        """For training or for the log."""
+        """Whether the pass computes the indexer loss, for training or for the log."""
         return not self.will_recompute and (self.trains_indexer or self.measuring)
 
     def indexer_graph(self) -> torch.enable_grad | nullcontext[None]:

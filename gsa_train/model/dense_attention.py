@@ -41,7 +41,7 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
 
 
 def build_dense_attention(name: str) -> DenseAttention | None:
-    """Return the function of this name; None for `triton`, which the attention core runs itself."""
+    """Return the function of this name. Return None for `triton`, which the attention core runs itself."""
     if name == "triton":
         return None
     if name == "flash_attn":
@@ -54,8 +54,8 @@ def build_dense_attention(name: str) -> DenseAttention | None:
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
             )
         if out.requires_grad:
-            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone: a gradient with other strides
-            # than in the cached plan would be read wrongly.
+            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone. It would misread a gradient
+            # whose strides differ from the cached plan.
             out.register_hook(partial(_in_order_of, out.stride()))
         return out.transpose(1, 2)
 

@@ -13,11 +13,9 @@ from gsa_train.model.cores.over_chunks import Projected
 
 
 class RecomputedAttention:
-    """`attend` for activation checkpointing: called without a graph in the forward pass, again in the backward pass.
-
-    The second call drops the selections, because the checkpoint's autograd node lives until the schedule drops the
-    micro-batch's loss.
-    """
+    """Calls `attend` for activation checkpointing: without a graph in the forward pass, and again in the backward
+    pass. The second call drops the selections. The checkpoint's autograd node would otherwise keep them until the
+    schedule drops the micro-batch's loss."""
 
     def __init__(
         self, attend: Callable[..., torch.Tensor], selections: list[Any] | None, attention_pass: AttentionPass

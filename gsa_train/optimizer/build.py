@@ -52,7 +52,8 @@ def adamw(groups: list[Group], train: TrainConfig, fused: bool) -> torch.optim.O
 def adamw_change(
     states: list[dict[str, torch.Tensor]], group: Group, parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    """w' = (1 - lr decay) w - lr u, so w' - w = -lr (u + decay w') / (1 - lr decay)."""
+    """Return the summed squares of the change in w' = (1 - lr decay) w - lr u, where w' - w = -lr (u + decay w') / (1
+    - lr decay)."""
     import torch
 
     step, (beta1, beta2) = states[0]["step"], group["betas"]  # equal in all states

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
+    """Holds this rank's pipeline stage: one chunk of the model, or several under an interleaved schedule."""
 
     chunks: list[GPTModel]
     """In model order."""
