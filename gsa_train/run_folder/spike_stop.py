@@ -22,7 +22,7 @@ KEYS = ("first_step", "last_step", "saved_step", "reason")
 
 
 class SpikeAhead(ValueError):
-    """The start would meet the spike that ended the run; the message says what to do."""
+    """The start would meet the spike that ended the run. The message says what to do."""
 
 
 def note_stop(run_dir: Path, stop: MonitorStop, saved_step: int) -> None:
