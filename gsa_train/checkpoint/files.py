@@ -251,9 +251,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises:
-    FileNotFoundError: there is no manifest.
-    ValueError: the file is no manifest."""
+    """
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: the file is no manifest.
+    """
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
         records = {

@@ -113,12 +113,14 @@ class CheckpointSaver:
         reach_steps: int | None = None,
         small_files: Mapping[str, bytes] | None = None,
     ):
-        """Args:
-        durable_step: step of the checkpoint from which the run resumed.
-        reach_steps: also keep a checkpoint that is this much older than the newest, however often the run is
-            stopped.
-        small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
-            checkpoint is complete."""
+        """
+        Args:
+            durable_step: step of the checkpoint from which the run resumed.
+            reach_steps: also keep a checkpoint that is this much older than the newest, however often the run is
+                stopped.
+            small_files: name -> content of further files in each checkpoint, such as the tokenizer, so that a copied
+                checkpoint is complete.
+        """
         self.checkpoints, self._config, self._parallel = checkpoints, config, parallel
         self._reach_steps, self._small_files = reach_steps, dict(small_files or {})
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)

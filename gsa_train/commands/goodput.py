@@ -68,15 +68,15 @@ def main() -> int:
 
 
 def _source(name: str, sources: Mapping[str, str]) -> str:
-    """Returns the source of a value; for a default, with its option."""
+    """Returns the source of a value. The source of a default includes its option."""
     return f"default ({OPTIONS[name][0]})" if sources[name] == "default" else sources[name]
 
 
 def check_faults(arguments: argparse.Namespace, parts: Parts) -> None:
     """
     Raises:
-        ValueError: faults come so fast that few starts reach their first step. Such a run only restarts, and a
-            simulation of a month has millions of restarts. Or there are too many faults to simulate.
+        ValueError: there are too many faults to simulate, or faults come so fast that few starts reach their first
+            step. Such a run only restarts, and a simulation of a month has millions of restarts.
     """
     if arguments.gpus is None:
         return

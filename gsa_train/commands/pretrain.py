@@ -77,7 +77,7 @@ def run_command() -> int:
             raise
         take_console()
         return refuse(said.getvalue().rstrip())
-    if not arguments.dry_run:  # a dry run only prints, and waits for a slow reader
+    if not arguments.dry_run:  # A dry run only prints, and waits for a slow reader.
         take_console()
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -93,7 +93,7 @@ def run_command() -> int:
         return refuse(error)
     if arguments.dry_run:
         if has_local_tokenizer(config.data):
-            # Imported here: neither is needed without a tokenizer, nor for --help.
+            # imported here: not needed without a tokenizer, nor for --help
             from gsa_data.tokenizer_json import TokenizerError
             from gsa_train.data.tokenizer import load_tokenizer
 
@@ -112,7 +112,7 @@ def run_command() -> int:
     except ValueError as error:
         return refuse(error)
     if request.reason and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return exit_codes.STOPPED  # torchrun takes a stop for a failure, and restarts
+        return exit_codes.STOPPED  # torchrun mistakes a stop for a failure, and restarts
     if is_main:
         print(first_line(config, arguments), flush=True)
     capability = compute_capability()
@@ -159,16 +159,16 @@ def run_command() -> int:
     ) as error:
         return refuse(error, request=request)
     except (DeviceError, RendezvousError) as error:
-        note_end(exit_codes.FAILED)  # a fault of this node or moment: another start may succeed
+        note_end(exit_codes.FAILED)  # A fault of this node or moment: another start may succeed.
         return refuse(error, request=request)
     except SpikeAhead as error:
         return refuse(error, exit_codes.STOPPED_BY_MONITOR, request)
     except MonitorStop as stop:
-        if is_main:  # all ranks decide the same
+        if is_main:  # All ranks decide the same.
             say_last(str(stop))
         return exit_codes.STOPPED_BY_MONITOR
     except CorruptionFound as fault:
-        if is_main:  # all ranks compare the same
+        if is_main:  # All ranks compare the same.
             say_last(str(fault))
         return exit_codes.CORRUPTED
     except UnhealthyDevice as error:
@@ -190,12 +190,12 @@ def run_command() -> int:
 
 
 def known_failure(error: RuntimeError) -> str | None:
-    """Returns the message for an error that a traceback would not explain; None for any other."""
+    """Returns the message for an error that a traceback would not explain, else None."""
     from gsa_data.faults import DataFault
 
     # torch reports a dead reader by a signal, which may interrupt this process anywhere.
     if isinstance(error, DataFault) or str(error).startswith("DataLoader worker"):
         return f"the text failed: {error}"
-    if "shared memory segment" in str(error):  # NCCL has one for each pair of GPUs
+    if "shared memory segment" in str(error):  # NCCL has one segment for each pair of GPUs.
         return f"{error}\n{SHARED_MEMORY_REMEDY}"
     return None

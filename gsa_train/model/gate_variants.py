@@ -83,9 +83,11 @@ class ReplicatedGate(MegatronModule):
     def __init__(
         self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int, for_heads: bool
     ) -> None:
-        """Args:
-        for_heads: True: gates of this rank's heads, for all tokens. False: gates of this rank's tokens, over all
-            heads."""
+        """
+        Args:
+            for_heads: True: gates of this rank's heads, for all tokens. False: gates of this rank's tokens, over all
+                heads.
+        """
         super().__init__(config)
         self.tp_group, self.for_heads = groups.tp, for_heads
         depends = config.gsa.gate_input == "query_dependent"

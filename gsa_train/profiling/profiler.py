@@ -57,7 +57,8 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first step of the window, or at a resume inside it; the previous step warms up."""
+        """Start the trace at the first step of the window, or at a resume inside the window. The previous step warms
+        up."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return
@@ -85,7 +86,7 @@ class StepProfiler(Service):
         self._end(plan.step)
 
     def on_stop(self) -> None:
-        """Write the partial trace of a run that ends inside the window, for example out of memory."""
+        """Write the partial trace of a run that ends inside the window, as when memory is exhausted."""
         if self._running is not None:
             self._end(self._last)
 
@@ -98,7 +99,7 @@ class StepProfiler(Service):
             self._last = 0  # do not profile steps again that a rewind repeats
 
     def _write(self, trace: profile) -> None:
-        """Write the trace; an OSError is logged and does not end the run."""
+        """Write the trace. An OSError is logged and does not end the run."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         trace.stop_trace()

@@ -26,7 +26,7 @@ Operations = dict[tuple[str, str], tuple[float, int]]
 
 
 def profile_table(events: Iterable[Any], steps: Sequence[int], on_gpu: bool) -> str:
-    """Returns a table of milliseconds per step; backward passes count to the trace span of their forward pass.
+    """Returns a table of milliseconds per step. Backward passes count to the trace span of their forward pass.
 
     Args:
         events: torch.autograd.profiler_util.FunctionEvent of all threads.

@@ -29,5 +29,5 @@ _NOTHING = nullcontext()
 
 
 def trace_span(name: str) -> AbstractContextManager[object]:
-    """Mark a span of the step: one of PARTS, or a range around several."""
+    """Mark a span of the step: one of PARTS, or a range around several parts."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

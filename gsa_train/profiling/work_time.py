@@ -26,7 +26,7 @@ STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
 
 
 class Worked(NamedTuple):
-    """Measured seconds since the last read."""
+    """Holds measured seconds since the last read."""
 
     seconds: float
     """Sum over the spans from each `begin` to the next `end`."""
@@ -35,7 +35,8 @@ class Worked(NamedTuple):
 
 
 class WorkTime:
-    """Sums the seconds from each `begin` to the next `end`; on a GPU in device time, which is read later."""
+    """Sums the seconds from each `begin` to the next `end`. On a GPU the seconds are device time, which is read
+    later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -55,7 +56,8 @@ class WorkTime:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time one of STEP_PARTS. The gradient reduction runs inside forward and backward, and is subtracted there."""
+        """Time one of STEP_PARTS. The gradient reduction runs inside forward and backward, and is subtracted from
+        their time."""
         began = self._now()
         with trace_span("communication" if name == "gradient_reduction" else name):
             yield
@@ -91,7 +93,8 @@ class WorkTime:
 
 
 def slowest(work_seconds: Sequence[float]) -> tuple[int, float]:
-    """Returns the rank that works longest, and its time over the median rank's (the lower of the middle two)."""
+    """Returns the rank that works longest, and its time divided by the median rank's time. The median is the lower of
+    the middle two."""
     rank = max(range(len(work_seconds)), key=work_seconds.__getitem__)
     usual = statistics.median_low(work_seconds)
     return rank, work_seconds[rank] / usual if usual > 0 else 1.0
