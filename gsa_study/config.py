@@ -1,4 +1,5 @@
-"""Define the study file of `launch/study.py --study FILE`: the runs that are compared, and the values to compare."""
+"""Define the study file of `launch/study.py --study FILE`: runs that are compared with each other, and what is
+compared."""
 
 from __future__ import annotations
 
