@@ -237,7 +237,7 @@ LAYERS = {"layer_recall": "recall", "layer_indexer_kl": "indexer KL", "layer_k_m
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a list by layer of lists by head or expert: hundreds of numbers, too many for curves."""
+    """Shows a list by layer of lists by head or expert: hundreds of numbers, too many for curves."""
 
     section: str
     label: str
@@ -287,8 +287,8 @@ _SECTION_OF = {key: panel.section for panel in PANELS for key in panel.keys} | {
 
 
 def tag_of(key: str) -> str:
-    """Returns the tag of a record's key; if its value is a dict, the prefix of its entries' tags. Metrics without a
-    panel belong to section gsa."""
+    """Returns the tag of a record's key. For a dict, returns the prefix of its entries' tags. Metrics without a panel
+    belong to section gsa."""
     if key == "lrs":
         return "lr"
     if key.startswith("validation_"):

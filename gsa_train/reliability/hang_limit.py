@@ -54,7 +54,7 @@ class StepLimit:
 
     @property
     def interval_seconds(self) -> float:
-        """Returns the time between two reads of the heartbeats; short enough for the shortest limit."""
+        """Returns the time between two reads of the heartbeats, which is short enough for the shortest limit."""
         return min(self.longest_seconds, self._fixed_seconds or self._least_seconds) / 20
 
     def add(self, seconds: float) -> None:
@@ -62,7 +62,7 @@ class StepLimit:
         self._recent.append(seconds)
 
     def forget(self) -> None:
-        """Forget the step times: the next steps are of another kind."""
+        """Forget the step times, because the next steps are of another kind."""
         self._recent.clear()
 
     @property
@@ -80,8 +80,8 @@ def step_limit(config: ParallelConfig) -> StepLimit:
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:
-    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may compile
-    one, because the kernels depend on the density of the selections."""
+    """Make Triton call `compiling(True)` before and `compiling(False)` after it compiles a kernel. Any step may
+    compile a kernel, because the kernels depend on the density of the selections."""
     from triton import knobs
 
     def before(**_: Any) -> None:

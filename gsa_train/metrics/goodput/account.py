@@ -3,10 +3,11 @@
 A line says how the main rank has spent its time since its process began, at a step of the run:
 
     start   the process has opened the run folder; `began`: when the process began
-    steps   the number of steps done (`phase` of the last one) rewind  the run has gone back to an earlier checkpoint
+    steps   the number of steps done (`phase` of the last one)
+    rewind  the run has gone back to an earlier checkpoint
     end     the process leaves on purpose: `reason`
     lost    written by the next start for a process that wrote no `end`: `time` is its last sign of life, `progress`
-        the last progress of its main thread
+            the last progress of its main thread
 
 Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
 `began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.
@@ -130,7 +131,7 @@ class _Phase:
 
     @property
     def usual(self) -> float:
-        """Returns the mean seconds of steps other than first ones; 0 if none is known."""
+        """Returns the mean seconds of steps other than first steps, or 0 if none is known."""
         return self.seconds / self.steps if self.steps else 0.0
 
 

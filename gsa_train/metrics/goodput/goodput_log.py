@@ -24,7 +24,7 @@ DIGITS = 4
 
 
 class GoodputLog:
-    """On other ranks, and before `open`, every method does nothing."""
+    """Writes the log on the main rank. On other ranks, and before `open`, every method does nothing."""
 
     def __init__(self, clock: RunClock) -> None:
         self.clock = clock
@@ -53,7 +53,7 @@ class GoodputLog:
         """
         self._accounting, self.step = Accounting([*before, *lost]), step
         if is_complete and self._accounting.is_complete:
-            self._over = True  # nothing is trained, and the account is closed
+            self._over = True  # no training follows, and the account is closed
             return
         path = folder / FILE
         has_moved = not path.exists()
@@ -71,7 +71,7 @@ class GoodputLog:
         self._note("steps", step, phase=phase)
 
     def start_up_in_words(self) -> str | None:
-        """Returns the start-up times at the end of this process's first step; None at later steps."""
+        """Returns the start-up times at the end of this process's first step, and None at later steps."""
         said, self._start_up_is_said = self._start_up_is_said, True
         return None if said else start_up_in_words(self.clock.read()[1])
 
@@ -179,7 +179,7 @@ class GoodputNotes(Service):
     def on_record(self, record: dict[str, Any], numbers: Any) -> None:
         """Move the time of copies, reads and stragglers since the last logged step out of the training time."""
         rank, ratio = record["slowest_rank"], record["slowest_rank_ratio"]
-        # In the first step ranks differ, as they compile.
+        # Ranks differ in the first step, because they compile.
         slow = ratio >= self.straggler_ratio and self._first_wait_seconds is None
         waited = numbers.part_seconds["data_wait"] - (self._first_wait_seconds or 0.0)
         self._first_wait_seconds = None

@@ -74,10 +74,10 @@ def wrong_products(problem: Problem, seconds: float, least: int) -> tuple[int, i
         deadline = time.monotonic() + seconds
         while count < least or time.monotonic() < deadline:
             result = multiply(problem)
-            wrong += (result != problem.expected).sum()  # counts NaN as wrong
+            wrong += (result != problem.expected).sum()  # NaN counts as wrong
             count += 1
             if count % 32 == 0 and device.type == "cuda":
-                torch.cuda.synchronize(device)  # so that the loop measures the device's time
+                torch.cuda.synchronize(device)  # the loop then measures the device's time
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
     on_host = int((result[:CHECKED_ROWS].cpu() != problem.expected_rows).sum())

@@ -41,7 +41,7 @@ class MonitorStop(RuntimeError):
 
 
 class NotFinite(MonitorStop):
-    """State to be saved, or the last validation loss, is not finite; no batch is known to be the cause."""
+    """A state to be saved, or the last validation loss, is not finite. No batch is known to be the cause."""
 
     def __init__(self, why: str, step: int) -> None:
         """`step` is the last trained step, counted from 1."""
@@ -154,7 +154,7 @@ class Monitor:
         """Read the verdicts on the steps up to `through` and act on them.
 
         Returns:
-            The spike, if one requires a rewind; later verdicts are then not read.
+            The spike, if a spike requires a rewind; later verdicts are then not read.
 
         Raises:
             MonitorStop: a spike ends the run.
@@ -192,7 +192,7 @@ class Monitor:
         }
 
     def state(self) -> MonitorState:
-        """Returns the current state; every step must have been read. Synchronizes with the device."""
+        """Returns the current state. Every step must have been read. Synchronizes with the device."""
         assert not self._unread
         self._state.detector = self.detector.state()
         self._state.layers = self._layers.history
@@ -240,7 +240,7 @@ class Monitor:
         if config.action == "stop":
             raise self._stop(f"{what}, {state.in_a_row} steps in a row (monitor.action = stop)", step)
         if config.action == "lower_lr":
-            # Not earlier: a run that is stopped and resumed in between must use the same rates.
+            # No earlier step: a run that is stopped and resumed in between must use the same rates.
             first = step + READ_DELAY_STEPS + 1
             # The next phase has its own learning rate.
             last = min(first + config.lower_lr_steps - 1, self._phase_range.end)
@@ -278,6 +278,6 @@ class Monitor:
 
 
 def state_of(saved: dict[str, Any]) -> MonitorState:
-    """Returns the state from a checkpoint; it is empty for versions without monitor."""
+    """Returns the state from a checkpoint, which is empty for versions without monitor."""
     pairs = {name: [tuple(pair) for pair in saved.get(name, [])] for name in ("recent", "lowered")}
     return MonitorState(**{**saved, **pairs})
