@@ -100,10 +100,10 @@ def run_analysis(arguments: argparse.Namespace, words: Sequence[str]) -> Path:
 
 
 def given_text(arguments: argparse.Namespace) -> tuple[str, str] | None:
-    """Returns the text of --text or --file and its name, before anything is loaded; None without either.
+    """Returns the text of --text or --file and its name, before anything is loaded, or None without either.
 
     Raises:
-        ValueError: it cannot be read, or --max-tokens is out of bounds.
+        ValueError: the text cannot be read, or --max-tokens is out of bounds.
     """
     if not LEAST_TOKENS <= arguments.max_tokens <= MOST_TOKENS:
         raise ValueError(f"--max-tokens {arguments.max_tokens}: give {LEAST_TOKENS} to {MOST_TOKENS:,}")

@@ -56,7 +56,7 @@ class GSATrainLM(EncodingLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: give a number of sequences")
         execution.pop("max_batch_size", None)  # passed with batch_size=auto
-        execution.pop("trust_remote_code", None)  # code in a model's folder never runs here
+        execution.pop("trust_remote_code", None)  # Code in a model's folder never runs here.
         known = [each.name for each in dataclasses.fields(Execution)]
         if unknown := sorted(execution.keys() - set(known)):
             names = ", ".join(["run", "checkpoint", "hf", "step", "settings", "max_length", *known])
@@ -79,7 +79,7 @@ class GSATrainLM(EncodingLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score requests; contexts that are too long lose their beginning."""
+        """Score requests. Contexts that are too long lose their beginning."""
         pieces = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:

@@ -40,17 +40,20 @@ class RulerOptions:
 
 
 def answer_score(answer: str, expected: Sequence[str], any_answer: bool) -> float:
-    """Returns the share of expected strings in the answer, ignoring case; with `any_answer` 1 if any is in it."""
+    """Returns the share of expected strings in the answer, ignoring case. With `any_answer` one string in it gives
+    1."""
     found = [each.lower() in answer.lower() for each in expected]
     return float(any(found)) if any_answer else sum(found) / len(found)
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, and `effective_length`: the longest
-    with a mean of at least `THRESHOLD`, or None. `needles`: score and depth of each single needle.
+    """Returns `scores` by length and task, their `mean` by length, from 0 to 100, `effective_length`, and `needles`.
+
+    `effective_length` is the longest length with a mean of at least `THRESHOLD`, or None. `needles` has score and
+    depth of each single needle.
 
     Raises:
-        ValueError: an unknown task, one whose material is missing, or a length too short for one.
+        ValueError: an unknown task, a task whose material is missing, or a length that is too short for a task.
     """
     scores: dict[str, dict[str, float]] = {}
     needles: list[dict[str, Any]] = []
@@ -82,8 +85,9 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 
 
 def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length: a forward pass
-    for each sample, which also distinguishes models that are too small to answer.
+    """Returns `bits_per_byte` of the expected answers by length and task, and their `mean` by length.
+
+    Each sample needs one forward pass. The score also distinguishes models that are too small to answer.
 
     Args:
         score: returns the nats of answers, for prompts with answers and their length.
@@ -113,7 +117,7 @@ def score_gold(score: Score, tokenizer: Tokenizer, options: RulerOptions) -> dic
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Other processes make them while the model answers earlier ones: fitting a prompt into its length by tokenization
+    Other processes make samples while the model answers earlier ones. Fitting a prompt into its length by tokenization
     takes longer than its answer on a GPU, and holds the interpreter's lock.
 
     Raises:
@@ -129,7 +133,7 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
             yield *cell, samples(*call)
         return
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
-    # Not forked: this process may have threads and a CUDA device.
+    # Not forked, because this process may have threads and a CUDA device.
     with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as processes:
         made = [processes.submit(samples, *call) for call in calls]
         try:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
+"""Run the jobs of a study, one at a time or in parallel, until all have ended or a stop is requested."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StudyRunner:
-    """The jobs of one start of a study."""
+    """Runs the jobs of one start of a study."""
 
     folder: Path
     due: Sequence[Job]
@@ -75,8 +75,8 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start what can start now. True where the next job waits for a process that still writes its run's folder:
-        a run whose study was killed saves before it ends."""
+        """Start what can start now. Return True if the next job waits for a process that still writes its run's
+        folder. A run whose study was killed saves before it ends."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self._due, [each.job for each in self._running], free, self._fits)
@@ -91,8 +91,9 @@ class StudyRunner:
         return False
 
     def _fits(self, job: Job) -> bool:
-        """A guess does not prevent the first training of a start: otherwise it might never be measured. Evaluations
-        always fit: they were counted with the training before them, whose checkpoint they need."""
+        """Whether there is time for a job. A guess does not prevent the first training of a start, which might
+        otherwise never be measured. Evaluations always fit, because they were counted with the training whose
+        checkpoint they need."""
         if self.deadline is None or not self.all_jobs or job.kind != "train":
             return True
         expected = expected_time(job, self.all_jobs, read_times(self.folder))
@@ -190,10 +191,10 @@ def say(text: str) -> None:
 
 
 def lock_study(folder: Path) -> IO[str]:
-    """Hold the study's folder until this process ends, or the file is closed.
+    """Lock the study's folder until this process ends, or the file is closed.
 
     Raises:
-        StudyError: another process holds it.
+        StudyError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 (the caller's)

@@ -30,7 +30,7 @@ def main() -> int:
         print(missing, file=sys.stderr)
         return 2
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_data.faults import DataFault
     from gsa_eval.evaluate import run_evaluation
     from gsa_train.config import ConfigError
@@ -174,7 +174,7 @@ MOST_SAMPLES = 10_000
 
 
 def lengths(text: str) -> tuple[int, ...]:
-    """Of 4096,8192."""
+    """Parse 4096,8192."""
     return tuple(positive(each, LONGEST_TOKENS) for each in text.split(","))
 
 

@@ -45,7 +45,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     quiet_libraries()
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     from gsa_hf.generation import Generator
 
     try:
@@ -56,7 +56,7 @@ def main() -> int:
         if arguments.interactive:
             return interact(generator, text_model, arguments.max_new_tokens, sampling)
         write(generator, text_model, prompts, arguments.max_new_tokens, sampling)
-    except BrokenPipeError:  # the reader of the texts has left
+    except BrokenPipeError:  # the reader of the texts has ended
         raise
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """
     Raises:
-        ValueError: a prompt is empty or no UTF-8, there is none, or no such file.
+        ValueError: a prompt is empty or not UTF-8, there is no prompt, or the file is missing.
     """
     if arguments.interactive:
         return []
@@ -169,7 +169,7 @@ def write(
 def interact(
     generator: Generator, text_model: TextModel, max_new_tokens: int, sampling: Sampling | None
 ) -> int:
-    """Until the end of the standard input. A line that cannot be gone on with is refused, and the next one read."""
+    """Answer the lines of the standard input until its end. A line that the model cannot continue is refused."""
     for line in sys.stdin:
         prompt = line.rstrip("\n")
         if not prompt.strip():

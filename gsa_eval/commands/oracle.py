@@ -71,7 +71,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, so that wrong use is reported before torch is loaded.
+    # imported here, so that wrong use is reported before torch is loaded
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def draw(run_dirs: list[Path], out: Path | None, html: bool) -> list[Path]:
-    """Returns the files; --html makes a single one.
+    """Draw the figures and return their files. --html makes a single file.
 
     Args:
         out: folder of the comparison.

@@ -42,8 +42,8 @@ class TextModel:
 
 
 def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str:
-    """Returns `attn_implementation` as asked; if empty, the kernels on CUDA devices if they support the model's
-    selection, else plain torch with a warning.
+    """Returns the `attn_implementation` that was asked for. If `asked` is empty, returns the kernels on CUDA devices
+    if they support the model's selection, and otherwise plain torch with a warning.
 
     Raises:
         ValueError: the kernels are asked for, but do not support the selection.
@@ -67,12 +67,12 @@ def chosen_attention(asked: str, device: torch.device, indexer_pool: int) -> str
 def load_checkpoint_model(checkpoint: Path, device: torch.device, attention: str) -> TextModel:
     """
     Args:
-        checkpoint: a step_* folder, or one that `import_hf` wrote
+        checkpoint: a step_* folder, or a folder that `import_hf` wrote
         attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run with this attention, the checkpoint is damaged or does not fit its config, or its
-            tokenizer is missing.
+        ValueError: the model cannot run with this attention, the checkpoint is damaged or does not fit its config, or
+            its tokenizer is missing.
     """
     state = read_run_state(checkpoint)
     config = config_from_yaml(state.config_yaml, checkpoint / "common.pt")
@@ -145,7 +145,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
         attention: result of `chosen_attention`
 
     Raises:
-        ValueError: it cannot run with this attention, the folder has no GSA model, or its files do not fit together.
+        ValueError: the model cannot run with this attention, the folder has no GSA model, or its files do not fit.
     """
     if not folder.is_dir():
         raise ValueError(f"--hf {folder}: no such folder; give one that export_hf.py wrote")
@@ -158,7 +158,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     model = read_gsa_model(folder, found, found, attention)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # for damaged files tokenizers raises this class
+    except Exception as error:  # tokenizers raises this class for damaged files
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:  # transformers asks for it
             raise ValueError(
@@ -175,7 +175,7 @@ def load_hf_model(folder: Path, device: torch.device, attention: str) -> TextMod
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    # Its ids may have gaps, so their number may differ from the largest + 1.
+    # Ids may have gaps, so their number may differ from the largest + 1.
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     named: Any = model
     named.generation_config.eos_token_id = list(folder_tokenizer(folder, found).stop_ids)

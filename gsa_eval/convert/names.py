@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """One tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
+    """Names one tensor of a checkpoint, and the tensors of a Hugging Face folder that together hold the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -107,8 +107,8 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """Returns the gates' pairs. In training the gates on heads are one matrix: for each key-value head the rows of all
-    gates."""
+    """Returns the gates' pairs. In training the gates on heads are one matrix, which has for each key-value head the
+    rows of all gates."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
     on_heads = {f"{name}_gate_proj": rows[name] for name in ON_HEADS if rows[name]}
@@ -187,7 +187,8 @@ def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_kv_head(
     ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
 ) -> Pair:
-    """Returns a pair whose tensor of ours interleaves theirs by key-value head: [n_kv * sum(rows), ...]."""
+    """Returns a pair whose checkpoint tensor interleaves the folder's tensors by key-value head: [n_kv * sum(rows),
+    ...]."""
 
     def split(whole: torch.Tensor) -> Tensors:
         per_head = whole.unflatten(0, (kv_heads, sum(rows)))

@@ -20,7 +20,7 @@ PICTURES: Mapping[str, str] = {
 
 
 def section_of_analyses(runs: Mapping[str, Path]) -> str:
-    """Returns HTML with the embedded pictures; empty if no run has any.
+    """Returns HTML with the embedded pictures, or "" if no run has any.
 
     Args:
         runs: name -> folder.

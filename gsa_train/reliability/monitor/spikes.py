@@ -159,8 +159,8 @@ class SpikeDetector:
         """Returns median + max(sigmas * deviation, least rise).
 
         The median is the lower of the medians of the window and of the last 32 steps. It follows a falling loss, and
-        stays low for a slowly rising loss. The deviation is about the median of the differences between steps 8 and 32
-        apart, so that neither a trend nor an earlier spike widens it.
+        stays low for a slowly rising loss. The deviation is the median absolute deviation of the differences between
+        steps 8 or 32 apart, so that neither a trend nor an earlier spike widens it.
         """
         level = torch.minimum(_median(history), _median(history[:, -RECENT_STEPS:]))
         spread = torch.zeros_like(level)
