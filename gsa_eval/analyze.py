@@ -140,7 +140,6 @@ def read_one_text(evaluated: EvaluatedModel, given: tuple[str, str] | None, most
 
 
 def title_of(evaluated: EvaluatedModel, text: Text) -> str:
-    """Returns the names of the model and the text, for titles."""
     about = evaluated.about
     of_run = evaluated.run_dir.absolute().name if evaluated.run_dir is not None else None
     name = of_run or Path(about.get("hf") or about["checkpoint"]).name

@@ -256,7 +256,6 @@ def _write_title(figure: Figure, title: str) -> None:
 
 
 def _size_of_table(layers: int, heads: int, beside: float) -> tuple[float, float]:
-    """Returns the size of a figure with a table, in inches."""
     return min(20.0, max(7.0, 2 + 0.45 * heads) + beside), min(9.0, max(3.8, 1.8 + 0.3 * layers))
 
 
@@ -269,7 +268,6 @@ def _draw_table(
     norm: Normalize | None = None,
     percent: bool = False,
 ) -> None:
-    """Draw a table with a row for each layer."""
     norm = norm or Normalize(0, max(float(values.max()), 1e-6))
     image = ax.imshow(values, cmap="viridis", norm=norm, aspect="auto", interpolation="nearest")
     bar = figure.colorbar(image, ax=ax, label=meaning, pad=0.02)

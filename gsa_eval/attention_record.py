@@ -50,8 +50,6 @@ class HeadMaps:
 
 @dataclass(frozen=True)
 class Gate:
-    """One gate of one layer."""
-
     means: list[float]
     """Mean opening of each head over its channels and all tokens; one value if all heads share the gate."""
     histogram: list[int]
@@ -101,10 +99,6 @@ def record_attention(model: GSAForCausalLM, tokens: list[int], layer: int, head:
 
 
 def check_place(model: GSAForCausalLM, layer: int, head: int) -> None:
-    """
-    Raises:
-        ValueError: the layer or head does not exist.
-    """
     for name, number, count in (
         ("layer", layer, model.config.num_hidden_layers),
         ("head", head, model.config.num_attention_heads),

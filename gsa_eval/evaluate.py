@@ -179,7 +179,6 @@ def _nats(
 
 
 def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, scores) of each text."""
     places = named_places(arguments.data)
     max_tokens: int | None = arguments.max_tokens
     context_length: int = arguments.context_length or evaluated.trained_length

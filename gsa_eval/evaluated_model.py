@@ -46,8 +46,6 @@ class Source:
 
 @dataclass(frozen=True)
 class Execution:
-    """Holds device, attention and dtype of the model."""
-
     device: str = ""
     """Empty: cuda if available."""
     attention: str = ""

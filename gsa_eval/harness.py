@@ -177,7 +177,6 @@ def run_tasks(
 
 
 def task_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of scores for results.table."""
     rows = []
     for task, scores in found["results"].items():
         for key, value in scores.items():

@@ -140,8 +140,6 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Holds the scores of the answers to some prompts."""
-
     exact: float
     """Percentage of prompts for which all tokens of the answer are the most probable ones."""
     log_probability: float

@@ -52,8 +52,6 @@ def score_text(model: ScoredModel, text: Text, batch_size: int, name: str = "") 
 
 
 class Scored(NamedTuple):
-    """The scored labels of one piece."""
-
     number: int
     """Number of the piece, from 0."""
     nats: NDArray[np.float32]

@@ -59,7 +59,6 @@ def write_results(folder: Path, results: dict[str, Any]) -> str:
 
 
 def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> dict[str, Any]:
-    """Returns versions, commit, command and time."""
     versions = {"gsa_train": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -77,7 +76,6 @@ def circumstances(arguments: Sequence[str], program: str = "gsa-evaluate") -> di
 
 
 def table(results: dict[str, Any]) -> str:
-    """Returns the results as a Markdown table."""
     model = results["model"]
     lines = [f"# {results['name']}", "", f"{model.get('checkpoint') or model['hf']}"]
     facts = [

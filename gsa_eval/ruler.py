@@ -52,8 +52,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of a sample."""
-
     length_tokens: int
     """Tokens of the prompt and its answer: some frequencies depend on it."""
     material: Material

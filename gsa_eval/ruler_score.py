@@ -148,7 +148,6 @@ def _leave_interrupts_to_the_parent() -> None:
 
 
 def gold_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of `score_gold` for results.table."""
     return {
         "title": f"RULER, bits per byte of the expected answers, {found['samples']} samples of each",
         "head": ["tokens", *found["tasks"], "mean"],
@@ -160,7 +159,6 @@ def gold_table(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def ruler_table(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table of `score_ruler` for results.table."""
     effective = found["effective_length"] or "below all of these"
     return {
         "title": f"RULER, {found['samples']} samples of each; effective length ({THRESHOLD}): {effective}",

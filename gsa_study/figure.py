@@ -25,8 +25,6 @@ LOG_FROM = 2.0
 
 @dataclass(frozen=True)
 class ArmDots:
-    """Holds an arm's row."""
-
     arm: str
     runs: tuple[RunFacts, ...]
     """Finished ones with a value that is a number, in the order of the seeds."""

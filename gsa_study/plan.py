@@ -156,8 +156,6 @@ def next_job(
 
 @dataclass(frozen=True)
 class Ended:
-    """Describes the end of a job's process."""
-
     code: int
     """Exit code of the main rank if known, else of the process; negative for a signal."""
     complete: bool
@@ -180,7 +178,6 @@ class Verdict:
 
 
 def judge(ended: Ended) -> Verdict:
-    """Decide what follows after a job has ended."""
     code, said = ended.code, f": {ended.error}" if ended.error else ""
     if ended.complete:
         return Verdict("finished")

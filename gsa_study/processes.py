@@ -106,8 +106,6 @@ def end_with(parent: int) -> Callable[[], None]:
 
 @dataclass
 class Running:
-    """A running job."""
-
     job: Job
     process: subprocess.Popen[bytes]
     gpus: tuple[str, ...]

@@ -24,8 +24,6 @@ VERDICT, STUDIES = "## Verdict", "## Studies"
 
 @dataclass(frozen=True)
 class Standing:
-    """Holds a row of the table of all pages."""
-
     page: str
     title: str
     runs: str

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StudyRunner:
-    """Runs the jobs of one start of a study."""
-
     folder: Path
     due: Sequence[Job]
     """In the order in which they start."""
@@ -58,7 +56,6 @@ class StudyRunner:
         self._waited_for: list[Job] = []
 
     def run(self) -> None:
-        """Run until all jobs are finished, failed or stopped."""
         before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         try:
             while True:
@@ -161,7 +158,6 @@ class StudyRunner:
 
     @property
     def left(self) -> list[Job]:
-        """Returns the due jobs that have not been started."""
         return list(self._due)
 
     # ---- stops

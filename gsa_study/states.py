@@ -92,7 +92,6 @@ def _changed_evaluation(job: Job) -> Iterator[str]:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Returns the options after the leading `--run DIR`."""
     return list(words[2:])
 
 
@@ -124,7 +123,6 @@ def note_failure(study_folder: Path, key: str, reason: str | None) -> None:
 
 
 def read_failures(study_folder: Path) -> dict[str, str]:
-    """Returns a dict job -> reason of its failure."""
     failures: dict[str, str] = {}
     for note in read_notes(study_folder / FAILURES):
         if not {"job", "reason"} <= note.keys():
@@ -136,7 +134,6 @@ def read_failures(study_folder: Path) -> dict[str, str]:
 
 
 def append_note(path: Path, note: dict[str, Any]) -> None:
-    """Append a line of JSON."""
     append_line(path, json.dumps(note, ensure_ascii=False))
 
 

@@ -22,8 +22,6 @@ from gsa_train.planning.choices import unknown_choices
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study."""
-
     arm: str
     seed: int
     config_path: str
@@ -50,7 +48,6 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its own training."""
         return self.steps * self.tokens_a_step
 
     @property

@@ -51,7 +51,6 @@ class Results:
 
 
 def read_results(study: Study, failures: Mapping[str, str]) -> Results:
-    """Read the results from the run folders."""
     values = tuple(RunValues(run) for run in study.runs)
     runs = tuple(facts_of(each, failures) for each in values)
     finished = [each for each in values if each.complete and each.tokens]

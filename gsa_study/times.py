@@ -33,7 +33,6 @@ def note_time(study_folder: Path, key: str, seconds: float, ended: bool) -> None
 
 
 def read_times(study_folder: Path) -> WallTimes:
-    """Read the newest note of each job."""
     times = WallTimes()
     for note in read_notes(study_folder / TIMES):
         key, seconds, ended = note.get("job"), note.get("seconds"), note.get("ended")

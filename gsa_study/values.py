@@ -71,7 +71,6 @@ class RunValues:
 
     @property
     def tokens_before(self) -> float:
-        """Return the tokens of the earlier runs."""
         return self.run.source.tokens if self.run.source else 0
 
     @cached_property
@@ -94,7 +93,6 @@ class RunValues:
         return [(x, y) for x, y in before if x <= start] + [(x, y) for x, y in points if x is not None]
 
     def losses(self) -> list[LossPoint]:
-        """Return the loss by tokens and by seconds."""
         own = [
             LossPoint(float(tokens), interpolate(self.seconds, record["step"]), float(record["loss"]))
             for record in self.records

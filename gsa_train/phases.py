@@ -23,7 +23,6 @@ class PhaseRange:
 
 
 def phase_ranges(phases: Sequence[PhaseConfig]) -> list[PhaseRange]:
-    """Lay the phases end to end."""
     ranges, start = [], 0
     for index, phase in enumerate(phases):
         ranges.append(PhaseRange(index, phase, start, start + phase.steps))

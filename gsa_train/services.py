@@ -31,7 +31,6 @@ class StepPlan:
 
     @property
     def pauses(self) -> bool:
-        """Returns True if training pauses after the step."""
         return self.validates or self.scores_tasks or self.saves or self.ends_phase
 
     @property

@@ -34,8 +34,6 @@ from gsa_train.reliability.monitor.spikes import SpikeDetector, Verdict
 
 @dataclass(frozen=True)
 class Training:
-    """Objects that all steps of a phase share."""
-
     model: Model
     optimizer: PhaseOptimizer
     config: Config

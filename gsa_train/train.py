@@ -100,7 +100,6 @@ def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
 
 
 def services_of(run: Run) -> list[Service]:
-    """Returns the services that the training loop calls, in call order."""
     config, services = run.config, run.services
     ratio = config.logging.straggler_ratio
     warnings = [StragglerWarning(ratio), DenseQueriesWarning(run), BlindIndexerWarning()]

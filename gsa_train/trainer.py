@@ -28,8 +28,6 @@ from gsa_train.step import StepResult, Training, train_step
 
 @dataclass
 class _ActivePhase:
-    """State that all steps of the current phase share."""
-
     range: PhaseRange
     optimizer: PhaseOptimizer
     monitor: Monitor

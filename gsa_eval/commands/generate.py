@@ -150,7 +150,6 @@ def write(
     max_new_tokens: int,
     sampling: Sampling | None,
 ) -> None:
-    """Print the texts with their prompts, and the rates."""
     encoded = [text_model.encode(prompt) for prompt in prompts]
     made = generator.generate(encoded, max_new_tokens, sampling)
     for number, (prompt, tokens, new) in enumerate(zip(prompts, encoded, made.tokens, strict=True), start=1):

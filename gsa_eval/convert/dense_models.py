@@ -120,7 +120,6 @@ def _problems(found: Any, length: int) -> list[str]:
 
 
 def _has_experts(found: Any) -> bool:
-    """Whether some layer has experts."""
     layers = set(range(found.num_hidden_layers)) - set(getattr(found, "mlp_only_layers", None) or ())
     every = getattr(found, "decoder_sparse_step", 1)
     return any((layer + 1) % every == 0 for layer in layers)
@@ -135,7 +134,6 @@ def _short(value: Any) -> str:
 
 
 def recipe(name: str, shape: tuple[int, ...], config: Config, model_type: str) -> Recipe:
-    """Returns the recipe of the GSA model's tensor `name` with `shape`."""
     if model_type not in ARCHITECTURES:  # already a GSA model
         return Recipe(name, lambda weight: weight)
     if model_type in OUTPUT_GATED:

@@ -247,7 +247,6 @@ def _tokenizer_path(checkpoint: Path, config: Config) -> str:
 
 
 def _copy_code(folder: Path) -> None:
-    """Copy gsa_hf's modules, which import each other relatively."""
     package = Path(inspect.getfile(gsa_hf)).parent
     for path in sorted(package.glob("*_gsa.py")):
         shutil.copyfile(path, folder / path.name)

@@ -205,5 +205,4 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

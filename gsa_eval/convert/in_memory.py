@@ -29,8 +29,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model with its tokenizer."""
-
     model: GSAForCausalLM
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -133,7 +131,6 @@ def model_in_memory(
 
 
 def to_device(model: GSAForCausalLM, device: torch.device | str) -> GSAForCausalLM:
-    """Move the model to a device for evaluation."""
     module: torch.nn.Module = model  # transformers' own `to` has another signature
     module.to(device).eval().requires_grad_(False)
     return model

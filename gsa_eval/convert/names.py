@@ -34,7 +34,6 @@ class Pair:
     """Kept in fp32 in every model: no `--dtype` rounds it."""
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of their tensors."""
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
 

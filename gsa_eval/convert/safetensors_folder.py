@@ -110,8 +110,6 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write."""
-
     name: str
     bytes: int
     read: Callable[[], torch.Tensor]

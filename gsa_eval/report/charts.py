@@ -246,7 +246,6 @@ def _symbols(
 
 
 def _places(run: RunFiles, steps: list[int], runs: list[RunFiles]) -> list[float]:
-    """Returns the x coordinates of these steps."""
     return [float(x) for x in tokens_at(run.token_knots, steps)] if x_axis(runs) == "tokens" else list(steps)
 
 

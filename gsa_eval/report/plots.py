@@ -89,8 +89,6 @@ Line = tuple[Sequence[float], list[float]]
 
 @dataclass(frozen=True)
 class Curves:
-    """A panel that compares runs."""
-
     y_label: str
     lines: Mapping[str, Line]
     """In the order of the legend. An empty line also takes a color, so that a run has the same color in all panels."""

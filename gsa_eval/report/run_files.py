@@ -66,7 +66,6 @@ class RunFiles:
 
     @cached_property
     def goodput(self) -> Account | None:
-        """Returns the account of the run's time."""
         return read_account(self.folder)
 
     @property

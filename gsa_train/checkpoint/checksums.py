@@ -19,7 +19,6 @@ POLYNOMIAL = 0xEDB88320
 
 
 def crc32_of(path: Path) -> tuple[int, int]:
-    """Returns the file's size in bytes, and its checksum."""
     size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
     if len(starts) <= 1:

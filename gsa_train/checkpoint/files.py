@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's entry in the manifest."""
-
     bytes: int
     crc32: str
     """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage. It is faster than the hashes in
@@ -49,8 +47,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json."""
-
     files: dict[str, FileRecord]
     run: str = ""
     """`run.name` of the run that wrote it."""
@@ -224,7 +220,6 @@ def go_back_to(checkpoint: Path) -> None:
 
 
 def describe_file(path: Path) -> FileRecord:
-    """Read a file and return its size and checksum."""
     size, checksum = crc32_of(path)
     return FileRecord(size, f"{checksum:08x}")
 

@@ -96,7 +96,6 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
-    """Returns the content of torch's metadata file."""
     return pickle.dumps(metadata)
 
 

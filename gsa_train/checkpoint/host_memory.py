@@ -69,7 +69,6 @@ class HostMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes pinned so far."""
         return sum(block.numel() for block in self._blocks)
 
     def _end_reserving(self) -> None:
@@ -152,5 +151,4 @@ def _rounded(size: int) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """Returns the next power of two."""
     return 1 << (size - 1).bit_length()

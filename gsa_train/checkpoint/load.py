@@ -347,7 +347,6 @@ def gather_rng(parallel: Parallel) -> list[dict[str, Any]]:
 
 
 def local_rng() -> dict[str, Any]:
-    """Returns the states of this rank's generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -369,7 +368,6 @@ def restore_rng(state: RunState, layout: Sequence[int], rank: int) -> bool:
 
 
 def set_local_rng(saved: dict[str, Any]) -> None:
-    """Restore what `local_rng` returned."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

@@ -56,8 +56,6 @@ class Fault(NamedTuple):
 
 @dataclass
 class ReadLog:
-    """What one rank has read from one checkpoint."""
-
     checkpoint: Path
     parts: list[Part] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -203,8 +201,6 @@ def _file_over(content: memoryview) -> BinaryIO:
 
 
 class _Bytes(io.RawIOBase):
-    """A read-only file over bytes."""
-
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
 

@@ -82,8 +82,6 @@ class SaveResult:
 
 @dataclass
 class _Save:
-    """Describes one save under way, on one rank."""
-
     state: RunState
     folder: Path
     """The folder under its temporary name."""
@@ -259,7 +257,6 @@ class CheckpointSaver:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory for this rank's copies."""
         return self._host_memory.block_bytes
 
     def close(self) -> None:

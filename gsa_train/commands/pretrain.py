@@ -64,7 +64,6 @@ def main() -> int:
 
 
 def run_command() -> int:
-    """Run the command, from its arguments to the exit code."""
     request = StopRequest()
     request.watch()
     is_main = os.environ.get("RANK", "0") == "0"

@@ -269,7 +269,6 @@ class TrainBatches:
 
     @property
     def wait_seconds(self) -> float:
-        """Returns how long this process has waited for text."""
         return 0.0 if self._stream is None else self._stream.wait_seconds
 
     def state(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes metrics."""
         return self.rank == 0
 
     @property

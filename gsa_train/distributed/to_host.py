@@ -21,7 +21,6 @@ class ToHost:
             self._arrived.record()
 
     def read(self) -> torch.Tensor:
-        """Wait until the copy is complete, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor

@@ -72,7 +72,6 @@ class MetricsFile:
 
     @property
     def works(self) -> bool:
-        """Whether the last record was written."""
         return not self._waiting
 
     def close(self) -> None:

@@ -63,7 +63,6 @@ class Progress:
         self._bar.set_description_str(_bar_text(record, eta))
 
     def go_back(self, step: int) -> None:
-        """Go back to `step`, because the later steps run again."""
         self._last_step, self._last_time = step, self._clock()
 
     def message(self, text: str) -> None:
@@ -162,7 +161,6 @@ def _other_set_line(record: dict[str, Any], total_steps: int, prefix: str, name:
 
 
 def _task_lines(record: dict[str, Any], total_steps: int) -> list[str]:
-    """Returns one line per task, with all its scores."""
     scores = {key.removeprefix("eval_"): value for key, value in record.items() if isinstance(value, dict)}
     names = dict.fromkeys(name for of_tasks in scores.values() for name in of_tasks)
     return [

@@ -33,7 +33,6 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def count(self, tokens: int, wait_seconds: float) -> None:
-        """Count one step that waited `wait_seconds` for text."""
         self._steps += 1
         self._tokens += tokens
         self._wait_seconds += wait_seconds
@@ -101,8 +100,6 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A logged step's numbers over all ranks."""
-
     layers: dict[str, list[float | None]]
     """Statistic -> value by layer; None if a layer recorded nothing."""
     loss: float

@@ -82,10 +82,6 @@ class Sinks:
         wandb: WandbSink | None,
         phases: Sequence[str] = (),
     ):
-        """
-        Args:
-            phases: names, in their order.
-        """
         self.run_dir = run_dir
         self.wandb_run_id: str | None = wandb.id if wandb else None
         """Saved in every checkpoint, so that a restart continues the same W&B run."""

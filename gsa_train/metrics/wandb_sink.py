@@ -86,7 +86,6 @@ class WandbSink:
             logger.error("W&B gets no samples of step %d: %s", record["step"], error)
 
     def place(self) -> tuple[str, ...]:
-        """Returns lines for the console that say where the run is."""
         if self._run is None:  # its service failed, and this was logged
             return ()
         if not self._run.offline:
@@ -103,7 +102,6 @@ class WandbSink:
         self._log_artifact("config", fill)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Set the numbers in W&B's table of runs."""
         self._tell("summary.update", summary)
 
     def close(self, exit_code: int) -> None:

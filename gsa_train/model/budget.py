@@ -48,12 +48,10 @@ class VarianceTracker(torch.nn.Module):
         return self
 
     def record(self, variance: torch.Tensor) -> None:
-        """Add the variances [B, R] of one micro-batch."""
         self._add_total(variance, self.step_sum)
 
 
 def _add_total(values: torch.Tensor, total: torch.Tensor) -> None:
-    """Add the sum of `values` to `total` in place."""
     total.add_(values.sum(dtype=torch.float64))
 
 

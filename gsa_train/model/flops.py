@@ -18,8 +18,6 @@ from gsa_train.config.moe import layers_with_experts
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Counts the parameters of the whole model, by part."""
-
     embedding: int
     attention: int
     """W_Q, W_K, W_V and W_O, and the QKV biases if any."""
@@ -49,7 +47,6 @@ class ParameterCount:
 
     @property
     def overhead(self) -> int:
-        """Parameters that GSA adds."""
         return self.gates + self.indexer
 
     @property

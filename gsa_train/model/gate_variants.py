@@ -23,7 +23,6 @@ from gsa_train.model.mcore.norm import RMSNorm
 
 
 def opening(logits: torch.Tensor, gsa: GSAConfig) -> torch.Tensor:
-    """Apply `gsa.gate_activation` to the logits."""
     if gsa.gate_activation == "sigmoid":
         return logits.sigmoid()
     if gsa.gate_activation == "ns_sigmoid":

@@ -251,7 +251,6 @@ def _plug_in(optimizer: MegatronOptimizer, kind: OptimizerKind, train: TrainConf
 
 
 def bucket_groups(ddp: PhaseDataParallel) -> list[Any]:
-    """Return the bucket groups of dense and of expert parameters."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 

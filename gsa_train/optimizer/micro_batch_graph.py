@@ -131,7 +131,6 @@ class MicroBatchGraph:
         self._graph.replay()
 
     def _release(self) -> None:
-        """Free the graph's memory before the next capture."""
         self._graph = self._captured = self._inputs = self._loss_sum = None
 
 

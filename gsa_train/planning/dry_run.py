@@ -165,7 +165,6 @@ def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
 
 
 def training_operations(config: Config) -> float:
-    """Returns the floating-point operations of all steps, forward and backward."""
     per_step = config.train.global_batch_size * config.train.seq_len_tokens
     counts = _flops_by_phase(config)
     return sum(

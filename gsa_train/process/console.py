@@ -147,8 +147,6 @@ def _lost(count: int, why: str) -> bytes:
 
 
 class _Console(io.RawIOBase):
-    """Raw stream of `sys.stdout` or `sys.stderr`."""
-
     def __init__(self, descriptor: int, writer: ConsoleWriter) -> None:
         self._descriptor, self._writer = descriptor, writer
 

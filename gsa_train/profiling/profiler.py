@@ -32,8 +32,6 @@ class ProfileError(ValueError):
 
 
 class StepProfiler(Service):
-    """Profiler of one rank."""
-
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
         """
         Args:
@@ -82,7 +80,6 @@ class StepProfiler(Service):
         self._steps.append(step)
 
     def after_step(self, plan: StepPlan) -> None:
-        """End the trace after the last step of the window."""
         self._end(plan.step)
 
     def on_stop(self) -> None:

@@ -42,7 +42,6 @@ def host_part(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def forward_parts_of(on_host: Iterable[Any]) -> ForwardParts:
-    """Returns the span of each forward operation."""
     found: ForwardParts = {}
     for event in on_host:
         if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD):
@@ -111,7 +110,6 @@ def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, 
 
 
 def _named(event: Any, forward_parts: ForwardParts) -> str | None:
-    """Returns the span that an event itself defines."""
     if event.name in PARTS:
         return str(event.name)
     if event.name.startswith(COLLECTIVES):

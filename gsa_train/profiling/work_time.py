@@ -26,8 +26,6 @@ STEP_PARTS = ("forward_backward", "gradient_reduction", "optimizer")
 
 
 class Worked(NamedTuple):
-    """Holds measured seconds since the last read."""
-
     seconds: float
     """Sum over the spans from each `begin` to the next `end`."""
     parts: dict[str, float]
@@ -70,7 +68,6 @@ class WorkTime:
         return Worked(self._take(self._spans), parts)
 
     def reset(self) -> None:
-        """Forget all spans, including spans that a GPU still runs."""
         for spans in (self._spans, *self._parts.values()):
             spans.clear()
 

@@ -37,8 +37,6 @@ LEAST_SECONDS = 40.0
 
 
 class StepLimit:
-    """Time limit of one rank's steps."""
-
     def __init__(
         self, longest_seconds: float, fixed_seconds: float = 0.0, least_seconds: float = LEAST_SECONDS
     ):
@@ -67,7 +65,6 @@ class StepLimit:
 
     @property
     def seconds(self) -> float:
-        """Returns the current limit of a step in seconds."""
         if self._fixed_seconds > 0:
             return min(self._fixed_seconds, self.longest_seconds)
         if len(self._recent) < FEWEST_STEPS:

@@ -239,7 +239,6 @@ class HangWatchdog(Service):
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Begin this activity, then return to the previous one."""
         step, before = self._place
         self.heartbeat(step, activity)
         yield
@@ -264,7 +263,6 @@ class HangWatchdog(Service):
         self._thread.join()
 
     def close(self) -> None:
-        """Stop watching."""
         self._over.set()
         self._thread.join()
         if self._last_stretch is not None:
@@ -345,7 +343,6 @@ class HangWatchdog(Service):
         self._store.set("fault", json.dumps([name, frozen]))
 
     def _write_report(self, fault: str) -> str:
-        """Write the report. Returns the name of its folder."""
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self._folder / name
         text = f"rank {self._rank}: {fault}\nstacks of all ranks: {folder}\n"

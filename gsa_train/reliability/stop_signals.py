@@ -71,13 +71,11 @@ def _end_at_once(said: str) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line to stderr on the main rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{line}", file=sys.stderr, flush=True)
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Returns the STOP_SIGNALS that this process does not ignore."""
     return tuple(each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN)
 
 

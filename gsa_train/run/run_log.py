@@ -48,7 +48,6 @@ class RunLog:
             self.sinks.log_samples(_stamped(record))
 
     def write_late(self) -> None:
-        """Write the pending records."""
         while self.late:
             self.late.pop(0)()
 
@@ -70,7 +69,6 @@ class RunLog:
             self.console.go_back(step)
 
     def close(self, exit_code: int) -> None:
-        """Close without a summary."""
         self.write_late()
         if self.sinks is not None and self.console is not None:
             self.console.close()
@@ -78,5 +76,4 @@ class RunLog:
 
 
 def _stamped(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with the current time in Unix seconds."""
     return {**record, "time": time.time()}

@@ -101,7 +101,6 @@ def report_saves(run: Run, results: list[SaveResult]) -> None:
 
 
 def log_save(run: Run, result: SaveResult) -> None:
-    """Write the result of a save to metrics and console."""
     log, saver = run.services.log, run.services.saver
     record = {
         "event": "checkpoint" if result.error is None else "checkpoint_failed",

@@ -44,8 +44,6 @@ class TrainState:
 
 @dataclass
 class Data:
-    """The text of a run."""
-
     batches: TrainBatches
     validation_sets: list[ValidationSet]
     tokenizer: Tokenizer

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class DurableCache(FileCacheManager):  # type: ignore[misc]  # Triton has no types
-    """Cache manager of one kernel."""
-
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         try:
             super().__init__(key, override, dump)

@@ -38,8 +38,6 @@ def validate(run: Run, phase_name: str, stop_if_asked: Callable[[], None]) -> di
 
 @dataclass
 class Samples(Service):
-    """Generates continuations of `evaluate.prompts` at each validation."""
-
     run: Run
 
     def on_validate(self, step: int, phase: str, stop_if_asked: Callable[[], None]) -> None:

@@ -88,7 +88,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

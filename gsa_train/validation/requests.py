@@ -83,7 +83,6 @@ def read_tasks(tasks: Sequence[str], limit: int | None = None) -> list[RequestTa
 
 
 def requests_table(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the tables of scores for results.table."""
     rows = [
         [name, *(f"{each[key]:.4f}" if key in each else "" for key in SCORES), str(each["questions"])]
         for name, each in found.items()

@@ -59,8 +59,6 @@ PAUSES = (COMPLETE, INTERRUPTED)
 
 @dataclass
 class StartAccount:
-    """The account of one start of the run."""
-
     began: float
     """Unix seconds."""
     step: int
@@ -154,7 +152,6 @@ class Accounting:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the newest start has completed the run."""
         return bool(self._starts) and self._starts[-1].ended == COMPLETE
 
     def add(self, line: Line) -> None:

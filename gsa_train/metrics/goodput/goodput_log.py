@@ -66,7 +66,6 @@ class GoodputLog:
         self._say_alive(step, self.clock.now())
 
     def note(self, step: int, phase: str) -> None:
-        """Record that `step` steps are done."""
         self.step = step
         self._note("steps", step, phase=phase)
 
@@ -76,7 +75,6 @@ class GoodputLog:
         return None if said else start_up_in_words(self.clock.read()[1])
 
     def go_back(self, step: int) -> None:
-        """Record that the run has gone back to an earlier step."""
         self.step = step
         self._note("rewind", step)
 
@@ -89,7 +87,6 @@ class GoodputLog:
         return self._accounting.account()
 
     def metrics(self) -> dict[str, Any]:
-        """Returns metrics for the record of a step."""
         if self._file is None:
             return {}
         account = self.account()
@@ -97,7 +94,6 @@ class GoodputLog:
         return {"ettr": account.ettr, "lost_seconds": lost}
 
     def summary(self) -> dict[str, Any]:
-        """Returns entries for summary.json."""
         account = self.account()
         seconds = {"wall_seconds": account.wall_seconds, "productive_seconds": account.productive_seconds}
         return {"ettr": account.ettr, **_rounded(seconds), "lost_seconds": _rounded(account.lost_seconds)}
@@ -130,7 +126,6 @@ class GoodputLog:
                 os.pwrite(self._alive, alive_bytes(content), 0)
 
     def close(self) -> None:
-        """Close the files, after an `end` or an error."""
         self._say_alive(*self._newest_beat)
         if self._file is not None:
             self._file.close()

@@ -51,7 +51,6 @@ class RunClock:
         return self.unix_at(time.monotonic())
 
     def unix_at(self, monotonic: float) -> float:
-        """Convert a time of `time.monotonic`."""
         return self._offset + monotonic
 
     def begin(self, activity: str) -> None:

@@ -61,13 +61,11 @@ class Model:
 
     @property
     def gpt(self) -> GPTModel:
-        """The only chunk."""
         (chunk,) = self.chunks
         return chunk
 
     @property
     def module(self) -> torch.nn.Module:
-        """The only module."""
         (module,) = self.modules
         return module
 

@@ -140,7 +140,6 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
 
 
 def yarn_scaling(model: ModelConfig) -> YarnScaling | None:
-    """Convert `model.rope_scaling`. Return None without scaling."""
     scaling = model.rope_scaling
     if scaling.rope_type == "default":
         return None

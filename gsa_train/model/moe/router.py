@@ -37,8 +37,6 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterContext:
-    """Settings that all routers share."""
-
     runtime: AttentionRuntime
     loss_scale: float
     """Factor of a sum over tokens in the gradient: (ranks over which gradients are averaged) / (tokens of the global

@@ -21,8 +21,6 @@ from gsa_train.model.moe.routing import expert_counts
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Describes the ranks over which a layer's experts are sharded."""
-
     group: dist.ProcessGroup
     """Ordered by expert-parallel rank, then by expert-tensor-parallel rank."""
     expert_rank: int

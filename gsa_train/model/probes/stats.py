@@ -111,7 +111,6 @@ class Statistics:
     """name of `MEANS` or `EXTREMES` -> bool, expandable to the values: which of them count. Without an entry all do."""
 
     def join(self, others: Statistics) -> None:
-        """Add the statistics of `others`, which have different names."""
         self.means |= others.means
         self.counts |= others.counts
         self.vectors |= others.vectors
@@ -128,8 +127,6 @@ class Statistics:
 
 
 class StatsCopy(NamedTuple):
-    """A copy of the state of `LayerStats`."""
-
     sums: torch.Tensor
     own_counts: list[list[int]]
     counts: torch.Tensor

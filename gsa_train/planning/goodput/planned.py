@@ -43,7 +43,6 @@ class Planned:
 
     @property
     def mean_seconds(self) -> float:
-        """Returns the mean seconds between faults of the run."""
         return 3600 * self.mtbf_hours / self.gpus
 
     @property

@@ -159,12 +159,10 @@ class Tried:
 
     @property
     def error(self) -> float:
-        """Returns the standard error of `ettr`."""
         return statistics.stdev(each.ettr for each in self.runs) / math.sqrt(len(self.runs))
 
     @property
     def faults(self) -> float:
-        """Returns the mean number of faults of a run."""
         return statistics.fmean(each.faults for each in self.runs)
 
     def share(self, part: str) -> float:

@@ -172,7 +172,6 @@ def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float]:
 
 
 def _expert_parameters_per_rank(config: Config, stage: int) -> float:
-    """Returns the parameters of the routed experts."""
     mixtures = _mixtures_among(stage_layers(config, stage), config)
     if mixtures == 0:
         return 0.0
@@ -181,12 +180,10 @@ def _expert_parameters_per_rank(config: Config, stage: int) -> float:
 
 
 def _mixtures_among(layers: list[int], config: Config) -> int:
-    """Returns the number of `layers` that are mixtures of experts."""
     return len(set(layers) & set(expert_layers(config)))
 
 
 def _indexers_among(layers: list[int], config: Config) -> int:
-    """Returns the number of `layers` that own an indexer."""
     if config.gsa.attention == "dense":
         return 0
     return sum(layer % config.gsa.selection_reuse == 0 for layer in layers)
@@ -207,7 +204,6 @@ def _in_flight(config: Config, stage: int, micro_batches: int) -> float:
 
 
 def _kept(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Returns the bytes that a stage keeps of one micro-batch."""
     if not has_graph(config, phase):
         return 0.0
     recompute, held = config.train.recompute, stage_layers(config, stage)

@@ -29,7 +29,6 @@ def most_rows(config: Config, sizes: Sizes) -> float:
 
 
 def sends(config: Config) -> bool:
-    """Whether choices go to other ranks."""
     return config.parallel.expert * config.parallel.expert_tensor > 1
 
 
@@ -71,10 +70,6 @@ def _kept_by_exchange(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def kept_by_experts(config: Config, sizes: Sizes, rows: float) -> dict[str, float]:
-    """
-    Args:
-        rows: R.
-    """
     width = config.moe.expert_ffn_hidden_size / config.parallel.expert_tensor
     plain = config.train.fused_ops == "none"
     return {

@@ -256,12 +256,10 @@ def _longest_list(config: Config) -> int:
 
 
 def most_keys(config: Config) -> int:
-    """Returns the largest key budget of a query."""
     return min(max(config.gsa.k_max, config.gsa.dense_below - 1), config.train.seq_len_tokens)
 
 
 def _chunks_of_ranks(config: Config) -> list[list[QueryChunk]]:
-    """Returns the chunks of queries of each context-parallel rank."""
     ranks, chunks = config.parallel.context, config.parallel.context_chunks
     held = config.train.seq_len_tokens // ranks
     return [query_chunks(held, ContextSharding(rank, ranks, chunks)) for rank in range(ranks)]

@@ -53,7 +53,6 @@ class Sizes:
     """The same of one chunk, whose end may be the sequence's."""
 
     def bytes(self, columns: float) -> float:
-        """Return the bytes of [L, B, columns]."""
         return self.value * self.tokens * columns
 
     @property

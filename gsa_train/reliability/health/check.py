@@ -43,7 +43,6 @@ class UnhealthyDevice(RuntimeError):
 
 
 def check_device(device: torch.device, index: int, seconds: float) -> Finding:
-    """Check one device, without its links."""
     here, faults = device_here(device, index), []
     nvml = open_driver() if here.uuid else None
     xids = None

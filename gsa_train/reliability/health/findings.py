@@ -24,8 +24,6 @@ ANSWER_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Faults of one device."""
-
     node: str
     """Slurm's name of the node, else the host's name."""
     index: int
@@ -42,8 +40,6 @@ class Finding:
 
 
 class Exchange:
-    """Exchanges the findings of all ranks."""
-
     def __init__(self, mine: Finding) -> None:
         """Collective. Call it while all ranks still answer.
 

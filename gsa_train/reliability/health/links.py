@@ -65,7 +65,6 @@ def pattern(rank: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def expected_sum(count: int, size: int, device: torch.device) -> torch.Tensor:
-    """Returns the sum of the patterns of `count` ranks."""
     whole, rest = divmod(count, VALUES)
     total = torch.full((size,), float(whole * sum(range(VALUES))), device=device)
     for rank in range(rest):

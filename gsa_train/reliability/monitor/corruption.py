@@ -44,8 +44,6 @@ class Computed(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a rank in the parallel groups."""
-
     host: str
     tensor_rank: int
     pipeline_rank: int
@@ -205,7 +203,6 @@ class CorruptionCheck:
     # --- what is found ---------------------------------------------------------------------------------------
 
     def _gather(self, values: torch.Tensor) -> list[list[int]]:
-        """Returns the values of every rank. Synchronizes with the device."""
         rows = [torch.empty_like(values) for _ in range(self._parallel.world_size)]
         dist.all_gather(rows, values)
         return [row.tolist() for row in rows]
@@ -252,5 +249,4 @@ def _difference(row: list[int]) -> str:
 
 
 def needs_check(config: MonitorConfig) -> bool:
-    """Returns True if any of the checks is enabled."""
     return config.recheck_spikes or config.recheck_every_steps > 0 or config.compare_replicas_every_steps > 0

@@ -57,8 +57,6 @@ class NotFinite(MonitorStop):
 
 
 class SpikeFound(NamedTuple):
-    """A spike that asks for a rewind."""
-
     first_step: int
     """First flagged step, counted from 1."""
     last_step: int
@@ -99,7 +97,6 @@ class MonitorState:
     """Each rewind in order, as a dict of gsa_train.run_folder.rewind.Rewind."""
 
     def entering(self, phase_index: int) -> MonitorState:
-        """Returns this state for the beginning of another phase."""
         if phase_index == self.phase_index:
             return self
         kept = ("judged_steps", "spikes", "skipped_updates", "score_steps", "rewinds")
@@ -112,8 +109,6 @@ class _Unread(NamedTuple):
 
 
 class Monitor:
-    """Monitor of one phase."""
-
     def __init__(
         self,
         config: MonitorConfig,
@@ -142,12 +137,10 @@ class Monitor:
     # --- a step --------------------------------------------------------------------------------------------
 
     def lr_factor(self, step: int) -> float:
-        """Returns the factor on the learning rates of a step."""
         lowered = any(first <= step <= last for first, last in self._state.lowered)
         return self._config.lower_lr_factor if lowered else 1.0
 
     def observe(self, step: int, verdict: Verdict) -> None:
-        """Start the copy of a verdict to the host."""
         self._unread.append(_Unread(step, ToHost(verdict.row)))
 
     def read(self, through: int) -> SpikeFound | None:

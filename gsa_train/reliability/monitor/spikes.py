@@ -38,8 +38,6 @@ DEVIATIONS_PER_DIFFERENCE = 1.4826 / math.sqrt(2)
 
 
 class Verdict(NamedTuple):
-    """Judges one step, on the device."""
-
     applied: torch.Tensor
     """0-d bool: the update is made."""
     row: torch.Tensor
@@ -48,8 +46,6 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the verdict on one step, on the host."""
-
     loss: float
     """Nats per scored token of the global batch."""
     grad_norm: float
