@@ -1,5 +1,4 @@
-"""Define the study file of `launch/study.py --study FILE`: runs that are compared with each other, and what is
-compared."""
+"""`launch/study.py --study FILE`: runs that are compared with each other, and what is compared."""
 
 from __future__ import annotations
 
